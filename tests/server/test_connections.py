@@ -412,8 +412,8 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def bounded(self):
-        assert {*self.table} == {connection for connection, _ in self.opened}
-        assert len(self.table) <= 6 + SURPLUS
+        assert {*self.table.addresses} == {connection for connection, _ in self.opened}
+        assert len(self.table.addresses) <= 6 + SURPLUS
         assert all(count <= 4 + SURPLUS for count in Counter(address for _, address in self.opened).values())
 
 

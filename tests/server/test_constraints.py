@@ -60,7 +60,7 @@ def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
         serving.start()
         channel = Channel(ours)
         events = iter(channel)
-        assert isinstance(next(events), Started)
+        assert isinstance(next(events).value, Started)
         params = SamplingParams(max_tokens=1, temperature=0)
         channel.send(Submit("slow", (1, 2), params, schema=SLOW))
         channel.send(Submit("wrong", (1, 2), params, schema='{"type": "nonsense"}'))

@@ -9,14 +9,10 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvtier.cli.parser import Commands, ProgressLine, add_command
+from kvtier.cli.parser import Commands, add_command, progress_bar
 from kvtier.errors import ArgumentError, UnavailableError
-
-if TYPE_CHECKING:
-    from kvtier.server.load import LoadReport
 
 
 def add(commands: Commands) -> None:
@@ -37,10 +33,10 @@ def add(commands: Commands) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run the load and print a report. Returns 1 unless all requests succeeded."""
     from kvtier.server.load import LoadOptions, run_load
 
-    for name in ("clients", "requests", "max_tokens", "prompt_words"):
+    names = ("clients", "requests", "max_tokens", "prompt_words")
+    for name in names:
         if (number := getattr(options, name)) < 1:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {number}")
     if urlsplit(options.url).scheme != "http":
@@ -49,34 +45,26 @@ def bench(options: argparse.Namespace) -> int:
     load = LoadOptions(
         options.url,
         _model(options.url, key),
-        options.clients,
-        options.requests,
-        max_tokens=options.max_tokens,
-        prompt_words=options.prompt_words,
         shared_words=min(options.shared_words, options.prompt_words),
         disconnect_share=options.disconnect,
         key=key,
+        **{name: getattr(options, name) for name in names},
     )
-    with ProgressLine(options.requests, "requests") as bar:
-        report = asyncio.run(
-            run_load(load, lambda now: bar.update(sum(now.statuses.values()), f"{now.num_tokens} tokens"))
-        )
+    with progress_bar(options.requests, "requests") as update:
+        report = asyncio.run(run_load(load, lambda now: update(now.statuses.total(), f"{now.num_tokens} tokens")))
     summary = report.summary()
     if options.json:
         print(json.dumps(summary))
     else:
         for name, value in summary.items():
             print(f"{name:<14}  {value}")
-    failures = _failures(report)
+    counts = sorted((status, count) for status, count in report.statuses.items() if status != 200)
+    failures = [f"{count} got {f'status {status}' if status else 'no response'}" for status, count in counts]
+    if report.num_incomplete:
+        failures.append(f"{report.num_incomplete} ended early")
     if failures:
         print(f"kvtier: of {options.requests} requests, {', '.join(failures)}", file=sys.stderr)
     return 1 if failures else 0
-
-
-def _failures(report: LoadReport) -> list[str]:
-    counts = sorted((status, count) for status, count in report.statuses.items() if status != 200)
-    failures = [f"{count} got {f'status {status}' if status else 'no response'}" for status, count in counts]
-    return failures + [f"{report.num_incomplete} ended early"] * bool(report.num_incomplete)
 
 
 def _model(url: str, key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvtier.cli.parser import Commands, Parser, add_command
 
@@ -24,6 +24,7 @@ _kvtier() {{
 }}
 complete -F _kvtier kvtier
 """
+_ZSH_HEAD = "#compdef kvtier\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def add(commands: Commands) -> None:
@@ -39,13 +40,16 @@ def add(commands: Commands) -> None:
         words = {name: _flags(parser) for name, parser in parsers.items()}
         if options.json:
             print(json.dumps(words))
+        elif options.shell == "fish":
+            print(*_fish(words, parsers), sep="\n")
         else:
-            helps = {name: parser.description or "" for name, parser in parsers.items()}
-            print(_SCRIPTS[options.shell](words, helps), end="")
+            cases = "\n".join(f'    {name}) words="{" ".join(flags)}" ;;' for name, flags in words.items())
+            script = _BASH.format(cases=cases, commands=" ".join(words))
+            print(_ZSH_HEAD + script if options.shell == "zsh" else script, end="")
         return 0
 
     command = add_command(commands, "completion", text, examples, run, "SHELL")
-    command.add_argument("shell", choices=sorted(_SCRIPTS), metavar="SHELL", help="bash, fish or zsh")
+    command.add_argument("shell", choices=("bash", "fish", "zsh"), metavar="SHELL", help="bash, fish or zsh")
 
 
 def _flags(parser: Parser) -> list[str]:
@@ -53,22 +57,9 @@ def _flags(parser: Parser) -> list[str]:
     return ["--help", "--config", *(name for name in names if name.startswith("--"))]
 
 
-def _bash(words: Mapping[str, list[str]], _: Mapping[str, str]) -> str:
-    cases = "\n".join(f'    {name}) words="{" ".join(flags)}" ;;' for name, flags in words.items())
-    return _BASH.format(cases=cases, commands=" ".join(words))
-
-
-def _zsh(words: Mapping[str, list[str]], helps: Mapping[str, str]) -> str:
-    return "#compdef kvtier\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(words, helps)
-
-
-def _fish(words: Mapping[str, list[str]], helps: Mapping[str, str]) -> str:
-    lines = []
+def _fish(words: Mapping[str, list[str]], parsers: Mapping[str, Parser]) -> Iterator[str]:
     for name, flags in words.items():
-        text = helps[name].replace("'", "")
-        lines.append(f"complete -c kvtier -n __fish_use_subcommand -a {name} -d '{text}'")
-        lines += [f"complete -c kvtier -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}" for flag in flags]
-    return "\n".join(lines) + "\n"
-
-
-_SCRIPTS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+        text = (parsers[name].description or "").replace("'", "")
+        yield f"complete -c kvtier -n __fish_use_subcommand -a {name} -d '{text}'"
+        for flag in flags:
+            yield f"complete -c kvtier -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,10 +42,13 @@ _OPTIONAL = {  # module: the extra that installs it
 }
 
 
-def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
+def doctor(options: argparse.Namespace) -> int:
     """Print the findings, after measuring GPUs that have no saved costs. Returns 0, also without a GPU."""
+    progress = partial(print, "measuring", file=sys.stderr)
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    costs = {gpu: (None if recalibrate else saved_costs(gpu)) or calibrate(gpu, progress=_progress) for gpu in gpus}
+    costs = {
+        gpu: (None if options.calibrate else saved_costs(gpu)) or calibrate(gpu, progress=progress) for gpu in gpus
+    }
     num_cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     findings = {
@@ -64,17 +69,13 @@ def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
         findings |= _lines(name, figures)
     if not gpus:
         findings["GPU"] = "none: everything runs on the CPU"
-    if as_json:
+    if options.json:
         print(json.dumps({**findings, **({"measured": measured} if measured else {})}))
     else:
         width = max(len(name) for name in findings)
         for name, value in findings.items():
             print(f"{name:<{width}}  {value}")
     return 0
-
-
-def _progress(text: str) -> None:
-    print(f"measuring {text}", file=sys.stderr)
 
 
 def _installed(module: str, extra: str) -> str:

@@ -40,7 +40,6 @@ def add(commands: Commands) -> None:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print the continuation of every prompt."""
     params = _params(options)
     prompts = [_text(prompt) for prompt in options.prompt or [line.rstrip("\n") for line in sys.stdin]]
     llm = _llm(options)
@@ -55,7 +54,6 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Run a conversation and print the answers as they are generated."""
     params = _params(options)
     messages = [{"role": "system", "content": _text(options.system)}] if options.system else []
     first = _text(options.once or options.first or "")
@@ -127,14 +125,8 @@ def _llm(options: argparse.Namespace) -> LLM:
 def _params(options: argparse.Namespace) -> SamplingParams:
     from kvtier.engine.params import SamplingParams
 
-    return SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-        stop=tuple(map(_text, options.stop)),
-    )
+    names = ("temperature", "top_p", "top_k", "seed", "max_tokens")
+    return SamplingParams(**{name: getattr(options, name) for name in names}, stop=tuple(map(_text, options.stop)))
 
 
 def _add_options(command: Parser) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import kvtier
 from kvtier.cli import bench, completion, generate, replay, serve, stores
-from kvtier.cli.parser import Commands, Parser, add_command, check_config, check_environment, read_config, suggest
+from kvtier.cli.parser import Commands, Parser, add_command, check_environment, read_config, suggest
 from kvtier.errors import KvtierError
 
 _EPILOG = """exit codes:
@@ -87,7 +87,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _settle(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) -> None:
-    """Set the defaults of the given command from the TOML file and the environment."""
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     if name and name not in known:
         parser.error(f"unknown command {name!r} (commands: {', '.join(known)}){suggest(name, known)}")
@@ -95,8 +94,7 @@ def _settle(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) 
         return
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    file, origin = read_config(finder.parse_known_args(arguments)[0].config)
-    check_config(file, origin, known)
+    file, origin = read_config(finder.parse_known_args(arguments)[0].config, known)
     check_environment(os.environ, known)
     known[name].take_settings(name, os.environ, file, origin)
     known[name].set_defaults(config_file=file)
@@ -106,7 +104,7 @@ def _add_doctor(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         from kvtier.cli.doctor import doctor
 
-        return doctor(as_json=options.json, recalibrate=options.calibrate)
+        return doctor(options)
 
     text = "Show the hardware and packages of this machine and the copy paths that work on it."
     command = add_command(commands, "doctor", text, "kvtier doctor\nkvtier doctor --calibrate --json", run)

@@ -11,43 +11,37 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ArgumentError
 
 
-class ProgressLine:
-    """A progress bar on standard error; invisible unless that is a terminal."""
+@contextmanager
+def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar if standard error is a terminal. Yields a function that takes the progress and a note."""
+    is_shown, last = sys.stderr.isatty(), 0.0
 
-    def __init__(self, total: int, unit: str) -> None:
-        self._total, self._unit = total, unit
-        self._show = sys.stderr.isatty()
-        self._last = 0.0
-
-    def update(self, num_done: int, note: str = "") -> None:
-        """Redraw the bar, at most ten times a second."""
-        now = time.monotonic()
-        if self._show and (now - self._last > 0.1 or num_done >= self._total):
-            self._last = now
-            filled = 30 * num_done // max(1, self._total)
+    def update(num_done: int, note: str) -> None:
+        nonlocal last
+        if is_shown and (time.monotonic() - last > 0.1 or num_done >= total):  # at most ten times a second
+            last = time.monotonic()
+            filled = 30 * num_done // max(1, total)
             bar = "#" * filled + "." * (30 - filled)
-            sys.stderr.write(f"\r[{bar}] {num_done}/{self._total} {self._unit} {note}\x1b[K")
-            sys.stderr.flush()
+            print(f"\r[{bar}] {num_done}/{total} {unit} {note}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._show:
-            sys.stderr.write("\n")
+    try:
+        yield update
+    finally:
+        if is_shown:
+            print(file=sys.stderr)
 
 
 PREFIX = "KVTIER_"
 # Variables that are not options. Secrets are never options: all users of a machine can see those.
 _OTHER_VARIABLES = ("KVTIER_CONFIG", "KVTIER_API_KEY", "KVTIER_ADMIN_KEY", "KVTIER_CACHE_DIR", "KVTIER_SOAK")
-_OTHER_TABLES = ("tenants",)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -85,7 +79,6 @@ class Parser(argparse.ArgumentParser):
             stream.write(message)
 
     def refuse_unknown(self, arguments: Iterable[str]) -> None:
-        """Exit with code 2 if there are unknown arguments."""
         for argument in arguments:
             known = [name for action in self.options.values() for name in action.option_strings]
             name = argument.partition("=")[0]
@@ -93,7 +86,6 @@ class Parser(argparse.ArgumentParser):
             self.error(what + suggest(name, known))
 
     def take_settings(self, name: str, environ: Mapping[str, str], file: Mapping[str, Any], origin: str) -> None:
-        """Set the defaults of command `name` from the TOML file and the environment."""
         table = file.get(name, {})
         if not isinstance(table, Mapping):
             self.error(f"{origin}: {name} must be a table, [{name}]")
@@ -108,7 +100,6 @@ class Parser(argparse.ArgumentParser):
                 action.default = self._converted(action, environ[variable], variable)
 
     def _converted(self, action: argparse.Action, value: Any, where: str) -> Any:
-        """Convert a value of the file or the environment to the type of its flag."""
         if action.nargs == 0:  # a switch
             if isinstance(value, bool):
                 return value
@@ -147,22 +138,20 @@ def add_command(
     return parser
 
 
-def read_config(path: str | None) -> tuple[dict[str, Any], str]:
-    """Return the contents and the name of the TOML file; empty if there is none."""
+def read_config(path: str | None, commands: Mapping[str, Parser]) -> tuple[dict[str, Any], str]:
+    """Return the contents and the name of the TOML file; empty if there is none. Unknown tables are errors."""
     path = path or os.environ.get("KVTIER_CONFIG")
     if not path:
         return {}, ""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8")), path
+        file = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:  # ValueError: a NUL in the path
         raise ArgumentError(f"{path} cannot be read as TOML: {error}") from error
-
-
-def check_config(file: Mapping[str, Any], origin: str, commands: Mapping[str, Parser]) -> None:
-    """Raise ArgumentError for unknown tables."""
+    known = [*commands, "tenants"]
     for key in file:
-        if key not in commands and key not in _OTHER_TABLES:
-            raise ArgumentError(f"{origin}: unknown table [{key}]{suggest(key, [*commands, *_OTHER_TABLES])}")
+        if key not in known:
+            raise ArgumentError(f"{path}: unknown table [{key}]{suggest(key, known)}")
+    return file, path
 
 
 def check_environment(environ: Mapping[str, str], commands: Mapping[str, Parser]) -> None:

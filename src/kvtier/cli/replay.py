@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.parser import Commands, Parser, ProgressLine, add_command
+from kvtier.cli.parser import Commands, Parser, add_command, progress_bar
 from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -206,12 +206,8 @@ def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int
         disk_bytes=disk,
         disk=preset(DiskSpec, options.disk_type),
         policy=policy,
-        replicas=options.replicas,
         routing=Routing(options.routing),
-        max_rows=options.max_rows,
-        max_step_tokens=options.max_step_tokens,
-        quantum=options.quantum,
-        seed=options.seed,
+        **{name: getattr(options, name) for name in ("replicas", "max_rows", "max_step_tokens", "quantum", "seed")},
     )
 
 
@@ -238,8 +234,8 @@ def _names(options: argparse.Namespace, setup: Deployment) -> dict[str, str]:
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar. Yields a function that takes the finished share and optionally another label."""
-    with ProgressLine(100, "%") as bar:
-        yield lambda share, what=label: bar.update(int(share * 100), what)
+    with progress_bar(100, "%") as update:
+        yield lambda share, what=label: update(int(share * 100), what)
 
 
 def _print_result(options: argparse.Namespace, result: dict[str, Any]) -> int:

@@ -39,7 +39,6 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UnavailableError(f"`kvtier serve` needs {', '.join(missing)}: pip install 'kvtier[server]'")
@@ -93,8 +92,6 @@ def _start_log(options: argparse.Namespace) -> None:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
-
     def format(self, record: logging.LogRecord) -> str:
         row = {"time": record.created, "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.parser import Commands, ProgressLine, add_command
+from kvtier.cli.parser import Commands, add_command, progress_bar
 from kvtier.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def verify(options: argparse.Namespace) -> int:
 
     with closing(_open(options.where)) as store:
         unreadable = store.stats.num_quarantined
-        with ProgressLine(store.stats.num_objects, "objects") as bar:
-            result = read_all(store, progress=lambda count, nbytes: bar.update(count, f"{nbytes / 1e9:.1f} GB"))
+        with progress_bar(store.stats.num_objects, "objects") as update:
+            result = read_all(store, progress=lambda count, nbytes: update(count, f"{nbytes / 1e9:.1f} GB"))
     for key, defect in result.defects:
         row = {"key": key.hex(), "status": defect.status.value, "reason": defect.reason}
         _print_row(options, row, "{key}  {status}: {reason}")

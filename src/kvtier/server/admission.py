@@ -45,13 +45,11 @@ class Admission:
             if self.num_answers + num_answers > self._max_answers:
                 rounds = self.num_answers / self._started.max_rows - 1
                 seconds = max(1, math.ceil(rounds * self._mean_seconds))
-                raise ApiError(
-                    429,
+                message = (
                     f"{self.num_answers} answers are running or waiting and the request needs {num_answers} more; "
-                    f"the limit is {self._max_answers}; retry in about {seconds} s",
-                    code="overloaded",
-                    retry_after=seconds,
+                    f"the limit is {self._max_answers}; retry in about {seconds} s"
                 )
+                raise ApiError(429, message, code="overloaded", retry_after=seconds)
             self.num_answers += num_answers
             try:
                 yield
@@ -63,8 +61,7 @@ class Admission:
     def prepare(self, tenant: Tenant | None) -> Iterator[None]:
         """Count a request against its tenant's limits while it is prepared. Raises 429, or 503 if closed."""
         if self.closed:
-            message = f"the server does not accept requests: {self.closed}"
-            raise ApiError(503, message, code="not_ready", retry_after=5)
+            raise ApiError(503, f"the server does not accept requests: {self.closed}", code="not_ready")
         if tenant is not None:
             self._check_quota(tenant)
         name = tenant_name(tenant)
@@ -85,17 +82,11 @@ class Admission:
 
     def _check_quota(self, tenant: Tenant) -> None:
         if tenant.max_requests and self._num_requests[tenant.name] >= tenant.max_requests:
-            raise ApiError(
-                429,
-                f"{tenant.max_requests} requests of {tenant.name} are in progress, which is its limit",
-                code="tenant_requests",
-                retry_after=max(1, math.ceil(self._mean_seconds)),
-            )
+            message = f"{tenant.max_requests} requests of {tenant.name} are in progress, which is its limit"
+            seconds = max(1, math.ceil(self._mean_seconds))
+            raise ApiError(429, message, code="tenant_requests", retry_after=seconds)
         over = self._debt(tenant) - tenant.tokens_per_minute
         if tenant.tokens_per_minute and over >= 0:
-            raise ApiError(
-                429,
-                f"{tenant.name} has used its {tenant.tokens_per_minute} tokens per minute",
-                code="tenant_tokens",
-                retry_after=max(1, math.ceil(60 * over / tenant.tokens_per_minute)),
-            )
+            message = f"{tenant.name} has used its {tenant.tokens_per_minute} tokens per minute"
+            seconds = max(1, math.ceil(60 * over / tenant.tokens_per_minute))
+            raise ApiError(429, message, code="tenant_tokens", retry_after=seconds)

@@ -17,7 +17,6 @@ import kvtier
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import KvtierError
 from kvtier.server.admission import Admission
-from kvtier.server.auth import ApiKeys
 from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
@@ -114,7 +113,7 @@ def make_app(
     add_state(app, heartbeat, model, request_log, admission)
     add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return GuardMiddleware(app, ApiKeys(config.tenants), limits, request_log, local_only=not config.tenants)
+    return GuardMiddleware(app, config.tenants, limits, request_log)
 
 
 def prepare_config(config: ServerConfig, started: Started) -> PrepareConfig:
@@ -191,7 +190,7 @@ def _add_health_and_page(app: FastAPI, heartbeat: Heartbeat, admission: Admissio
     async def health() -> dict[str, str]:
         """Return 200 if the server accepts requests and its engine replies, 503 otherwise."""
         if why := admission.closed or heartbeat.failure:
-            raise ApiError(503, f"the server does not accept requests: {why}", code="not_ready", retry_after=5)
+            raise ApiError(503, f"the server does not accept requests: {why}", code="not_ready")
         return {"status": "ok"}
 
     page = load_page()

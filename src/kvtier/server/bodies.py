@@ -79,7 +79,7 @@ class Bodies:
                     is_above_share = request.state.tenant is not None and self._num_bytes[name] > most // 2
                     if num_added and (self._num_bytes.total() > most or is_above_share):
                         message = f"the bodies of all requests together exceed {most} bytes; retry later"
-                        raise ApiError(503, message, code="buffers", retry_after=5)
+                        raise ApiError(503, message, code="buffers")
         except TimeoutError as error:
             message = f"the body did not arrive within {limits.body_seconds:g} s"
             raise ApiError(408, message, code="body_timeout") from error

@@ -17,8 +17,7 @@ from kvtier.engine.params import FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError
 from kvtier.server.admission import Admission
-from kvtier.server.auth import salt_of
-from kvtier.server.config import Limits, Tenant, tenant_name
+from kvtier.server.config import Limits, Tenant, salt_of, tenant_name
 from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.messages import Submit
@@ -195,8 +194,7 @@ class Completions:
                 _log.error("request %s failed in the engine: %s", record.id, output.error)
                 raise ApiError(500, f"the engine could not complete the request: {output.error}", code="step_failed")
             if output.finish_reason is FinishReason.REFUSED:
-                message = f"no cache space for this request: {output.error}"
-                raise ApiError(503, message, code="no_room", retry_after=5)
+                raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
             record.new_tokens += len(output.token_ids)
         record.prompt_tokens = job.num_prompt_tokens
         for output in outputs:

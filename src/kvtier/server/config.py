@@ -10,6 +10,7 @@ from kvtier.errors import ArgumentError, RangeError
 
 MAX_PRIORITY = 1000
 """Highest priority of a request; the lowest is its negative."""
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _WRITES = ("write_through", "write_through_selective", "write_back")
 
 
@@ -138,6 +139,13 @@ def tenant_name(tenant: Tenant | None) -> str:
     return tenant.name if tenant is not None else ""
 
 
+def salt_of(tenant: Tenant | None, cache_salt: str | None) -> bytes:
+    """Return the salt of block keys: it separates the caches of tenants, and those of `cache_salt` within a tenant."""
+    if tenant is None and cache_salt is None:
+        return b""
+    return f"{tenant_name(tenant)}\0{cache_salt or ''}".encode("utf-8", "surrogatepass")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Configuration of the server and its engine process."""
@@ -156,7 +164,7 @@ class ServerConfig:
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) < len(names) or len({tenant.key for tenant in self.tenants}) < len(names):
             raise ArgumentError("two tenants share a name or a key; each needs its own")
-        if not self.tenants and self.host not in ("127.0.0.1", "localhost", "::1"):
+        if not self.tenants and self.host not in LOCAL_HOSTS:
             raise ArgumentError(
                 f"--host {self.host} is reachable from other machines and there are no API keys; "
                 "set KVTIER_API_KEY (and KVTIER_ADMIN_KEY), or add tenants to the TOML file"

@@ -6,7 +6,6 @@ import enum
 import ipaddress
 import resource
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from kvtier.server.config import Limits
@@ -38,16 +37,10 @@ class ConnectionTable(Generic[Connection]):
     def __init__(self, max_connections: int, max_per_address: int) -> None:
         self._max_connections = max_connections
         self._max_per_address = max_per_address
-        self._addresses: dict[Connection, str] = {}
+        self.addresses: dict[Connection, str] = {}
         self._num: Counter[str] = Counter()
         self._idle: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
         """Connections without a complete request head, by address, oldest first."""
-
-    def __len__(self) -> int:
-        return len(self._addresses)
-
-    def __iter__(self) -> Iterator[Connection]:
-        return iter(self._addresses)
 
     def add(self, connection: Connection, address: str) -> tuple[Place, Connection | None]:
         """Add an idle connection. Returns its place and the connection that it replaces, which the caller closes."""
@@ -55,12 +48,12 @@ class ConnectionTable(Generic[Connection]):
         if place is not Place.REFUSED:
             self._num[address] += 1
             self._idle[address][connection] = None
-            self._addresses[connection] = address
+            self.addresses[connection] = address
         return place, victim
 
     def remove(self, connection: Connection) -> None:
         """Remove a closed connection. No effect if it is not in the table."""
-        address = self._addresses.pop(connection, None)
+        address = self.addresses.pop(connection, None)
         if address is None:
             return
         self._num[address] -= 1
@@ -70,17 +63,17 @@ class ConnectionTable(Generic[Connection]):
 
     def set_busy(self, connection: Connection) -> None:
         """Protect a connection from eviction: it has a complete request head."""
-        if (address := self._addresses.get(connection)) is not None:
+        if (address := self.addresses.get(connection)) is not None:
             self._idle[address].pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
         """Allow eviction, as the newest idle connection."""
-        if (address := self._addresses.get(connection)) is not None:
+        if (address := self.addresses.get(connection)) is not None:
             self._idle[address][connection] = None
 
     def _make_room(self, address: str) -> tuple[Place, Connection | None]:
         num = self._num[address]
-        excess = max(num - self._max_per_address, len(self) - self._max_connections)
+        excess = max(num - self._max_per_address, len(self.addresses) - self._max_connections)
         if excess < 0:
             return Place.NORMAL, None
         idle = self._idle.get(address, {})

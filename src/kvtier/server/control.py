@@ -12,9 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from kvtier.errors import ArgumentError
 from kvtier.metrics import CONTENT_TYPE
 from kvtier.server.admission import Admission
-from kvtier.server.auth import salt_of
 from kvtier.server.bodies import Bodies, takes
-from kvtier.server.config import Tenant
+from kvtier.server.config import Tenant, salt_of
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.engine.params import Explanation, Output
-from kvtier.errors import ClosedError, StateError
+from kvtier.errors import ClosedError
 from kvtier.server.config import EngineOptions, Limits
 from kvtier.server.errors import ApiError
 from kvtier.server.messages import (
@@ -104,19 +104,19 @@ class EngineClient:
         self._process.start()
         theirs.close()
         self._boxes: dict[str, Mailbox] = {}
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.why = "the engine process ended"  # the reason, once `ended` is set
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> Started:
-        """Wait until the engine is ready. Raises StateError with the reason if it fails to start."""
+        """Wait until the engine is ready. Raises ClosedError with the reason if it fails to start."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
         self._reading = asyncio.create_task(self._read(reader))
-        return await self._started
+        started: Started = await self._reply(next(self._numbers))
+        return started
 
     @contextmanager
     def submit(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> Iterator[None]:
@@ -141,13 +141,9 @@ class EngineClient:
     async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Call a function of the engine process by name."""
         call = Call(next(self._numbers), name, arguments)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._send(call)
-        self._calls[call.id] = future
-        try:
-            return await future
-        finally:
-            self._calls.pop(call.id, None)
+        result: dict[str, Any] = await self._reply(call.id)
+        return result
 
     async def close(self, seconds: float) -> int | None:
         """Let the engine save its cache and exit; kill it after `seconds`. Returns its exit code."""
@@ -164,6 +160,13 @@ class EngineClient:
         if self._writer is not None:
             self._writer.close()
         return self._process.exitcode
+
+    async def _reply(self, number: int) -> Any:
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._calls[number]
+        finally:
+            del self._calls[number]
 
     def _send(self, command: Command) -> None:
         if self.ended.is_set() or self._writer is None:
@@ -183,8 +186,6 @@ class EngineClient:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
-        if not self._started.done():
-            self._started.set_exception(StateError(self.why))
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -197,8 +198,6 @@ class EngineClient:
                 call = self._calls.get(number)
                 if call is not None and not call.done():
                     call.set_exception(event.error) if event.error is not None else call.set_result(event.value)
-            case Started() if not self._started.cancelled():
-                self._started.set_result(event)
             case EngineFailed():
                 self.why = event.why
 
@@ -211,6 +210,7 @@ class EngineClient:
                 box.put(output, step.sent)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Heartbeat:
     """Detects an engine process that is stopped or hangs.
 
@@ -218,11 +218,10 @@ class Heartbeat:
     answers the other between two steps. Their deadlines differ, since a step may take long.
     """
 
-    def __init__(self, engine: EngineClient, limits: Limits) -> None:
-        self._engine = engine
-        self._limits = limits
-        self._failures: dict[str, str] = {}
-        self._failed = asyncio.Event()
+    engine: EngineClient
+    limits: Limits
+    _failures: dict[str, str] = field(default_factory=dict)
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def failure(self) -> str:
@@ -230,7 +229,7 @@ class Heartbeat:
         return next(iter(self._failures.values()), "")
 
     async def run(self) -> None:
-        limits = self._limits
+        limits = self.limits
         try:
             await asyncio.gather(
                 self._watch("the engine process", PING, limits.engine_reply_seconds),
@@ -242,15 +241,15 @@ class Heartbeat:
 
     async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Run a control in the engine. Raises 503 while the engine does not reply, 504 after `control_seconds`."""
-        work = asyncio.ensure_future(self._engine.call(name, **arguments))
+        work = asyncio.ensure_future(self.engine.call(name, **arguments))
         failed = asyncio.ensure_future(self._failed.wait())
-        seconds = self._limits.control_seconds
+        seconds = self.limits.control_seconds
         try:
             await asyncio.wait((work, failed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
             if self.failure:
-                raise ApiError(503, self.failure, code="engine_unresponsive", retry_after=5)
+                raise ApiError(503, self.failure, code="engine_unresponsive")
             message = f"the engine did not complete the call within {seconds:g} s; it may still do so"
             raise ApiError(504, message, code="timeout")
         finally:
@@ -261,15 +260,15 @@ class Heartbeat:
     async def is_responsive(self) -> bool:
         """True if the engine process replies in time now."""
         try:
-            async with asyncio.timeout(self._limits.engine_reply_seconds):
-                await self._engine.call(PING)
+            async with asyncio.timeout(self.limits.engine_reply_seconds):
+                await self.engine.call(PING)
         except (TimeoutError, ClosedError):
             return False
         return True
 
     async def _watch(self, part: str, call: str, seconds: float) -> None:
         while True:
-            reply = asyncio.ensure_future(self._engine.call(call))
+            reply = asyncio.ensure_future(self.engine.call(call))
             try:
                 await asyncio.wait((reply,), timeout=seconds)
                 if not reply.done():

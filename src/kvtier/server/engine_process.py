@@ -135,7 +135,7 @@ class EngineServer:
             tuple(self._engine.model.config.eos_token_ids),
         )
         with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine failed
-            self._channel.send(started)
+            self._channel.send(Reply(0, started))
             for command in self._channel:
                 match command:
                     case Submit():

@@ -24,7 +24,7 @@ class ApiError(Exception):
     message: str
     param: str | None = None
     code: str | None = None
-    retry_after: int | None = None  # seconds
+    retry_after: int = 5  # seconds, for statuses 429 and 503
 
     @property
     def body(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
+        headers = {"retry-after": str(self.retry_after)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 def from_engine(error: KvtierError) -> ApiError:
     if isinstance(error, ClosedError):
-        return ApiError(503, "the engine has ended; the server is shutting down", code="engine_ended", retry_after=5)
+        return ApiError(503, "the engine has ended; the server is shutting down", code="engine_ended")
     if isinstance(error, ArgumentError):
         return ApiError(400, str(error))
     if isinstance(error, StateError):

@@ -1,9 +1,9 @@
 """Messages between the front end and its child processes, and their framing.
 
     front end --Submit, Abort, Call--> engine process
-    front end <--Started | EngineFailed, StepOutputs, Reply-- engine process
+    front end <--Reply(0, Started) | EngineFailed, StepOutputs, Reply-- engine process
     front end --PrepareConfig, then Call--> worker process
-    front end <--Reply-- worker process
+    front end <--Reply(0), then Reply-- worker process
 
 A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here: both ends are ours and share a socket
 pair that no other process can open.
@@ -102,7 +102,7 @@ class StepOutputs:
 
 
 Command = Submit | Abort | Call
-Event = Started | EngineFailed | StepOutputs | Reply
+Event = EngineFailed | StepOutputs | Reply
 
 
 def frame(message: object) -> bytes:

@@ -7,10 +7,12 @@ and counts one response per request. It is plain ASGI, so that disconnects pass 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,8 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtier.server.auth import ApiKeys
-from kvtier.server.config import Limits
+from kvtier.server.config import LOCAL_HOSTS, Limits, Tenant
 from kvtier.server.errors import ApiError
 from kvtier.server.request_log import RequestLog
 
@@ -31,7 +32,6 @@ _ADMIN = ("/control", "/state", "/metrics")
 _POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
 _ONCE = (b"authorization", b"host", b"origin", b"content-type")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
-_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 class ClientGone(Exception):
@@ -97,14 +97,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class GuardMiddleware:
-    """Checks requests before the app. `local_only`: without keys, requests from other sites' pages are rejected."""
+    """Checks requests before the app.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: Limits, log: RequestLog, *, local_only: bool) -> None:
+    Compares all keys in constant time, so that the time reveals nothing. In a server without keys, rejects requests
+    from other sites' pages, and from other machines if they need an admin.
+    """
+
+    def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:
         self._app = app
-        self._keys = keys
+        self._keys = [(hashlib.sha256(tenant.key.encode()).digest(), tenant) for tenant in tenants]
         self._limits = limits
         self._request_log = log
-        self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
@@ -131,20 +134,31 @@ class GuardMiddleware:
             _log.log(level, "http method=%s route=%s status=%d", scope["method"], route, status)
 
     def _admit(self, scope: Scope, headers: dict[str, str]) -> None:
-        if self._local_only:
+        if not self._keys:
             _reject_cross_site(headers)
         path, state = scope["path"], scope.setdefault("state", {})
         state.update(tenant=None, began=time.monotonic())
         if state.get("health_only") and path != "/health":
             message = "all connections of this server or of your address are in use; retry later"
-            raise ApiError(503, message, code="too_many_connections", retry_after=5)
+            raise ApiError(503, message, code="too_many_connections")
         if path in _OPEN:
             return
-        key, peer = headers.get("authorization"), (scope.get("client") or (None,))[0]
+        tenant = self._authenticate(headers.get("authorization", "")) if self._keys else None
         if any(path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN):
-            self._keys.admit_admin(key, peer)
+            peer = (scope.get("client") or (None,))[0]
+            if not (tenant.admin if tenant is not None else peer in LOCAL_HOSTS):
+                raise ApiError(403, "this endpoint needs an admin key", code="admin_only")
         else:
-            state["tenant"] = self._keys.tenant(key)
+            state["tenant"] = tenant
+
+    def _authenticate(self, authorization: str) -> Tenant:
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [tenant for known, tenant in self._keys if hmac.compare_digest(known, digest)]
+        if scheme.lower() != "bearer" or not matches:
+            message = "missing or unknown API key: send the header Authorization: Bearer <key>"
+            raise ApiError(401, message, code="invalid_api_key")
+        return matches[0]
 
 
 def body_too_large(size: str, limits: Limits) -> ApiError:
@@ -171,7 +185,7 @@ def _reject_cross_site(headers: dict[str, str]) -> None:
     """Raise 403 for requests from other origins' pages and under other host names (DNS rebinding)."""
     host, origin = headers.get("host", ""), headers.get("origin")
     match = _HOST.fullmatch(host)
-    is_local = match is not None and match[1].strip("[]").lower() in _LOCAL
+    is_local = match is not None and match[1].strip("[]").lower() in LOCAL_HOSTS
     is_cross_origin = origin is not None and origin.partition("://")[2] != host
     is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
     if not is_local or is_cross_origin or is_cross_site:

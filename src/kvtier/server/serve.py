@@ -24,8 +24,7 @@ from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import UnavailableError
 from kvtier.server.admission import Admission
 from kvtier.server.app import make_app, prepare_config
-from kvtier.server.auth import salt_of
-from kvtier.server.config import Limits, ServerConfig, Tenant
+from kvtier.server.config import Limits, ServerConfig, Tenant, salt_of
 from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient, Heartbeat
 from kvtier.server.http_connection import HttpConnection

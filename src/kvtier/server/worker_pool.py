@@ -128,7 +128,7 @@ class WorkerPool:
             raise _shutting_down()
         if sum(task.tenant == tenant for task in self._waiting) >= _MAX_WAITING:
             message = f"{_MAX_WAITING} large requests are already waiting to be prepared; retry later"
-            raise ApiError(429, message, code="overloaded", retry_after=5)
+            raise ApiError(429, message, code="overloaded")
         task = _Task(Call(0, name, arguments), tenant, asyncio.get_running_loop().create_future())
         self._waiting.append(task)
         if self._size > len(self._serving) == self.num_running and self._may_run(task):
@@ -195,8 +195,7 @@ class WorkerPool:
                     pass
             except (*_DIED, TimeoutError) as error:
                 _log.error("a worker process did not start: %s", type(error).__name__)
-                message = "no worker process starts; see the server's log"
-                self._fail_waiting(ApiError(503, message, code="worker", retry_after=5))
+                self._fail_waiting(ApiError(503, "no worker process starts; see the server's log", code="worker"))
                 await asyncio.sleep(_RESTART_SECONDS)
             finally:
                 if process is not None:
@@ -229,15 +228,16 @@ class WorkerPool:
             async with asyncio.timeout(self._config.seconds) as task.clock:
                 reply = await process.call(task.call)
         except TimeoutError:
-            seconds = self._config.seconds
-            message = f"preparing the request took longer than {seconds:g} s; send a shorter or simpler one"
+            message = (
+                f"preparing the request took longer than {self._config.seconds:g} s; send a shorter or simpler one"
+            )
             task.fail(ApiError(400, message, code="too_complex"))
             _log.warning("replacing a worker process: its job is late, or the client of the job left")
             return False
         except _DIED:
             _log.warning("a worker process died during a job")
             if task.is_retry or task.future.done():
-                task.fail(ApiError(503, "two worker processes died of this request", code="worker", retry_after=5))
+                task.fail(ApiError(503, "two worker processes died of this request", code="worker"))
             else:
                 task.is_retry = True
                 self._waiting.insert(0, task)
@@ -257,4 +257,4 @@ class WorkerPool:
 
 
 def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="not_ready", retry_after=5)
+    return ApiError(503, "the server is shutting down", code="not_ready")
