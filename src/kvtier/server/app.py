@@ -21,11 +21,10 @@ from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
 from kvtier.server.control import add_control, add_state
-from kvtier.server.engine_client import EngineClient, Heartbeat
+from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
-from kvtier.server.messages import Started
 from kvtier.server.middleware import ClientGone, GuardMiddleware
-from kvtier.server.prepare import Preparation, PrepareConfig
+from kvtier.server.prepare import Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
@@ -87,8 +86,7 @@ _TOKENIZED = 10  # this many tokens of /tokenize are charged as one token of a c
 
 def make_app(
     config: ServerConfig,
-    engine: EngineClient,
-    started: Started,
+    max_context: int,
     tokenizer: Tokenizer,
     pool: WorkerPool,
     admission: Admission,
@@ -105,22 +103,15 @@ def make_app(
     )
     _add_error_handlers(app)
     limits, model = config.limits, config.model_name
-    bodies = Bodies(Preparation(prepare_config(config, started), tokenizer), pool, limits, admission)
-    completions = Completions(engine, SchemaChecks(pool), tokenizer, model, limits, admission, request_log)
+    bodies = Bodies(Preparation(pool.config, tokenizer), pool, limits, admission)
+    completions = Completions(heartbeat.engine, SchemaChecks(pool), tokenizer, model, limits, admission, request_log)
     _add_generation(app, completions, bodies)
-    _add_model(app, model, started.max_context, bodies, admission)
+    _add_model(app, model, max_context, bodies, admission)
     _add_health_and_page(app, heartbeat, admission)
     add_state(app, heartbeat, model, request_log, admission)
     add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return GuardMiddleware(app, config.tenants, limits, request_log)
-
-
-def prepare_config(config: ServerConfig, started: Started) -> PrepareConfig:
-    """Return the configuration of `Preparation`, here and in worker processes."""
-    limits, source = config.limits, config.engine.model
-    model = (source, config.model_name, started.vocab_size, started.eos_token_ids)
-    return PrepareConfig(*model, limits.answers, limits.prepare_seconds)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

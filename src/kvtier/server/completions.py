@@ -62,8 +62,6 @@ class HttpJob:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Runs jobs on the engine."""
-
     engine: EngineClient
     schemas: SchemaChecks
     tokenizer: Tokenizer

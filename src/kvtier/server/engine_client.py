@@ -139,7 +139,6 @@ class EngineClient:
                     self._send(Abort(submit.id))
 
     async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
-        """Call a function of the engine process by name."""
         call = Call(next(self._numbers), name, arguments)
         self._send(call)
         result: dict[str, Any] = await self._reply(call.id)

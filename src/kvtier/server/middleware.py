@@ -1,8 +1,4 @@
-"""ASGI layer around the app: GuardMiddleware, event streams, and detection of client disconnects.
-
-GuardMiddleware checks headers, origin, key and announced size of the body before the app runs; it writes one log line
-and counts one response per request. It is plain ASGI, so that disconnects pass through.
-"""
+"""ASGI layer around the app: GuardMiddleware, event streams, and detection of client disconnects."""
 
 from __future__ import annotations
 
@@ -97,10 +93,10 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class GuardMiddleware:
-    """Checks requests before the app.
+    """Checks headers, origin, key and announced size of the body before the app runs, and logs and counts responses.
 
     Compares all keys in constant time, so that the time reveals nothing. In a server without keys, rejects requests
-    from other sites' pages, and from other machines if they need an admin.
+    from other sites' pages, and from other machines if they need an admin. Plain ASGI: disconnects pass through.
     """
 
     def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:

@@ -32,7 +32,6 @@ def usage_body(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -
 
 
 def _merge(outputs: Sequence[Output]) -> Output:
-    """Join consecutive outputs of one answer."""
     if len(outputs) == 1:
         return outputs[0]
     return replace(

@@ -23,11 +23,12 @@ import uvloop
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import UnavailableError
 from kvtier.server.admission import Admission
-from kvtier.server.app import make_app, prepare_config
+from kvtier.server.app import make_app
 from kvtier.server.config import Limits, ServerConfig, Tenant, salt_of
 from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient, Heartbeat
 from kvtier.server.http_connection import HttpConnection
+from kvtier.server.prepare import PrepareConfig
 from kvtier.server.request_log import RequestLog
 from kvtier.server.worker_pool import WorkerPool
 
@@ -109,10 +110,12 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
         raise
     limits = config.limits
     admission = Admission(started, limits.waiting)
-    pool = WorkerPool(prepare_config(config, started), limits.prepare_processes, has_tenants=bool(config.tenants))
+    model = (config.engine.model, config.model_name, started.vocab_size, started.eos_token_ids)
+    prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds)
+    pool = WorkerPool(prepare, limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
     request_log, heartbeat = RequestLog(), Heartbeat(engine, limits)
-    app = make_app(config, engine, started, tokenizer, pool, admission, request_log, heartbeat)
+    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Uvicorn(_uvicorn_config(limits, app, request_log), lambda: ready(address))

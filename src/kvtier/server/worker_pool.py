@@ -94,7 +94,7 @@ class WorkerPool:
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
-        self._config = config
+        self.config = config
         self._size = size
         self._most_running = max(1, size - 1)
         self._has_tenants = has_tenants
@@ -189,7 +189,7 @@ class WorkerPool:
                 process = _Process()
                 self._processes.append(process)
                 async with asyncio.timeout(_START_SECONDS):
-                    await process.call(self._config)
+                    await process.call(self.config)
                 self._dead = [dead for dead in self._dead if dead.poll() is None]
                 while await self._next(process):
                     pass
@@ -225,12 +225,10 @@ class WorkerPool:
                 process.has_compiler = True
                 if task.future.done():  # its client left
                     return True
-            async with asyncio.timeout(self._config.seconds) as task.clock:
+            async with asyncio.timeout(self.config.seconds) as task.clock:
                 reply = await process.call(task.call)
         except TimeoutError:
-            message = (
-                f"preparing the request took longer than {self._config.seconds:g} s; send a shorter or simpler one"
-            )
+            message = f"preparing the request took longer than {self.config.seconds:g} s; send a shorter or simpler one"
             task.fail(ApiError(400, message, code="too_complex"))
             _log.warning("replacing a worker process: its job is late, or the client of the job left")
             return False
