@@ -1,6 +1,6 @@
 """Digest of a model's weights, part of the namespace that cached blocks are stored under.
 
-Inputs and order are part of the on-disk format: a change makes every stored block unreachable.
+The hashed elements and their order are part of the on-disk format. Changing them makes stored blocks unreachable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 NUM_SAMPLES = 1000
-"""Elements hashed per tensor, evenly spaced: fine-tuning or merging an adapter changes nearly every element of the
-matrices it touches."""
+"""Elements hashed per tensor, evenly spaced. A sample is enough, because fine-tuning or merging an adapter changes
+nearly every element of a matrix."""
 
 
 def update_digest(digest: _Hash, tensors: Iterable[torch.Tensor]) -> None:

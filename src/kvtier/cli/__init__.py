@@ -1,4 +1,4 @@
-"""The `kvtier` command."""
+"""The `kvtier` command and its subcommands."""
 
 from kvtier.cli.main import main
 

@@ -153,7 +153,7 @@ def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, cos
 
 
 def _lines(gpu: str, figures: dict[str, Any]) -> dict[str, str]:
-    """Return the same as text: the link's limits, the slowdown of the model by each path, and strategies of blocks."""
+    """Return the result of `_measured` as text: link rates, slowdown of the model by copy path, strategies by block."""
     node, source = figures["numa_node"], figures["numa_source"]
     lines = {
         f"link {gpu}": ", ".join(f"{rate:.1f} GB/s {way}" for way, rate in figures["link_gbs"].items())

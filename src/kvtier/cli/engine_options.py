@@ -1,4 +1,4 @@
-"""Options of the command line that are fields of a configuration."""
+"""Command-line options made from the fields of a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.server.config import EngineOptions, TierOptions
 
 
 def add_fields(command: Parser, title: str, config: type, names: str = "") -> None:
-    """Add a group of options: fields of a configuration, all or those named."""
+    """Add a group of options for fields of a configuration: those in `names`, separated by spaces, or all."""
     group = command.add_argument_group(title)
     for name, field in _fields(config).items():
         if names and name not in names.split():

@@ -80,7 +80,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, answer: Any, row: dict[str, str]) -> bool:
-    """Print the numbers of an answer, and the reason if it is missing or incomplete; returns True then."""
+    """Print the token counts of an answer, and its error if it failed. Returns True if it failed."""
     from kvtier.engine.params import FinishReason
 
     reason, num_prompt, num_cached = answer.finish_reason, answer.num_prompt_tokens, answer.num_cached_tokens
@@ -104,11 +104,11 @@ def _ask(options: argparse.Namespace) -> str:
 
 
 def _text(given: str) -> str:
-    """Return an argument as text, decoded as UTF-8 in any locale. Raises ArgumentError for other bytes."""
+    """Return an argument as text, decoded as UTF-8 in any locale. Raises ArgumentError if it is not UTF-8."""
     try:
         given.encode()
         return given
-    except UnicodeEncodeError:  # Python keeps bytes that the locale cannot decode as surrogates
+    except UnicodeEncodeError:  # has surrogates, which are bytes that the locale could not decode
         pass
     try:
         return os.fsencode(given).decode("utf-8")

@@ -27,14 +27,14 @@ Run 'kvtier COMMAND --help' for the options of a command.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that the locale lacks are escaped
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where an error can be reported
+                sys.stdout.flush()  # while an error can still be reported
     except KvtierError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def _fail(message: str) -> int:
 
 
 def _drop_output() -> None:
-    """Send the rest of standard output to /dev/null: the interpreter flushes it at exit, and would fail again."""
+    """Redirect standard output to /dev/null, because the interpreter's flush at exit would fail again."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

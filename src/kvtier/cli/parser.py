@@ -40,7 +40,7 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
 
 
 PREFIX = "KVTIER_"
-# Variables that are not options. Secrets are never options: all users of a machine can see those.
+# Variables that are not options. Secrets are never options, because all users of a machine can see command lines.
 _OTHER_VARIABLES = ("KVTIER_CONFIG", "KVTIER_API_KEY", "KVTIER_ADMIN_KEY", "KVTIER_CACHE_DIR", "KVTIER_SOAK")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -50,7 +50,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
-        self._action_max_length = 14  # at least: argparse does not count the indentation of commands
+        self._action_max_length = 14  # minimum width; argparse does not count the indentation of commands
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -155,7 +155,7 @@ def read_config(path: str | None, commands: Mapping[str, Parser]) -> tuple[dict[
 
 
 def check_environment(environ: Mapping[str, str], commands: Mapping[str, Parser]) -> None:
-    """Raise ArgumentError for variables similar to an option. Other programs may use other KVTIER_ variables."""
+    """Raise ArgumentError for a variable that looks like a misspelled option. Other KVTIER_ variables are ignored."""
     known = {PREFIX + key.upper() for parser in commands.values() for key in parser.options} | {*_OTHER_VARIABLES}
     for name in environ:
         if name.startswith(PREFIX) and name not in known and (near := suggest(name, known, cutoff=0.85)):

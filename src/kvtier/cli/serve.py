@@ -1,4 +1,4 @@
-"""`kvtier serve`."""
+"""`kvtier serve`: options and start of the server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _tenants(tables: Any, environ: Mapping[str, str]) -> tuple[Tenant, ...]:
             if key not in known:
                 raise ArgumentError(f"[[tenants]] has no field {key}{suggest(key, known)}")
             kind, what = _KINDS[str(known[key].type)]
-            if type(value) is not kind:  # the value is not shown: it may be a key
+            if type(value) is not kind:  # the value is not shown, since it may be a key
                 raise ArgumentError(f"[[tenants]] {key} must be {what}, got a value of type {type(value).__name__}")
         if "name" not in table or "key" not in table:
             raise ArgumentError("every tenant in [[tenants]] needs a name and a key")

@@ -64,7 +64,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Read all objects; the store itself verifies checksums and quarantines."""
+    """Read all objects. The store verifies their checksums and quarantines damaged objects."""
     from kvtier.storage import ObjectStatus
     from kvtier.storage.audit import verify as read_all
 

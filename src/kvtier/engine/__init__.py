@@ -1,7 +1,7 @@
 """Runs a model: weights, tokenizer, forward pass on a paged cache, sampling.
 
-Extra `engine`: safetensors, tokenizers, jinja2, gguf. Importing this package needs none of them. Names that need torch
-are imported on first use.
+The extra `engine` installs safetensors, tokenizers, jinja2 and gguf. Importing this package needs none of them. Names
+that need torch are imported on first use.
 """
 
 import importlib

@@ -18,17 +18,17 @@ class EventConfig:
     """Endpoints and format of an EventPublisher."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Address for subscribers or, with `connects`, of a collector. Events contain prompts: anyone who can connect can
-    read them."""
+    """Address to listen on for subscribers or, with `connects`, address of a collector. Events contain prompts, which
+    anyone who can connect can read."""
     replay_endpoint: str = ""
-    """Address for requests for missed messages; empty: no replay."""
+    """Address where subscribers can request missed messages; empty for no replay."""
     topic: str = ""
     connects: bool = False
     """Connect to `endpoint` instead of listening there."""
     rank: int = 0
     """The data-parallel rank of this engine."""
     int_hashes: bool = True
-    """Send keys as their last 64 bits, as vLLM does by default, instead of as 32 bytes."""
+    """Send the last 64 bits of each key, as vLLM does by default, instead of all 32 bytes."""
     token_ids: bool = True
     """Send the tokens of stored blocks, for routers that hash prompts."""
     num_kept: int = 10_000
@@ -42,7 +42,7 @@ class EventConfig:
 
 
 def publish_events(config: EventConfig) -> EventPublisher:
-    """Return a listener for a CacheManager that publishes its events until closed."""
+    """Return a listener for a CacheManager. The listener publishes events until it is closed."""
     try:
         from kvtier.events.publisher import EventPublisher
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The block index: keys, pools, the radix tree with its leases, eviction. It holds numbers and no bytes of KV.
+"""The block index: keys, pools, the radix tree with its leases, eviction. It holds block numbers and no KV data.
 
 Not thread-safe; `now` is the caller's clock.
 """

@@ -1,4 +1,4 @@
-"""Replay of production and synthetic traces on the same cache and scheduler code as the engine. docs/planner.md."""
+"""Replay of production and synthetic traces on the engine's own cache and scheduler code. See docs/planner.md."""
 
 from kvtier.replay.curves import OPTIMUM, HitPoint, sweep
 from kvtier.replay.deployment import Deployment, Routing, Summary, route, scale_time, simulate

@@ -12,13 +12,13 @@ from kvtier.server.config import Tenant, tenant_name
 from kvtier.server.errors import ApiError
 from kvtier.server.messages import Started
 
-_DECAY = 0.9  # of the mean request time, per finished request
+_DECAY = 0.9  # weight of the old mean when a request finishes
 
 
 class Admission:
-    """Counts running and waiting answers; requests above a limit are rejected with a time to retry.
+    """Counts running and waiting answers, and rejects requests above a limit with a time to retry.
 
-    Tokens are counted when a request ends: a tenant may exceed its limit once and then waits until the debt is paid.
+    Tokens are charged when a request ends. A tenant can thus exceed its limit, and then waits until the debt is paid.
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:
@@ -29,17 +29,17 @@ class Admission:
         self._debts: dict[str, tuple[float, float]] = {}
         self.num_answers = 0  # admitted and not finished
         self.num_device_blocks = started.num_blocks  # current size of the device tier
-        self.closed = ""  # reason for which requests are rejected; empty if they are accepted
+        self.closed = ""  # reason to reject all requests; empty if requests are accepted
 
     def max_tokens(self, tenant: Tenant | None) -> int:
-        """Return the tokens that one request can have: bounded by context length, device tier and tenant quota."""
+        """Return the most tokens of one request, limited by context length, device tier and tenant quota."""
         quota = tenant.device_blocks if tenant is not None else 0
         num_blocks = min(quota, self.num_device_blocks) if quota else self.num_device_blocks
         return min(self._started.max_context, num_blocks * self._started.block_tokens)
 
     @contextmanager
     def admit(self, num_answers: int, tenant: Tenant | None) -> Iterator[None]:
-        """Count answers while the block runs. Raises 429, or 503 if closed."""
+        """Count answers during the with statement. Raises 429 above a limit, 503 if closed."""
         began = time.monotonic()
         with self.prepare(tenant):
             if self.num_answers + num_answers > self._max_answers:
@@ -59,7 +59,7 @@ class Admission:
 
     @contextmanager
     def prepare(self, tenant: Tenant | None) -> Iterator[None]:
-        """Count a request against its tenant's limits while it is prepared. Raises 429, or 503 if closed."""
+        """Count a request of a tenant during the with statement. Raises 429 above a limit, 503 if closed."""
         if self.closed:
             raise ApiError(503, f"the server does not accept requests: {self.closed}", code="not_ready")
         if tenant is not None:
@@ -76,7 +76,7 @@ class Admission:
             self._debts[tenant.name] = (self._debt(tenant) + num_tokens, time.monotonic())
 
     def _debt(self, tenant: Tenant) -> float:
-        """Return the tokens that were spent and not yet refilled by the passing of time."""
+        """Return the tokens that a tenant spent, minus the tokens refilled since then."""
         debt, since = self._debts.get(tenant.name, (0.0, 0.0))
         return max(0.0, debt - (time.monotonic() - since) * tenant.tokens_per_minute / 60)
 

@@ -38,8 +38,8 @@ _SCRIPTS = ("format.js", "history.js", "charts.js", "panels.js", "page.js")
 def load_page() -> Response:
     """Return the dashboard page.
 
-    Its content security policy names the hashes of its only script and style, so injected ones do not run, and the page
-    connects to this server only.
+    Its content security policy allows only the page's own script and style, by hash, so that injected scripts do not
+    run. The page can connect to this server only.
     """
     style = (_STATIC / "dashboard.css").read_text()
     script = "\n".join((_STATIC / name).read_text() for name in _SCRIPTS)
@@ -81,7 +81,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the response; a stream of events if stream is true", "content": {"text/event-stream": {}}}
 }
-_TOKENIZED = 10  # this many tokens of /tokenize are charged as one token of a completion
+_TOKENIZED = 10  # tokens of /tokenize that are charged as one token of a completion
 
 
 def make_app(
@@ -132,10 +132,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def _(_: Request, __: ClientGone) -> Response:
-        return Response(status_code=499)  # not sent: only counted
+        return Response(status_code=499)  # never sent; the status is only counted
 
     @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> JSONResponse:  # starlette raises it again for the log
+    async def _(_: Request, __: Exception) -> JSONResponse:  # starlette raises the error again, for the log
         return ApiError(500, "internal error; see the server's log").response()
 
 

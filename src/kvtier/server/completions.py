@@ -30,12 +30,12 @@ from kvtier.server.schema_cache import SchemaChecks
 
 _Prepared = Prepared[ChatRequest] | Prepared[CompletionRequest]
 _log = logging.getLogger("kvtier.server")
-_GRACE_SECONDS = 5.0  # beyond the time limit, for a client to read the rest of the response
+_GRACE_SECONDS = 5.0  # added to the time limit, so that the client can read the rest of the response
 
 
 @dataclass(slots=True)
 class HttpJob:
-    """One HTTP request, from admission to its last byte."""
+    """One HTTP request, from admission to the last byte of the response."""
 
     tenant: Tenant | None
     submits: tuple[Submit, ...]
@@ -71,7 +71,7 @@ class Completions:
     request_log: RequestLog
 
     async def answer(self, prepared: _Prepared, request: Request) -> Response:
-        """Run a request. Errors before the first token raise ApiError, later ones become an event."""
+        """Run a request. Raises ApiError for an error before the first token; streams report later errors as events."""
         tenant = request.state.tenant
         if prepared.schema is not None:
             with self.admission.prepare(tenant):
@@ -112,7 +112,7 @@ class Completions:
         return HttpJob(tenant, submits, format, bool(body.stream), include_usage, request.state.began, record)
 
     def _max_new_tokens(self, prepared: _Prepared, tenant: Tenant | None) -> int:
-        """Return the tokens left for an answer to the longest prompt. Raises 400 if they are too few."""
+        """Return the number of tokens left for an answer to the longest prompt. Raises 400 if too few are left."""
         most, longest = self.admission.max_tokens(tenant), max(len(prompt) for prompt in prepared.prompts)
         room, code, name = most - longest, "context_length_exceeded", prepared.body.prompt_field
         if room < 1:  # the device tier was made smaller since the prompt was prepared
@@ -157,7 +157,7 @@ class Completions:
             yield event(error.body) + DONE
 
     async def _outputs(self, job: HttpJob) -> AsyncGenerator[list[Output]]:
-        """Yield the engine's outputs within the limits. The request is recorded however it ends."""
+        """Yield the engine's outputs within the limits. Records the request, also if it fails."""
         record = job.record
         try:
             deadline = job.began + self.limits.request_seconds
@@ -196,12 +196,12 @@ class Completions:
             record.new_tokens += len(output.token_ids)
         record.prompt_tokens = job.num_prompt_tokens
         for output in outputs:
-            if output.index == 0 and output.finish_reason is not None:  # the n answers of a prompt repeat its numbers
+            if output.index == 0 and output.finish_reason is not None:  # all n answers have the same cached tokens
                 record.cached_tokens += output.num_cached_tokens
 
     def _end(self, job: HttpJob) -> None:
         record = job.record
-        if record.finish in ("disconnected", "timeout"):  # the engine had it, even if no token was generated
+        if record.finish in ("disconnected", "timeout"):  # the engine received the prompt, even if no token followed
             record.prompt_tokens = job.num_prompt_tokens
         record.ended, record.seconds = time.time(), time.monotonic() - job.began
         if explanation := next(iter(job.mailbox.explanations.values()), None):
@@ -219,7 +219,7 @@ class Completions:
 
 
 def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
-    """Return the event data of new outputs. Choices that are not in `opened` are opened first."""
+    """Return the events for new outputs, after an opening event for each choice that is not yet in `opened`."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
         if index not in opened:
@@ -230,7 +230,7 @@ def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
 
 
 def _by_choice(job: HttpJob, outputs: Sequence[Output]) -> dict[int, list[Output]]:
-    """Group outputs by choice: prompts in order, and for each prompt its n answers."""
+    """Group outputs by index of the choice, which is the prompt's index times n, plus the answer's index."""
     groups: dict[int, list[Output]] = {}
     for output in outputs:
         choice = output.index

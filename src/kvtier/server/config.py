@@ -9,15 +9,15 @@ from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.errors import ArgumentError, RangeError
 
 MAX_PRIORITY = 1000
-"""Highest priority of a request; the lowest is its negative."""
+"""Highest priority of a request; the lowest is -MAX_PRIORITY."""
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _WRITES = ("write_through", "write_through_selective", "write_back")
 
 
 def option(default: Any, help: str, dest: str = "", **arguments: Any) -> Any:
-    """Return a dataclass field that is also a command-line option: `dest`, or else the name of the field.
+    """Return a dataclass field that is also a command-line option. Its name is `dest`, by default the field's name.
 
-    More arguments are those of argparse's `add_argument`.
+    Other arguments are passed to argparse's `add_argument`.
     """
     return field(default=default, metadata={"help": help, "dest": dest, **arguments})
 
@@ -42,7 +42,7 @@ class TierOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of the engine process. Plain values: they are sent to another process."""
+    """Options of the engine process. All values are plain, because they are sent to that process."""
 
     model: str = option(DEFAULT_MODEL, "Hugging Face folder, .gguf file, or the packaged model smollm2")
     device: str = option("cpu", "cpu, cuda or cuda:N")
@@ -52,16 +52,16 @@ class EngineOptions:
     invariant: bool = option(False, "make answers independent of the other requests of a batch; slower")
     max_rows: int = option(64, "requests per step")
     max_step_tokens: int = option(512, "tokens per step; longer prompts are split")
-    """More make prefill faster and the gaps between tokens of other requests longer."""
+    """A higher value makes prefill faster, and the gaps between the tokens of other requests longer."""
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "threads of torch; 0: automatic")
-    """Automatic: all cores but one, which is left to the front end."""
+    """Automatic means one thread per core, less one core for the front end."""
     record: str = option("", "record keys, lengths and times of requests for kvtier replay", metavar="FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one client can cost the others."""
+    """Limits on the resources that one client can take from others."""
 
     waiting: int = option(256, "answers that may wait for the engine; more get 429", "max_waiting")
     answers: int = option(16, "answers per request (n times prompts)", "max_answers")
@@ -72,27 +72,27 @@ class Limits:
     prepare_seconds: float = option(5.0, "time to tokenize a long prompt or to compile a schema")
     prepare_processes: int = option(2, "worker processes that tokenize and compile")
     buffered_bytes: int = option(64 << 20, "size of all bodies that are being read or prepared", "max_buffered_bytes")
-    """A tenant may use half of it."""
+    """One tenant may use at most half of this size."""
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
-    """Only log-probabilities make one this large."""
+    """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """Its command thread computes nothing and replies in milliseconds; 5 s allow for a machine that swaps."""
+    """The command thread computes nothing and replies in milliseconds; 5 s allow for a machine that swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `max_step_tokens`: 512 tokens of an 8B model take about 80 s at 100 GFLOP/s,
     which two CPU cores reach."""
     control_seconds: float = option(120.0, "time for a call of the control API")
-    """Saving and clearing stores take the longest."""
+    """Calls that save or clear stores take the longest."""
     connections: int = option(1024, "open connections; fewer if ulimit -n is low", "max_connections")
     connections_per_address: int = option(512, "open connections from one address", "max_connections_per_address")
-    """An address is an IPv4 address or an IPv6 /64. At most three quarters of `connections`."""
+    """An address is an IPv4 address or an IPv6 /64 network. The limit is at most three quarters of `connections`."""
     url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", "max_url_bytes")
     header_bytes: int = option(64 << 10, "size of all headers; larger ones get 431", "max_header_bytes")
     headers: int = 100
     """Number of headers of a request."""
     header_seconds: float = option(10.0, "time to receive the headers of a request")
     idle_seconds: float = option(15.0, "time between two requests of a connection")
-    """httpx and OpenAI's client drop idle connections after 5 s: they close first, and never send a request into a
-    connection that the server closes."""
+    """httpx and OpenAI's client drop idle connections after 5 s. They thus close first, and never send a request on a
+    connection that the server is closing."""
     send_seconds: float = option(60.0, "time for which a client may not read")
     """nginx's send_timeout has the same default."""
 
@@ -114,11 +114,12 @@ class Tenant:
     tokens_per_minute: int = 0
     """Uncached prompt tokens and generated tokens; 0 for no limit."""
     device_blocks: int = 0
-    """Quota of the device tier, for all values of `cache_salt`. Above it, the tenant evicts its own blocks. 0: none."""
+    """Quota in the device tier, for all values of `cache_salt` together; 0 for no quota. A tenant at its quota evicts
+    its own blocks."""
     host_blocks: int = 0
-    """Quota of the host tier."""
+    """Quota in the host tier; 0 for no quota."""
     max_priority: int = 0
-    """Highest effective `priority` of its requests; higher ones are lowered to it. Every tenant's default is 0."""
+    """Highest priority of the tenant's requests. A higher `priority` in a request is lowered to this value."""
 
     def __post_init__(self) -> None:
         if not self.name or "\0" in self.name:
@@ -140,7 +141,7 @@ def tenant_name(tenant: Tenant | None) -> str:
 
 
 def salt_of(tenant: Tenant | None, cache_salt: str | None) -> bytes:
-    """Return the salt of block keys: it separates the caches of tenants, and those of `cache_salt` within a tenant."""
+    """Return the salt of block keys. It separates the caches of tenants, and of different values of `cache_salt`."""
     if tenant is None and cache_salt is None:
         return b""
     return f"{tenant_name(tenant)}\0{cache_salt or ''}".encode("utf-8", "surrogatepass")
@@ -156,7 +157,7 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0: any free port", metavar="PORT")
     name: str = option("", "name of the model in the API (default: name of the folder or file)")
     tenants: tuple[Tenant, ...] = ()
-    """Without tenants there are no keys: only clients on this machine are accepted, and all of them are admins."""
+    """Without tenants there are no keys. Then only clients on this machine are accepted, and all are admins."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

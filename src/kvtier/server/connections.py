@@ -1,4 +1,4 @@
-"""Connection table: limits on open connections, in total and per client address. One event loop; no I/O of its own."""
+"""Connection table: limits on open connections, in total and per client address. For one event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESERVED_DESCRIPTORS = 80
 class Place(enum.Enum):
     NORMAL = enum.auto()
     HEALTH_ONLY = enum.auto()
-    """All connections are in use; this one may request /health only."""
+    """A limit is reached; this connection may request /health only."""
     REFUSED = enum.auto()
 
 
@@ -30,7 +30,7 @@ class ConnectionTable(Generic[Connection]):
 
         idle --request head complete--> busy --response complete--> idle
 
-    A new connection at a limit replaces the oldest idle one. An attacker without a key cannot keep a connection busy,
+    At a limit, a new connection replaces the oldest idle one. An attacker without a key cannot keep a connection busy,
     so idle connections never lock out a health check. Busy connections are not closed.
     """
 
@@ -43,7 +43,7 @@ class ConnectionTable(Generic[Connection]):
         """Connections without a complete request head, by address, oldest first."""
 
     def add(self, connection: Connection, address: str) -> tuple[Place, Connection | None]:
-        """Add an idle connection. Returns its place and the connection that it replaces, which the caller closes."""
+        """Add an idle connection. Returns its place, and the replaced connection, which the caller must close."""
         place, victim = self._make_room(address)
         if place is not Place.REFUSED:
             self._num[address] += 1
@@ -62,12 +62,12 @@ class ConnectionTable(Generic[Connection]):
             del self._num[address], self._idle[address]
 
     def set_busy(self, connection: Connection) -> None:
-        """Protect a connection from eviction: it has a complete request head."""
+        """Protect a connection from eviction, because its request head is complete."""
         if (address := self.addresses.get(connection)) is not None:
             self._idle[address].pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
-        """Allow eviction, as the newest idle connection."""
+        """Allow eviction of a connection, which becomes the newest idle one."""
         if (address := self.addresses.get(connection)) is not None:
             self._idle[address][connection] = None
 
@@ -77,7 +77,7 @@ class ConnectionTable(Generic[Connection]):
         if excess < 0:
             return Place.NORMAL, None
         idle = self._idle.get(address, {})
-        if num < self._max_per_address:  # the total is reached: the address with most idle connections loses one
+        if num < self._max_per_address:  # total limit: take from the address with most idle connections
             idle = max(self._idle.values(), key=len)
         if idle:
             victim = next(iter(idle))
@@ -87,12 +87,12 @@ class ConnectionTable(Generic[Connection]):
 
 
 def make_table(limits: Limits) -> ConnectionTable[Any]:
-    """Make the table for this process: at most as many connections as its file descriptors allow."""
+    """Make a table with no more connections than the file descriptors of this process allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.connections
     if soft != resource.RLIM_INFINITY:
         most = min(most, max(SURPLUS, soft - _RESERVED_DESCRIPTORS - SURPLUS))
-    # one address never has all of them
+    # one address never takes all connections
     return ConnectionTable(most, min(limits.connections_per_address, max(1, most * 3 // 4)))
 
 

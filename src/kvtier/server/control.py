@@ -60,7 +60,7 @@ def add_state(app: FastAPI, engine: Heartbeat, model: str, request_log: RequestL
 def add_control(
     app: FastAPI, engine: Heartbeat, admission: Admission, tenants: Mapping[str, Tenant], bodies: Bodies
 ) -> None:
-    """Add the endpoints below /control. The engine process runs them (engine_controls)."""
+    """Add the endpoints below /control. They call functions of the engine process (engine_controls)."""
     for name, text in _ON_PROMPT.items():
         _add_prompt_control(app, name, text, engine, tenants, bodies)
 

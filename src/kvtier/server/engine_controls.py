@@ -1,4 +1,4 @@
-"""Functions of the engine process that the front end can call between two steps, by name."""
+"""Functions that the front end calls by name, and that the engine process runs between two steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _transfers(engine: Engine) -> list[dict[str, Any]]:
 
 
 def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
-    """Return the speed of the GPU's link, as measured by `kvtier doctor --calibrate`; empty for a CPU."""
+    """Return the GB/s of the GPU's link by direction, from `kvtier doctor --calibrate`; empty if not measured."""
     device = Placement.parse(str(engine.model.weights.device))
     costs = saved_costs(device) if device.kind == "cuda" else None
     if costs is None:

@@ -48,14 +48,14 @@ _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the front end ends this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the front end stops this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     try:
         engine = make_llm(options).engine
         recorder = _record(engine, options.record)
-    except Exception as error:  # of any kind: the front end reports it and exits
+    except Exception as error:  # any error: the front end reports it and exits
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return
     with recorder:
@@ -121,7 +121,7 @@ class EngineServer:
         self._ended: list[Explanation] = []
         self._compilations = SchemaCompilations(self._make_compiler)
         self._compiling: set[str] = set()  # requests whose schema is being compiled
-        self._lock = threading.Lock()  # orders the end of a compilation and the abort of its request
+        self._lock = threading.Lock()  # prevents adding a compiled request while it is aborted
 
     def run(self) -> None:
         """Serve until SHUTDOWN, or until the front end exits or the engine fails."""
@@ -165,11 +165,11 @@ class EngineServer:
             return
         with self._lock:
             self._compiling.add(command.id)
-        tenant, _, _ = command.salt.partition(b"\0")  # compiled per tenant: compile times reveal nothing to others
+        tenant, _, _ = command.salt.partition(b"\0")  # cached per tenant, to reveal no compile times to others
         self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
     def _add_constrained(self, command: Submit, compiled: Future[Callable[[], JsonConstraint]]) -> None:
-        """Add a request once its schema is compiled, unless it was aborted. On the compiling thread."""
+        """Add a request whose schema was compiled, unless the request was aborted in the meantime."""
         with self._lock, contextlib.suppress(OSError, ClosedError):  # the process exits
             if command.id not in self._compiling:
                 return
@@ -209,7 +209,7 @@ class EngineServer:
             self._channel.send(Reply(id, future.result()))
 
     def _take(self, output: Output | None) -> None:
-        """Collect an output, on the engine thread. `_flush` runs after the last output of the step."""
+        """Collect an output. Runs on the engine thread; `_flush` runs after the last output of the step."""
         if output is None:  # the request finished, or the engine failed
             return
         if not self._outputs:

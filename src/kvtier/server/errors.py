@@ -1,6 +1,6 @@
 """Errors in OpenAI's format. They name the field, and contain neither prompts nor internal details.
 
-No fastapi: worker processes import this module.
+This module does not import fastapi, because worker processes import it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def from_engine(error: KvtierError) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Convert the first error that pydantic reports. The input is not quoted: it may be a prompt."""
+    """Convert the first error that pydantic reports. The input is not quoted, because it may be a prompt."""
     first = error.errors(include_url=False, include_input=False)[0]
     path = [str(part) for part in first["loc"]]
     where = ".".join(path) or None

@@ -1,11 +1,11 @@
-"""HttpConnection: uvicorn's HTTP/1.1 protocol with limits that hold before a request is complete and a key is checked.
+"""HttpConnection: uvicorn's HTTP/1.1 protocol with limits that apply before a request is complete.
 
     waiting --first byte--> head --headers complete--> busy --response complete--> waiting
     waiting, head, busy --limit, timeout or invalid HTTP--> closing: answer 4xx, discard input, close
 
-Input reaches the parser in pieces of at most `header_bytes`, so no more than twice that is buffered for a head, a chunk
-extension or a trailer. Pipelined requests are not run: the connection closes after the response in progress, and the
-client repeats them (RFC 9112, 9.3.2).
+Input reaches the parser in pieces of at most `header_bytes`, so that at most twice as many bytes are buffered for a
+head, a chunk extension or a trailer. Pipelined requests are not run. Instead, the connection closes after the response
+in progress, and the client repeats the pipelined requests (RFC 9112, 9.3.2).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class HttpConnection(HttpToolsProtocol):
         self._table = table
         self._request_log = log
         self._place = Place.NORMAL
-        self._deadline: asyncio.TimerHandle | None = None  # end of the current phase: head, or closing
+        self._deadline: asyncio.TimerHandle | None = None  # timer of the current phase: head or closing
         self._stall: asyncio.TimerHandle | None = None  # runs while the client does not read the response
         self._in_head = False
         self._is_busy = False
         self._is_pipelining = False
         self._is_closing = False
         self._num_head_bytes = 0
-        self._num_raw_bytes = 0  # fed to the parser since the last callback that leaves nothing buffered in it
-        self._refusal: ApiError | None = None  # raised in a callback of the parser
+        self._num_raw_bytes = 0  # fed to the parser since its buffer was last empty
+        self._refusal: ApiError | None = None  # error that a callback of the parser raised
 
     # ---- connection ----
 
@@ -114,7 +114,7 @@ class HttpConnection(HttpToolsProtocol):
                 self._refuse(self._headers_too_large())
 
     def _feed_without_upgrade(self, rest: bytes | memoryview) -> None:
-        """Parse the request again as plain HTTP/1.1: the server supports no other protocol (RFC 9110, 7.8)."""
+        """Parse the head again without its upgrade headers, because only HTTP/1.1 is supported (RFC 9110, 7.8)."""
         version = self.parser.get_http_version().encode()
         head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
         for name, value in self.headers:

@@ -17,18 +17,16 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Behaviour of the clients."""
-
     url: str
     model: str
     clients: int = 8
     requests: int = 0
-    """Total; 0 to run for `seconds` instead."""
+    """Number of requests of all clients together; 0 to run for `seconds` instead."""
     seconds: float = 0.0
     max_tokens: int = 64
     prompt_words: int = 64
     shared_words: int = 48
-    """Words that all prompts begin with."""
+    """Number of words at the start that all prompts share."""
     disconnect_share: float = 0.0
     """Share of the requests that are abandoned midway."""
     key: str = ""

@@ -5,8 +5,8 @@
     front end --PrepareConfig, then Call--> worker process
     front end <--Reply(0), then Reply-- worker process
 
-A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here: both ends are ours and share a socket
-pair that no other process can open.
+A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here, because both processes are ours
+and use a socket pair that no other process can open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request. Its outputs come in `StepOutputs`; a `Reply` with this id means that it was rejected."""
+    """A request. Its outputs come in `StepOutputs`; a `Reply` with this id means that the request was rejected."""
 
     id: str
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function of the other process, by name. A `Reply` with this id follows.
+    """Calls a function of the other process by name. A `Reply` with this id follows.
 
     The engine process runs the functions of `engine_controls.CONTROLS` between two steps. It answers PING at once, also
     during a step. After SHUTDOWN, which has no reply, it cancels all requests, saves the cache and exits.
@@ -73,7 +73,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engine is ready; the fields are those of its model and cache."""
+    """The engine is ready. The fields describe its model and cache."""
 
     max_context: int
     vocab_size: int
@@ -96,7 +96,7 @@ class StepOutputs:
 
     outputs: tuple[Output, ...]
     ended: tuple[Explanation, ...]
-    """One per request that finished."""
+    """One explanation per finished request."""
     sent: float
     """time.monotonic() of the engine process; both processes share this clock."""
 
@@ -132,8 +132,8 @@ class Channel:
             self._connection.sendall(data)
 
     def end(self) -> None:
-        """Stop sending, and end the iteration of the reader."""
-        with contextlib.suppress(OSError):  # the front end closed it first
+        """Shut down the connection, which ends the iteration of the reader."""
+        with contextlib.suppress(OSError):  # the front end closed the connection first
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def __iter__(self) -> Iterator[Any]:

@@ -61,7 +61,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`. If the client disconnects first, cancel it and raise ClientGone."""
+    """Await `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -93,10 +93,10 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class GuardMiddleware:
-    """Checks headers, origin, key and announced size of the body before the app runs, and logs and counts responses.
+    """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
-    Compares all keys in constant time, so that the time reveals nothing. In a server without keys, rejects requests
-    from other sites' pages, and from other machines if they need an admin. Plain ASGI: disconnects pass through.
+    Compares all keys in constant time, so that response times reveal nothing. A server without keys rejects requests
+    from pages of other sites, and admin requests from other machines. Plain ASGI, so that the app sees disconnects.
     """
 
     def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:
@@ -162,7 +162,7 @@ def body_too_large(size: str, limits: Limits) -> ApiError:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """Return the headers by lower-case name. Raises 400 if a unique one is repeated."""
+    """Return the headers by lower-case name. Raises 400 if a header in `_ONCE` is repeated."""
     names = [name for name, _ in scope["headers"] if name in _ONCE]
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1).decode()
@@ -178,7 +178,7 @@ def _check_host(scope: Scope, headers: dict[str, str]) -> None:
 
 
 def _reject_cross_site(headers: dict[str, str]) -> None:
-    """Raise 403 for requests from other origins' pages and under other host names (DNS rebinding)."""
+    """Raise 403 for requests from pages of other origins, and for host names that are not local (DNS rebinding)."""
     host, origin = headers.get("host", ""), headers.get("origin")
     match = _HOST.fullmatch(host)
     is_local = match is not None and match[1].strip("[]").lower() in LOCAL_HOSTS

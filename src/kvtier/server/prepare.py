@@ -1,7 +1,7 @@
 """Preparation: validates the body of a request and tokenizes its prompts. No asyncio, no fastapi, no torch.
 
-Small bodies are prepared in the front end. Large ones, whose time the client controls, are prepared by the same code in
-a worker process (worker.py).
+Small bodies are prepared in the front end. Large bodies, which could block the front end for long, are prepared by the
+same code in a worker process (worker.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SCHEMA = "response_format.json_schema.schema"
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[Body]):
-    """A validated body. Its prompts and its schema, which may be large, are moved to the other fields."""
+    """A validated body. Its prompts and schema, which may be large, are in the other fields instead of in `body`."""
 
     body: Body
     prompts: Sequence[Sequence[int]] = ()
@@ -43,21 +43,21 @@ class Prepared(Generic[Body]):
 
 @dataclass(frozen=True, slots=True)
 class PrepareConfig:
-    """Model and limits for `Preparation`. Plain values: they are sent to worker processes."""
+    """Model and limits for `Preparation`. All values are plain, because they are sent to worker processes."""
 
     source: str
-    """Tokenizer, as an argument of load_tokenizer."""
+    """Name, folder or file of the model, for load_tokenizer."""
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_answers: int
-    """Limit of n times the number of prompts of a request."""
+    """Limit on n times the number of prompts in a request."""
     seconds: float
     """Time limit of one call in a worker process."""
 
 
 class Preparation:
-    """Prepares bodies for one model. Invalid ones raise ApiError."""
+    """Prepares bodies for one model. Raises ApiError for invalid bodies."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
         self._config = config

@@ -32,9 +32,9 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-_MAX_FIELDS = 64  # of an object with known fields; the largest has 31
+_MAX_FIELDS = 64  # of an object with known fields; the largest model has 31
 _MAX_PROMPTS = 128
-# Of arbitrary JSON: serializing it recurses once per level (pydantic fails at 255).
+# Limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
 
 
@@ -68,7 +68,7 @@ def _few(most: int) -> BeforeValidator:
 
 
 def _token_ids(values: list[Any], where: str = "") -> list[int]:
-    """Check all at once: 1.4 million take 0.1 s (x86-64, 2026-11-16), and pydantic's error for each takes 26 s."""
+    """Check a list at once: 1.4 million items take 0.1 s (x86-64, 2026-11-16); a pydantic error per item takes 26 s."""
     if not values:
         raise ValueError(f"{where}empty list of tokens; a request needs at least one token")
     if set(map(type, values)) != {int} or min(values) < 0 or max(values) > _MAX_TOKEN_ID:
@@ -87,7 +87,7 @@ def _one_prompt(value: Any) -> str | list[int]:
 
 
 def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
-    """The first item determines the type of a list."""
+    """Check one or several prompts. The first item of a list determines its type."""
     if not isinstance(value, list) or not value or type(value[0]) is int:
         return _one_prompt(value)
     if len(value) > _MAX_PROMPTS:
@@ -147,7 +147,7 @@ class Message(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for chat templates: its content is one text."""
+        """Return the message for chat templates, with its content joined to one text."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
@@ -224,7 +224,7 @@ class Sampling(Strict):
     cache_salt: Name | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     response_format: ResponseFormat | None = None
-    # Accepted because OpenAI's clients send them; no effect.
+    # These fields are accepted because OpenAI's clients send them. They have no effect.
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64), _few(64)] | None = None
     store: bool | None = None
@@ -232,7 +232,7 @@ class Sampling(Strict):
 
     @property
     def schema_text(self) -> str | None:
-        """JSON schema of the answer, if response_format asks for one."""
+        """JSON schema of the answer as text; None if response_format allows any text."""
         match self.response_format:
             case PlainFormat(type="json_object"):
                 return '{"type": "object"}'

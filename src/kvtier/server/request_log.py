@@ -31,7 +31,7 @@ class RequestRecord:
     ttft_seconds: float | None = None
     seconds: float = 0.0
     tokens_from: dict[str, int] = field(default_factory=dict)  # cached tokens by tier
-    explanation: str = ""  # end of the match with the cache, and whether blocks were loaded or recomputed
+    explanation: str = ""  # why the cache match ended, and why blocks were loaded or recomputed
 
 
 class RequestLog:
@@ -79,7 +79,7 @@ class RequestLog:
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Return percentiles of the last minutes; null without requests."""
+        """Return percentiles of the time to first token in the last 5 minutes; None without requests."""
         since = time.monotonic() - _WINDOW_SECONDS
         values = [seconds for at, seconds in self._ttfts if at >= since]
         points = np.percentile(values, (50, 90, 99)).tolist() if values else (None, None, None)

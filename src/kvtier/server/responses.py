@@ -15,7 +15,7 @@ from kvtier.engine.tokenizer import Tokenizer
 DONE = b"data: [DONE]\n\n"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-# End of an event that contains only text.
+# End of an event that contains only text, by finish reason.
 _TAILS = {
     reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason).encode()
     for reason in (None, "stop", "length")
@@ -44,21 +44,21 @@ def _merge(outputs: Sequence[Output]) -> Output:
 
 @dataclass(slots=True)
 class _Answer:
-    """State of one answer: its parts if it is not streamed, and the position in its text.
+    """State of one answer: the position in its text and, if the answer is not streamed, its parts.
 
-    Log-probabilities are rendered as they arrive. Rendering those of 16 answers with 2,000 tokens and 20 alternatives
-    in one piece blocked the event loop for 2 s (x86-64, 2026-11-16).
+    Log-probabilities are rendered as they arrive. Rendering 16 answers of 2,000 tokens with 20 alternatives at the end
+    blocked the event loop for 2 s (x86-64, 2026-11-16).
     """
 
     text: list[str] = field(default_factory=list)
     lists: dict[str, list[bytes]] = field(default_factory=dict)
-    """JSON of the lists of log-probabilities by name, in pieces."""
+    """Lists of log-probabilities by name, as pieces of JSON."""
     finish_reason: FinishReason | None = None
     length: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
     def add(self, output: Output, lists: Mapping[str, Sequence[Any]]) -> int:
-        """Append an output; returns the number of bytes."""
+        """Append an output and return its number of bytes."""
         self.text.append(output.text)
         self.finish_reason = output.finish_reason
         num_bytes = len(output.text)
@@ -70,21 +70,21 @@ class _Answer:
         return num_bytes
 
     def logprobs(self, tail: bytes = b"") -> bytes:
-        """Return the JSON of the log-probabilities, null if there are none; `tail` follows the lists."""
+        """Return the log-probabilities as a JSON object that ends with `tail`, or null if there are none."""
         if not self.lists:
             return b"null"
         lists = (b'"%b":[%b]' % (name.encode(), b",".join(pieces)) for name, pieces in self.lists.items())
         return b"{%b%b}" % (b",".join(lists), tail)
 
     def advance(self, data: bytes) -> int:
-        """Move the position behind the bytes of a token; returns the position before it."""
+        """Advance the position past the bytes of a token, and return the position where the token starts."""
         before = self.length
         self.length += len(self.decoder.decode(data))
         return before
 
 
 class CompletionFormat:
-    """Formats the answers to one request, of a chat or of a text completion."""
+    """Formats the answers to one request for a chat or a text completion."""
 
     def __init__(
         self, id: str, model: str, created: int, tokenizer: Tokenizer, *, is_chat: bool, logprobs: bool
@@ -100,7 +100,7 @@ class CompletionFormat:
         self._answers: defaultdict[int, _Answer] = defaultdict(_Answer)
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
-        """Append outputs to a choice of a response that is not streamed; returns the number of bytes."""
+        """Append outputs to a choice, for a response that is not streamed. Returns the number of bytes added."""
         output = _merge(outputs)
         return self._answers[index].add(output, self._lists(index, output) if self._logprobs else {})
 
@@ -117,11 +117,11 @@ class CompletionFormat:
         return b'%b,"choices":[%b],"usage":%b}' % (frame, b",".join(choices), to_json(usage))
 
     def opening(self, index: int) -> bytes:
-        """Return the first event of a choice of a chat: the role."""
+        """Return the first event of a chat choice, which contains the role; empty for a text completion."""
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}) if self._is_chat else b""
 
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
-        """Return an event with new outputs of a choice; empty if they have no text yet."""
+        """Return an event with new outputs of a choice; empty if there is nothing to send yet."""
         output = _merge(outputs)
         text, reason = output.text, _reason(output)
         if self._logprobs:
@@ -130,7 +130,7 @@ class CompletionFormat:
                 return self._event(index, {"delta": {"content": text}}, {**lists, "refusal": None}, reason)
             return self._event(index, {"text": text}, lists, reason)
         if not text and reason is None:
-            return b""  # part of a character, or possibly the start of a stop text
+            return b""  # the text is held back: an incomplete character, or a possible stop text
         if not text and self._is_chat:
             return self._event(index, {"delta": {}}, None, reason)
         return self._head + self._text_event % (index, to_json(text), _TAILS[reason])
@@ -143,7 +143,7 @@ class CompletionFormat:
         return self._head + str(index).encode() + b"," + to_json(rest)[1:] + b"]}\n\n"
 
     def _lists(self, index: int, output: Output) -> dict[str, list[Any]]:
-        """Return the log-probabilities. text_offset is the position of each token's first character in the text."""
+        """Return the lists of log-probabilities by name. `text_offset` has the position of each token in the text."""
         if self._is_chat:
             return {"content": self._content(output)}
         answer = self._answers[index]
@@ -189,7 +189,7 @@ def to_json(value: Any) -> bytes:
 
 
 def _text(data: bytes, prefix: str = "") -> str:
-    r"""Return the text of a token. Bytes that are not whole characters become \xe2\x80, after `prefix`."""
+    r"""Return the text of a token. If it is not valid UTF-8, return `prefix` and escapes such as \xe2\x80."""
     try:
         return data.decode()
     except UnicodeDecodeError:

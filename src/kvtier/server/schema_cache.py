@@ -1,9 +1,9 @@
-"""JSON schemas of structured answers: checked in the front end, compiled in the engine process, both cached per tenant.
+"""JSON schemas of structured answers, which the front end checks and the engine process compiles.
 
-    front end: SchemaChecks --Call--> worker process, which compiles it with a time limit
+    front end: SchemaChecks --Call--> worker process, which compiles the schema with a time limit
     engine process: SchemaCompilations --thread of low priority--> constraint
 
-Caches are separate per tenant: a tenant neither evicts another's entries nor learns from them what others sent.
+Caches are separate per tenant, so that no tenant can evict another's entries or detect which schemas another sent.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ TenantKey = TypeVar("TenantKey")
 Value = TypeVar("Value")
 
 _MAX_CHECKS = 64  # per tenant
-_MAX_COMPILED = 16  # per tenant; a compiled schema takes up to some megabytes
-# A check that timed out may have run on a busy machine: it is repeated after this time.
+_MAX_COMPILED = 16  # per tenant; a compiled schema takes up to several megabytes
+# A check that timed out is repeated after this time, because the machine may have been busy.
 _RETRY_SECONDS = 300.0
 _NICE = 19  # a large schema takes seconds to compile, and the engine's own threads need the cores
 _PARAM = "response_format.json_schema.schema"
 
 
 class TenantLru(Generic[TenantKey, Value]):
-    """Keeps the `size` most recently used values of each tenant, by digest."""
+    """Keeps the `size` most recently used values of each tenant, by digest of the schema."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -87,7 +87,7 @@ class SchemaChecks:
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(self._run(key, schema))
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # all clients may have left
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the error as retrieved
         self._num_waiting[key] += 1
         try:
             return await asyncio.shield(task)
@@ -95,14 +95,14 @@ class SchemaChecks:
             self._num_waiting[key] -= 1
             if not self._num_waiting[key]:
                 del self._num_waiting[key], self._tasks[key]
-                task.cancel()  # no effect if it is done
+                task.cancel()  # no effect if the task is done
 
     async def _run(self, key: tuple[str, bytes], schema: str) -> ApiError | Literal["valid"]:
         result: ApiError | Literal["valid"] = "valid"
         try:
             await self._pool.run("check_schema", key[0], schema=schema)
         except ApiError as error:
-            if error.status != 400:  # not a property of the schema
+            if error.status != 400:  # the schema is not the cause
                 raise
             result = error.with_traceback(None)
             if error.code == "too_complex":
@@ -114,7 +114,7 @@ class SchemaChecks:
 
 
 class SchemaCompilations:
-    """Compiles schemas on a thread of the engine process. The thread is a daemon: it never delays the exit."""
+    """Compiles schemas on a thread of the engine process. The thread is a daemon, so that it never delays the exit."""
 
     def __init__(self, make_compiler: Callable[[], SchemaCompiler]) -> None:
         self._make_compiler = make_compiler
@@ -124,7 +124,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: str, tenant: bytes) -> Compilation:
-        """Return a new or cached compilation of a schema. Its callbacks run on the compiling thread."""
+        """Return a new or cached compilation of a schema. Callbacks of a new one run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

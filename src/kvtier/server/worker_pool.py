@@ -24,10 +24,10 @@ from kvtier.server.prepare import PrepareConfig
 
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0
-_RESTART_SECONDS = 1.0  # between two starts that fail
-_ABANDONED_SECONDS = 1.0  # more for a call whose client left: about the start time of a new process
-_END_SECONDS = 1.0  # for a killed process to exit; if the kernel takes longer, the server does not wait for it
-_MAX_WAITING = 64  # calls of one tenant
+_RESTART_SECONDS = 1.0  # wait after a start that failed
+_ABANDONED_SECONDS = 1.0  # left to a call whose client disconnected; starting a new process takes as long
+_END_SECONDS = 1.0  # longest wait for a killed process to exit
+_MAX_WAITING = 64  # waiting calls per tenant
 _DIED = (OSError, asyncio.IncompleteReadError)
 
 
@@ -37,7 +37,7 @@ class _Task:
     tenant: str
     future: asyncio.Future[Any]
     is_retry: bool = False
-    clock: asyncio.Timeout | None = None  # set while it runs
+    clock: asyncio.Timeout | None = None  # set while the call runs
 
     @property
     def key(self) -> tuple[str, str]:
@@ -89,8 +89,8 @@ class _Process:
 class WorkerPool:
     """Up to `size` processes, started on demand.
 
-    One tenant never uses the last process; in a server without tenants, one kind of call never does. Waiting calls are
-    taken in turn, one of each tenant and name.
+    One tenant never uses all processes. In a server without tenants, calls of one name never use all processes. Waiting
+    calls are taken in turn, one from each pair of tenant and name.
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
@@ -116,13 +116,13 @@ class WorkerPool:
         return self._running.total()
 
     def start(self) -> None:
-        """Start one more process. The pool does so on demand; before the first call, this saves its time."""
+        """Start one more process. The pool starts processes on demand; an early start makes the first call faster."""
         self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
-        """Run a call. Raises ApiError: that of the call, 400 if it is late, 429 or 503 if it cannot run now.
+        """Run a call. Raises the ApiError of the call, 400 if the call is late, 429 or 503 if it cannot run now.
 
-        Cancelling removes it from the queue; if it is running, its process may be replaced.
+        Cancelling removes a waiting call from the queue. The process of a running call may be replaced.
         """
         if self._closed:
             raise _shutting_down()
@@ -159,7 +159,7 @@ class WorkerPool:
         return self._running[self._group(task)] < self._most_running
 
     def _take(self) -> _Task | None:
-        """Remove and return the next task: of those that may run, the one whose tenant and name waited longest."""
+        """Remove and return the next task that may run. The tenant and name with the oldest turn come first."""
         task = min(filter(self._may_run, self._waiting), key=lambda task: self._turns[task.key], default=None)
         if task is not None:
             self._waiting.remove(task)
@@ -176,13 +176,13 @@ class WorkerPool:
 
     def _fail_waiting(self, error: ApiError) -> None:
         for task in self._waiting:
-            task.fail(replace(error))  # each raises its own copy
+            task.fail(replace(error))  # each caller raises its own copy
         self._waiting.clear()
 
     # ---- processes ----
 
     async def _serve(self) -> None:
-        """Keep a process alive and give it calls."""
+        """Run a process and send calls to it. Replaces the process if it fails."""
         while True:
             process = None
             try:
@@ -221,7 +221,7 @@ class WorkerPool:
         try:
             if task.call.name == "check_schema" and not process.has_compiler:
                 async with asyncio.timeout(_START_SECONDS) as task.clock:
-                    await process.call(Call(0, "load_compiler", {}))  # the check would fail with the same error
+                    await process.call(Call(0, "load_compiler", {}))  # errors are ignored: the check raises them again
                 process.has_compiler = True
                 if task.future.done():  # its client left
                     return True

@@ -1,4 +1,4 @@
-"""Stores: where blocks are kept outside memory, behind one small batched interface. Never imports torch."""
+"""Stores keep blocks outside memory, behind one small batched interface. Never imports torch."""
 
 from kvtier.storage.audit import Inventory, Verification, take_inventory, verify
 from kvtier.storage.calls import Breaker
