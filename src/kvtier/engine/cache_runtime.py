@@ -34,13 +34,13 @@ from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
-"""Longest wait for transfers when there is nothing to compute: a new request starts after at most this time."""
+"""Longest wait for transfers when there is nothing to compute. It delays a new request by at most this time."""
 TRAFFIC_SECONDS = 5.0
-"""Time over which TierTraffic measures the rate."""
+"""Period over which TierTraffic measures the rate."""
 
 
 class Controller(Protocol):
-    """Carries out plans: CacheController on one rank, Ranks on several, NullController without a host tier.
+    """Executes plans: CacheController on one rank, Ranks on several, NullController without a host tier.
 
     CacheController documents the methods.
     """
@@ -65,7 +65,7 @@ class Controller(Protocol):
 
 
 class NullController:
-    """The controller of an engine without a host tier: it gets no transfers."""
+    """The controller of an engine without a host tier, which has no transfers."""
 
     overlaps_compute = False
     num_host_ready = 0
@@ -107,18 +107,18 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """Bytes moved from one tier to another."""
+    """Traffic from one tier to another."""
 
     source: str
     target: str
     num_bytes: int
-    """Since the start."""
+    """Bytes moved since the start."""
     bytes_per_second: float
-    """Over the last TRAFFIC_SECONDS."""
+    """Rate over the last TRAFFIC_SECONDS."""
 
 
 class StepTransfers:
-    """The transfers of one step: its loads are started, the others start once the forward pass is launched."""
+    """The transfers of one step. Its loads are in flight; `on_forward_launched` starts the deferred transfers."""
 
     def __init__(
         self, runtime: CacheRuntime, controller: Controller, loads: Sequence[int], deferred: Plan | None
@@ -129,11 +129,11 @@ class StepTransfers:
         self._waits = controller.layer_waits(loads) if loads else None
 
     def before_layer(self, group: int) -> Callable[[int], None] | None:
-        """Return the function that delays a layer of a cache group until its blocks are loaded; None if all are."""
+        """Return a function that waits until a layer of this group is loaded, or None if the step has no loads."""
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def arrived(self) -> bool:
-        """Wait for the loads; True if no rank has reported a failure."""
+        """Wait for the loads. True if they arrived and no rank has reported a failure."""
         if self._waits is None:
             return True
         arrived = self._waits.arrived()
@@ -141,7 +141,7 @@ class StepTransfers:
         return arrived and self._runtime.failed.isdisjoint(self._loads)
 
     def on_forward_launched(self) -> None:
-        """Use the time in which the device computes: start deferred transfers, apply reports."""
+        """Start deferred transfers and apply reports while the device computes."""
         self.submit_deferred()
         if self._controller.overlaps_compute:
             self._runtime.poll()
@@ -153,7 +153,7 @@ class StepTransfers:
 
 
 class CacheRuntime:
-    """The tiers of one engine. `begin_step`, `poll` and `wait` are for its step, the rest is for operators."""
+    """The tiers of one engine. Its steps use `begin_step`, `poll` and `wait`; operators use the other methods."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class CacheRuntime:
         scheduler: Scheduler,
         clock: Callable[[], float],
     ) -> None:
-        """`groups` are those of this rank; every other rank has a group like the first."""
+        """`groups` are the cache groups of this rank. Every other rank has one group, as large as the first."""
         self._manager = manager
         self._admin = CacheAdmin(manager)
         self._groups = groups
@@ -187,10 +187,10 @@ class CacheRuntime:
         self.begin_step(plan, ()).submit_deferred()
 
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
-        """Start the loads that a step waits for, and with them or later the rest of the plan.
+        """Start the loads that a step waits for, and the rest of the plan.
 
-        On a GPU the rest is deferred until the forward pass is launched: starting a copy of hundreds of blocks takes
-        half a millisecond of this thread.
+        On a GPU, the rest of the plan is deferred until the forward pass is launched, because this thread needs half a
+        millisecond to start a copy of hundreds of blocks.
         """
         self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
         deferred = None
@@ -203,8 +203,8 @@ class CacheRuntime:
     def poll_before_step(self) -> None:
         """Apply the reports that the next step needs.
 
-        Nothing waits for a save, and a report takes a tenth of a millisecond of this thread. While a GPU computes step
-        after step, saves are therefore polled during the forward pass.
+        Applying a report takes 0.1 ms on this thread, and no step waits for a save. With a GPU, reports of saves are
+        therefore applied during the forward pass.
         """
         self.poll(loads_only=self._controller.overlaps_compute)
 
@@ -219,8 +219,8 @@ class CacheRuntime:
     def poll_while_waiting(self) -> bool:
         """Poll while this thread waits for the device; True if copies are still in flight.
 
-        A report applied now costs no time; at the start of the next step the device would idle. Store transfers take
-        longer than a step and are not waited for here.
+        A report applied now delays nothing, but at the start of the next step it would keep the device idle. Store
+        transfers take longer than a step, so they do not count as copies.
         """
         if not self._controller.is_copying:
             return False
@@ -259,7 +259,7 @@ class CacheRuntime:
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns its number of tokens."""
+        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns the number of tokens."""
         if name in self._pins:
             raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())
@@ -290,7 +290,7 @@ class CacheRuntime:
             self._drain_saves()
 
     def demote(self, chain: Chain) -> int:
-        """Copy the cached blocks of a prompt to lower tiers, then evict them from the device. Returns their number."""
+        """Copy the cached blocks of a prompt to lower tiers, then evict them from the device. Returns the count."""
         self._admin.save(chain)
         self._drain_saves()
         return self._admin.demote(chain)
@@ -355,7 +355,7 @@ class CacheRuntime:
         self._scheduler.resume()
 
     def resize(self, tier: str, num_blocks: int) -> None:
-        """Change the number of blocks of a memory tier. Blocks stay cached as far as the host or a store has them."""
+        """Change the number of blocks of a memory tier. An evicted block stays cached if another tier has a copy."""
         self._admin.tier(tier)  # raises for an unknown tier
         if num_blocks < 1:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
@@ -369,7 +369,7 @@ class CacheRuntime:
         try:
             self._admin.save_all()
             self._drain_saves()
-            # If the allocation fails, the tier keeps its size and loses only the blocks beyond the new one.
+            # If the allocation fails, the tier keeps its old size and loses only the blocks beyond the new size.
             self._admin.vacate(tier, num_blocks)
             self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
             self._admin.resize(tier, num_blocks)
@@ -412,14 +412,14 @@ class CacheRuntime:
             self._moved_recently.popleft()
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:
-        """Raise RangeError if the machine lacks the memory, before any block is evicted for it."""
+        """Raise RangeError if the memory is not available. Called before any block is evicted."""
         device = self._groups[0].cache.device if tier == "device" else torch.device("cpu")
         # ranks share the host memory; each has its own GPU
         block_bytes = self._block_bytes
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
         wanted, free = num_blocks * block_bytes, _free_bytes(device)
-        if tier == "device":  # its old cache is freed before the new one is allocated; the host's is freed after
+        if tier == "device":  # the old device cache is freed before the allocation, an old host cache after it
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(
@@ -440,7 +440,7 @@ class CacheRuntime:
     def _drain_saves(self) -> None:
         while self._admin.plan_saves(self._clock()):
             self._drain()
-            self.wait()  # a bandwidth budget refills
+            self.wait()  # gives a bandwidth budget time to refill
         self._drain()
 
 
@@ -460,7 +460,7 @@ def new_controller(
     sharding: Sharding | None = None,
     secret: bytes = b"",
 ) -> CacheController | NullController:
-    """Make the controller of one rank's cache groups; with 0 host blocks there are no transfers."""
+    """Make the controller of one rank's cache groups, a NullController if there are no host blocks."""
     if not num_host_blocks:
         return NullController()
     caches = [group.cache for group in groups]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
 StoreOrUrls = Store | str | Sequence[str]
-"""An open store, or its URLs, one per shard group: the engine closes both."""
+"""An open store, or the URLs of a store, one per shard group. The engine closes the store in both cases."""
 
 
 def open_caches(

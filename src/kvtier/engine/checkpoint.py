@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
-GGUF files differ in two ways: shapes are written innermost first, and files of the llama architecture interleave the
-halves of each head in the rows of q and k. The `gguf` package dequantizes.
+A GGUF file differs from a folder in two ways: it stores shapes innermost first, and with the llama architecture it
+interleaves the halves of each head in the rows of q and k. The `gguf` package dequantizes the tensors.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GgufFile:
         kind = self._kind(tensor).name
         if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
             return None
-        # a copy, because a mapped file is read-only memory, which torch warns about
+        # copied, because torch warns about read-only memory such as a mapped file
         rows = torch.from_numpy(self._rows(name).copy())
         return (kind, rows.view(torch.bfloat16) if kind == "BF16" else rows)
 
@@ -89,7 +89,7 @@ class GgufFile:
         out.copy_(torch.from_numpy(values).view(out.shape))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Return those of the configuration, divided by the factors of the file (llama3 scaling in GGUF)."""
+        """Return the frequencies of the configuration, divided by the factors in the file, if any (llama3 scaling)."""
         base = config.rope.inverse_frequencies(config.head_dim)
         tensor = self._header.tensors.get("rope_freqs.weight")
         if tensor is None:
@@ -97,7 +97,7 @@ class GgufFile:
         return base / torch.from_numpy(self._stored(tensor).view(np.float32).reshape(-1).copy())
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes, one row per row of the tensor (a vector is one row)."""
+        """Return the bytes of a tensor as [rows, bytes of a row]. A vector has one row."""
         block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kind(tensor)]
         *outer, inner = tensor.shape
         rows, row_bytes = int(np.prod(outer)), inner // block_elements * block_bytes
@@ -118,7 +118,7 @@ class GgufFile:
             ) from error
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes in Hugging Face order: of q and k, the even rows of each head, then the odd rows."""
+        """Return the rows in Hugging Face order, which puts the even rows of a head of q or k before the odd rows."""
         rows = self._stored(self._header.tensors[_gguf_name(name)])
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows

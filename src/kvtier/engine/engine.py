@@ -49,14 +49,14 @@ class EngineConfig:
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Batch sizes of decode steps that are captured as CUDA graphs; empty disables graphs."""
     ghost_scales: tuple[float, ...] = ()
-    """Cache sizes, as multiples of the real one, for which hit rates are estimated; empty disables the estimates."""
+    """Cache sizes for which hit rates are estimated, as multiples of the real size; empty disables the estimates."""
     keep_explanations: int = 1000
     """Number of ended requests that `explain` still finds."""
     tensor_parallel: int = 1
-    """Ranks that share the heads of the model: processes on this machine; this one is the first."""
+    """Number of ranks that share the model's heads. Each is a process on this machine; this process is rank 0."""
     kv_shards: int = 0
-    """Objects that a stored block is split into by KV heads; 0: one per rank. Engines find each other's blocks only
-    with the same number: use the largest number of ranks that will read the store."""
+    """Number of objects into which a stored block is split by KV heads; 0 makes one per rank. Engines can share stored
+    blocks only if they use the same number. Choose the largest number of ranks that will read the store."""
     rank_timeout_seconds: float = 60.0
     """Timeout of a step on other ranks."""
 
@@ -70,9 +70,9 @@ class EngineConfig:
 
 
 class Engine:
-    """Runs one model. All methods are for one thread.
+    """Runs one model. Call all methods from one thread.
 
-    `add` a request, call `step` for its tokens. It ends by itself, by `abort` or with an error.
+    `add` queues a request and `step` returns its new tokens. A request ends by itself, by `abort` or with an error.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Engine:
         return name
 
     def step(self) -> list[Output]:
-        """Run one step; returns the new output of each sequence. Does nothing without work."""
+        """Run one step and return the new output of each sequence. If there is no work, wait briefly."""
         now = self._clock()
         self.tiers.poll_before_step()
         step = self.scheduler.schedule(now)
@@ -273,7 +273,7 @@ class Engine:
             return
         try:
             sequence.miss = str(self.manager.explain(allocation))
-        except Exception as error:  # of this row
+        except Exception as error:  # fails only this request
             sequence.sampler.fail(error)
 
     def _finish(self, step: Step) -> list[Output]:
@@ -288,7 +288,7 @@ class Engine:
                     output = sequence.take(samples)
                     outputs.append(output)
                     tokens = output.token_ids
-            except Exception as error:  # of its tokenizer or its stop strings
+            except Exception as error:  # raised by the tokenizer or the stop checker
                 sequence.sampler.fail(error)
             if sequence.sampler.error:
                 outputs += self._fail_row(sequence, now)
@@ -303,9 +303,9 @@ class Engine:
         return outputs
 
     def _fail_row(self, sequence: EngineSequence, now: float) -> list[Output]:
-        """End one request of a step with its own error, and the siblings that wait for its prompt."""
+        """End a failed request of a step, and the siblings that wait for its prompt."""
         del self._live[sequence.request.id]
-        self.scheduler.cancel(sequence.request, now)  # update() ignores the result of the row
+        self.scheduler.cancel(sequence.request, now)  # so that update() ignores the result of this row
         sequence.ticket.cancel()
         outputs = self._end(sequence, FinishReason.ERROR, sequence.sampler.error)
         sequence.siblings = []
@@ -326,8 +326,8 @@ class Engine:
             sequence.ticket.finish()
 
     def _propose(self, proposer: Proposer) -> None:
-        """Draft tokens for the requests that generate. If the proposer fails, they continue without drafts."""
-        # while blocks of a request are loaded again, its block table is incomplete
+        """Draft tokens for the requests that generate. If the proposer fails, the requests continue without drafts."""
+        # a request whose blocks are being loaded again has an incomplete block table
         running = [request for request in self.scheduler.running if request.is_generating]
         ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
         if not ready:
@@ -342,7 +342,7 @@ class Engine:
         for request, draft in zip(ready, drafts, strict=True):
             try:
                 request.draft = self._checked(request, draft)
-            except Exception as error:  # of this row
+            except Exception as error:  # only this request has no draft
                 warnings.warn(f"{request!r}: no draft: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
     def _checked(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
@@ -383,7 +383,7 @@ class Engine:
 
 
 def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopier | None:
-    """Return the copier of inputs and tokens on CUDA, which polls while it waits; None on other devices."""
+    """Return the copier of inputs and tokens on CUDA, which calls `poll` while it waits; None on other devices."""
     if device.type != "cuda":
         return None
     from kvtier.engine.pinned_copier import PinnedCopier
@@ -392,7 +392,7 @@ def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopi
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
-    """Return the estimator of hit rates. The size of the cache is the larger of device and host: they share blocks."""
+    """Return the estimator of hit rates, for the larger of the device and host tiers, which share blocks."""
     if not config.ghost_scales or not config.cache.prefix_caching:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
@@ -401,7 +401,7 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
 
 
 def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
-    """Return the namespace of the KV of these models: architectures, and a digest of their weights."""
+    """Return the namespace of these models' KV, made of their configurations, layouts and a digest of their weights."""
     digest, layouts = hashlib.sha256(), []
     for model in models:
         config, weights = model.config, model.weights

@@ -3,7 +3,7 @@
     tokens of three sequences   a a a a | b | c c        query_starts = [0, 4, 5, 7]
     a: first chunk of a prompt    b: decoding    c: a later chunk, or draft tokens to verify
 
-It is prepared on the host with numpy and keeps the sizes that the host needs, so that no step waits for the device.
+The batch is prepared on the host with numpy. Its sizes stay on the host, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kvtier.errors import ArgumentError, RangeError
 
 Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
-# types that a step sends; numpy takes 5 us to compute the name of a type
+# A table of the types that a step sends, because numpy takes 5 us to compute the name of a type.
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
@@ -28,7 +28,7 @@ class SequenceInput(NamedTuple):
     token_ids: Sequence[int]
     """The new tokens, at least one."""
     num_computed: int
-    """Tokens before them, whose keys and values are in the cache."""
+    """Number of earlier tokens, whose keys and values are in the cache."""
     block_table: Table
     """Blocks of the sequence in order, with room for computed and new tokens."""
     num_logits: int = 1
@@ -39,23 +39,15 @@ class SequenceInput(NamedTuple):
 class ForwardBatch:
     """The tensors of a step, on the model's device, and its sizes on the host."""
 
-    input_ids: torch.Tensor
-    """[tokens] int64"""
-    positions: torch.Tensor
-    """[tokens] int64"""
-    slots: torch.Tensor
-    """[tokens] int64: block * block_tokens + offset of the key and value; -1 writes nothing (CUDA)."""
-    query_starts: torch.Tensor
-    """[sequences + 1] int32"""
-    context_lens: torch.Tensor
-    """[sequences] int32: tokens to attend to, including the new ones."""
-    block_tables: torch.Tensor
-    """[sequences, maximum of blocks] int32, padded with 0."""
-    logit_rows: torch.Tensor
-    """[logits] int64: rows of `input_ids` that need logits, in order of the sequences."""
+    input_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset, where KV is stored; -1 stores nothing (CUDA)
+    query_starts: torch.Tensor  # [sequences + 1] int32
+    context_lens: torch.Tensor  # [sequences] int32: tokens to attend to, including the new tokens
+    block_tables: torch.Tensor  # [sequences, longest table] int32, padded with 0
+    logit_rows: torch.Tensor  # [logits] int64: rows of `input_ids` that need logits, in the order of the sequences
     query_lens: tuple[int, ...]
-    contexts: tuple[int, ...]
-    """`context_lens` on the host."""
+    contexts: tuple[int, ...]  # `context_lens` on the host
 
     @property
     def is_decode(self) -> bool:
@@ -83,7 +75,7 @@ class ForwardBatch:
         owner = np.repeat(np.arange(len(sequences)), query_lens)
         positions = np.arange(starts[-1]) - starts[owner] + computed[owner]
         slots = tables[owner, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-        before = np.cumsum(wanted) - wanted  # the last rows of each sequence
+        before = np.cumsum(wanted) - wanted  # logits are for the last rows of each sequence
         logit_rows = np.repeat(starts[1:] - wanted - before, wanted) + np.arange(int(wanted.sum()))
         contexts = computed + query_lens
         arrays = {
@@ -125,7 +117,7 @@ def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn
 def to_tensors(
     arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device, send: Send | None
 ) -> list[torch.Tensor]:
-    """Copy arrays to the device in one copy, without waiting for it."""
+    """Copy arrays to the device in one transfer, without waiting for its end."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     firsts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of several hundred.
 
-A graph has fixed shapes and addresses, so there is one for each of a few batch sizes, over its own input tensors. A
-step uses the next larger size, padded with rows that attend to one token and store nothing.
+A graph has fixed shapes and addresses, so a few batch sizes have a graph each, and a step is copied into the input
+tensors of the graphs. A step uses the smallest graph that fits, with padding rows that attend to one token and store
+nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # the largest first: the others reuse its memory
+        for size in reversed(self._sizes):  # the largest first, because the others reuse its memory
             self._capture(size, pool)
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """True if a graph fits this batch: one new token and one row of logits per sequence, and not too many."""
+        """True if every sequence has one new token and one row of logits, and a captured graph is large enough."""
         return (
             batch.is_decode
             and len(batch.query_lens) <= self._sizes[-1]
@@ -45,7 +46,7 @@ class DecodeGraphs:
         )
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the logits of a batch that `takes` accepts, [sequences, vocab]; valid until the next step."""
+        """Return the logits [sequences, vocab] of a batch that `takes` accepts. They are valid until the next step."""
         count = len(batch.query_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         inputs = self._inputs
@@ -69,7 +70,7 @@ class DecodeGraphs:
         step = self._model
         stream = torch.cuda.Stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(stream):  # compile kernels and allocate workspaces, not allowed during a capture
+        with torch.cuda.stream(stream):  # compiles kernels and allocates workspaces, which a capture cannot
             step.logits(step.forward(batch, self._cache))
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One generated text."""
+    """One generated text, with its tokens and the reason why it ended."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class LLM:
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
     `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. `invariant` makes the bits of every
-    token independent of its batch, and is slower.
+    token independent of its batch, but is slower.
 
     `generate` and `chat` may be called from several threads: the engine runs on its own thread and serves calls one
     after the other. KeyboardInterrupt ends the call after the current step and cancels its requests. Do not use
@@ -82,7 +82,7 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[list[Completion]]:
-        """Generate n completions for each prompt. Shows progress on a terminal, or as `progress` says."""
+        """Generate n completions for each prompt. By default, shows progress if stderr is a terminal."""
         prompts = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -94,7 +94,7 @@ class LLM:
         try:
             work = self._submit(self._generate, prompts, each, progress, interrupted)
             return work.result()
-        except BaseException:  # an error of the call, or an interrupt of this thread: the engine finishes its step
+        except BaseException:  # an error of the call or an interrupt of this thread; the engine finishes its step
             interrupted.set()
             if work is not None and not work.cancel():
                 wait([work])
@@ -116,7 +116,7 @@ class LLM:
         self._check_process()
         try:
             return self._thread.submit(function, *arguments)
-        except RuntimeError as error:  # after shutdown, here or at the interpreter's exit
+        except RuntimeError as error:  # after `close`, or at the exit of the interpreter
             raise ClosedError("this LLM was closed") from error
 
     def _check_process(self) -> None:
@@ -133,7 +133,7 @@ class LLM:
         progress: bool | None,
         interrupted: threading.Event,
     ) -> list[list[Completion]]:
-        """Run the engine until it has no more work, on the engine thread."""
+        """Add the requests and run the engine until it has no work. Runs on the engine thread."""
         names: list[str] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):

@@ -2,7 +2,7 @@
 
     cache[block, layer, K or V, token in block, kv_head, head_dim]
 
-A block is contiguous over all layers, so that copy engines can move it in one piece; attention uses strides.
+A block is contiguous over all layers, so that copy engines can move it in one piece. Attention uses strides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def default_ops(device: torch.device) -> Ops:
 
 
 class Model:
-    """A decoder-only transformer: `forward` computes a batch, `logits` the scores of selected rows.
+    """A decoder-only transformer. `forward` computes a batch; `logits` computes the scores of selected rows.
 
     It has no state between steps except its weights; the caller owns the cache.
     """
@@ -39,7 +39,7 @@ class Model:
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, all_reduce: AllReduce | None = None
     ) -> None:
-        """The share of one rank (split.py) needs `all_reduce`, which sums a tensor over all ranks."""
+        """A model that is the share of one rank (split.py) needs `all_reduce`, which sums a tensor over all ranks."""
         self.config = config
         self.weights = weights
         self.ops = default_ops(weights.device) if ops is None else ops
@@ -48,7 +48,7 @@ class Model:
         self._cos, self._sin = angles.cos().to(weights.dtype), angles.sin().to(weights.dtype)
 
     def new_cache(self, num_blocks: int, block_tokens: int) -> Tensor:
-        """Allocate a cache of zeros, not uninitialized memory: a masked NaN is still a NaN."""
+        """Allocate a cache of zeros. Uninitialized memory may hold NaN, and masking does not remove a NaN."""
         config = self.config
         shape = (num_blocks, config.num_layers, 2, block_tokens, config.num_kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=self.weights.dtype, device=self.weights.device)
@@ -69,7 +69,7 @@ class Model:
             if before_layer is not None:
                 before_layer(index)
             attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
-            if layer is self.weights.layers[-1]:  # the rest works on single tokens
+            if layer is self.weights.layers[-1]:  # the rest of the layer treats each token separately
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             if self._all_reduce is not None:
                 attended = self._all_reduce(attended)

@@ -1,6 +1,6 @@
 """The configuration of a model of the Llama family, from a Hugging Face config.json or GGUF metadata.
 
-Settings that would change the result and are not supported raise CheckpointError; none is ignored.
+Unsupported settings that would change the result raise CheckpointError.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: str = "default"
-    """default, linear (divides all frequencies by `factor`) or llama3 (only low ones, with a smooth transition)."""
+    """default, linear (divides all frequencies by `factor`) or llama3 (divides low frequencies, with a transition)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Return the angle per position of each pair of elements of a head: [head_dim / 2], float32."""
+        """Return the rotation angle per position for each pair of elements of a head: [head_dim / 2], float32."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         base = 1.0 / (self.theta**exponent)
         if self.kind == "linear":
@@ -53,8 +53,7 @@ class RopeConfig:
 class ModelConfig:
     """The shape of a decoder-only transformer."""
 
-    architecture: str
-    """llama, qwen2 or qwen3."""
+    architecture: str  # llama, qwen2 or qwen3
     num_layers: int
     hidden_dim: int
     ffn_dim: int
@@ -66,7 +65,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     attention_bias: bool = False
-    """Biases on queries, keys, values and on the attention output (qwen2: always, but not on the output)."""
+    """True if q, k, v and the attention output have biases. qwen2 always has biases on q, k and v only."""
     tied_embeddings: bool = False
     """True if the embedding matrix also computes the logits."""
     eos_token_ids: tuple[int, ...] = ()
@@ -213,7 +212,7 @@ def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
 
 
 def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
-    """Read rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    """Read rope_parameters (transformers 5) or rope_theta and rope_scaling (earlier versions)."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_KINDS:

@@ -1,8 +1,9 @@
-"""The modules of the engine: how a scheduler step passes through the eight ops of the pipeline.
+"""The modules of the engine, which run a scheduler step in three of the eight ops of the pipeline.
 
-SETUP     InputBuilder   rows of the batch -> ForwardBatch on the device
-PREPARE   InputBuilder   copies of blocks that rows start from
-FORWARD   ModelForward   hidden states and logits; then Sampler samples tokens, which the engine reads
+SETUP     InputBuilder   builds a ForwardBatch from the rows of the step, on the device
+PREPARE   InputBuilder   copies the blocks in Step.copies
+FORWARD   ModelForward   computes the logits
+FORWARD   Sampler        samples tokens, which the engine reads
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ FORWARD_BATCH = Key("forward batch", ForwardBatch)
 
 
 class DeviceCacheGroup:
-    """A model and its device cache: layers that share block tables (the main model, a draft model, MTP layers)."""
+    """A model and its device cache. The groups of the main model and of draft models share block tables."""
 
     def __init__(
         self, model: Model, num_blocks: int, block_tokens: int, *, graph_sizes: Sequence[int] = (), max_context: int = 0
     ) -> None:
-        """On CUDA, decode steps of up to the largest of `graph_sizes` rows are captured and replayed."""
+        """On CUDA, decode steps of at most max(graph_sizes) rows are captured and replayed as graphs."""
         self.model = model
         self.block_tokens = block_tokens
         self._graph_sizes = graph_sizes if model.weights.device.type == "cuda" else ()
@@ -53,7 +54,7 @@ class DeviceCacheGroup:
             self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
 
     def free(self) -> None:
-        """Free the cache, also for other processes; `renew` is needed before the next step."""
+        """Return the memory of the cache to the device. Call `renew` before the next step."""
         self._graphs = None
         self.cache = self.model.new_cache(0, self.block_tokens)
         if self.cache.is_cuda:
@@ -64,7 +65,7 @@ class DeviceCacheGroup:
         return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
 
     def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Compute a batch: fill the cache, return its logits. They are valid until the next step."""
+        """Compute a batch, fill the cache, and return the logits, which are valid until the next step."""
         if self._graphs is not None and before_layer is None and self._graphs.takes(batch):
             return self._graphs.logits(batch)
         return self.model.logits(self.model.forward(batch, self.cache, before_layer))
@@ -86,7 +87,7 @@ class InputBuilder(Module):
         self._copies = copies
         self._planned: Mapping[str, Row] = {}
         self.rows: list[tuple[Row, EngineSequence]] = []
-        """Rows of the current batch in its order, without rows whose inputs failed."""
+        """Rows of the current batch, in the order of the batch, without rows whose inputs failed."""
         self._ready: dict[int, ForwardBatch] = {}
         self.sequences: list[SequenceInput] = []
 
@@ -95,7 +96,7 @@ class InputBuilder(Module):
         self._planned = {row.request.id: row for row in step.rows}
 
     def setup(self, env: Environment) -> None:
-        """Build the batch on the host and copy it. A row whose inputs raise fails alone and is skipped."""
+        """Build the batch on the host and copy it to the device. Skip rows whose inputs raise: their requests fail."""
         batch = env.at(BATCH)
         self.rows, inputs = [], []
         for ticket in batch.requests:
@@ -121,7 +122,7 @@ class InputBuilder(Module):
 
 
 class ModelForward(Module):
-    """Runs the models of all cache groups; the first one produces the logits."""
+    """Runs the models of all cache groups. The first model produces the logits."""
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
@@ -132,7 +133,7 @@ class ModelForward(Module):
         self._ranks = ranks
 
     def forward(self, env: Environment) -> None:
-        """Fill the caches, compute logits. Layers wait for blocks that are being loaded."""
+        """Fill the caches and compute logits. Layers wait for blocks that are being loaded."""
         inputs, ranks = self._inputs, self._ranks
         with ranks.step(inputs.step, inputs.sequences) if ranks is not None else contextlib.nullcontext():
             self._compute(env)
@@ -166,13 +167,13 @@ class Sampler(Module):
         logits, rows = env.at(LOGITS), self._inputs.rows
         self.samples = {sequence.request.id: [] for _, sequence in rows}
         if not self._inputs.transfers.arrived():
-            return  # computed from blocks that have not arrived: the scheduler runs these rows again
+            return  # blocks are missing, so the logits are wrong; the scheduler runs these rows again
         counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row, _ in rows], np.int64)
         firsts = np.cumsum(counts) - counts
         alive = [i for i, count in enumerate(counts) if count]
         for depth in range(int(counts.max(initial=0))):
             places = (firsts[alive] + depth).tolist()
-            # if all rows are sampled, they need no copy
+            # no copy is needed if all rows are sampled
             mine = logits if len(places) == len(logits) else logits[places]
             chosen = sample(mine, [rows[i][1].sampler for i in alive], self._to_list, self._send)
             alive = [i for i, one in zip(alive, chosen, strict=True) if self._accept(*rows[i], one, depth)]
@@ -180,12 +181,12 @@ class Sampler(Module):
                 return
 
     def _accept(self, row: Row, sequence: EngineSequence, one: Sample, depth: int) -> bool:
-        """Keep a sample; True if it equals the draft token at this depth, so that the next one counts too."""
+        """Keep a sample. True if it equals the draft token at this depth, so that the next position is sampled too."""
         if sequence.sampler.error:
             return False
         try:
             sequence.sampler.accept(one.token_id)
-        except Exception as error:  # of its constraint
+        except Exception as error:  # raised by the constraint
             sequence.sampler.fail(error)
             return False
         self.samples[sequence.request.id].append(one)

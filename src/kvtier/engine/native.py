@@ -1,5 +1,4 @@
-"""The functions of native.c and its headers, for the CPU. Without a C compiler, torch computes the same with float32
-matrices."""
+"""Bindings of native.c, the CPU kernels. Without a C compiler, torch computes the same with float32 matrices."""
 
 from __future__ import annotations
 
@@ -18,21 +17,21 @@ from torch import Tensor
 from kvtier.native_code import Native, load
 
 MAX_TOKENS = 16
-"""From more rows of x on, torch with a float32 matrix is faster."""
+"""Above this number of rows of x, torch with a float32 matrix is faster than `EngineNative.linear`."""
 _LANES, _BLOCK = 16, 32
 _SOURCES = ("native.c", "native_amx.h", "native_draw.h")
-# No -ffast-math: the compiler could reorder sums, so that results depend on the number of tokens.
+# No -ffast-math: it allows the compiler to reorder sums, so that results would depend on the number of tokens.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
 SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
-"""Sampling parameters of one row of logits, as in native_draw.h."""
+"""Sampling parameters of one row of logits, with the layout of the struct in native_draw.h."""
 PACKED_KINDS = frozenset(_KINDS)
 """GGUF names of the stored types that `pack` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in the bytes of the checkpoint, ordered for `EngineNative.linear`."""
+    """A matrix in its stored type, with its elements reordered for `EngineNative.linear`."""
 
     kind: str
     data: Tensor
@@ -41,7 +40,7 @@ class PackedWeight:
 
 
 class EngineNative:
-    """The compiled functions. They release the GIL and use the threads of torch."""
+    """The compiled functions. They release the GIL and run on torch's threads."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -64,7 +63,7 @@ class EngineNative:
             function("threads", *[pointer] * 3)(*(ctypes.cast(getattr(openmp, name), pointer) for name in names))
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """Return x @ weight.T for at most MAX_TOKENS rows of float32."""
+        """Return x @ weight.T. x is float32 and has at most MAX_TOKENS rows."""
         count, x = x.shape[0], x.contiguous()
         padded = 1 << (count - 1).bit_length()
         scratch, out = x.new_empty(2 * padded * weight.columns), x.new_empty(padded, weight.rows)
@@ -75,7 +74,7 @@ class EngineNative:
         return out if count == padded else out[:count]
 
     def attend(self, q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        """Attend one token per sequence: q [sequences, heads, dim] to cache [blocks, 2, tokens, heads, dim]."""
+        """Attend one token per sequence. q is [sequences, heads, dim], cache is [blocks, 2, tokens, kv_heads, dim]."""
         sequences, heads, dim = q.shape
         _, _, block_tokens, kv_heads, _ = cache.shape
         threads = torch.get_num_threads()
@@ -94,7 +93,7 @@ class EngineNative:
         return out
 
     def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x, if given, to residual in place. Returns the RMS norm of residual. Rows of whole vectors."""
+        """Add x, if given, to residual in place. Return the RMS norm of residual. Row lengths are multiples of 16."""
         out = torch.empty_like(residual)
         added = None if x is None else x.data_ptr()
         self._norm(
@@ -104,14 +103,14 @@ class EngineNative:
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """Return silu(left half) * right half, for rows of whole vectors."""
+        """Return silu(left half) * right half. The length of each half must be a multiple of 16."""
         tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, dim)
         self._gate(gate_up.data_ptr(), out.data_ptr(), tokens, dim, torch.get_num_threads())
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Rotate q and k of [tokens, heads + 2 kv_heads, dim] in place, store k and v. Half-heads of whole vectors."""
+        """Rotate q and k in place, store k and v. qkv is [tokens, heads + 2 kv_heads, dim], dim a multiple of 32."""
         _, _, block_tokens, kv_heads, dim = cache.shape
         block_stride, v_offset, token_stride = cache.stride()[:3]
         sizes = (ctypes.c_long * 8)(
@@ -124,7 +123,10 @@ class EngineNative:
         )
 
     def draw(self, logits: Tensor, params: np.ndarray[Any, Any]) -> Tensor:
-        """Sample a token for each row of logits, -1 if not finite; overwrites them. `params`: rows of SAMPLING_ROW."""
+        """Sample one token per row of logits, or -1 if the row is not finite. Overwrites the logits.
+
+        `params` is an array of SAMPLING_ROW, with one element per row.
+        """
         rows, vocab = logits.shape
         chosen = torch.empty(rows, dtype=torch.int64)
         heaps = torch.empty(rows if (params["top_p"] < 1).any() else 0, vocab, dtype=torch.int64)
@@ -136,12 +138,12 @@ class EngineNative:
 
     @staticmethod
     def takes(x: Tensor, multiple: int = _LANES) -> bool:
-        """True if these functions accept x: contiguous float32 rows of whole vectors."""
+        """True if x is contiguous float32 and its row length is divisible by `multiple`, as these functions need."""
         return x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % multiple == 0
 
 
 def pack(kind: str, rows: Tensor) -> PackedWeight | None:
-    """Reorder a stored matrix ([rows, bytes of a row]; bf16: [rows, columns]) for `linear`; None if not supported."""
+    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if its type or size is not supported."""
     if kind not in _KINDS or native().code is None:
         return None
     columns = rows.shape[1] if kind == "BF16" else rows.shape[1] // _BLOCK_BYTES[kind] * _BLOCK
@@ -160,9 +162,11 @@ _U8 = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def _pack_blocks(raw: _U8, num_halves: int) -> _U8:
-    """Reorder [tiles, lanes, blocks, bytes] for lanes of 16 rows; the float16 before the elements become float32.
+    """Interleave the 16 lanes (rows) of [tiles, lanes, blocks, bytes]. Float16 factors become float32.
 
-    Q4_1: d and m, 16 bytes of nibbles: 20 bytes -> [tiles, blocks, 384]. Q8_0: d, 32 bytes: 34 -> [tiles, blocks, 576].
+    Bytes of a stored block, and of 16 interleaved blocks in the result [tiles, blocks, bytes]:
+    Q4_1   20: factors d and m, 16 bytes of nibbles   384
+    Q8_0   34: factor d, 32 bytes                     576
     """
     tiles, _, blocks, _ = raw.shape
     halves = np.ascontiguousarray(raw[..., : 2 * num_halves]).view(np.float16).astype(np.float32)
@@ -183,7 +187,7 @@ def _processor() -> str:
 
 
 def _openmp_of_torch() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime of torch: a second one would start a second set of threads on the same cores."""
+    """Return the OpenMP runtime of torch. A second runtime would start a second set of threads on the same cores."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "/lib" in line} if maps.exists() else set()
     for path in sorted(paths):

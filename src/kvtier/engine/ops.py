@@ -6,8 +6,8 @@ InvariantOps   the CPU, float32: bits that do not depend on the rest of the batc
 TritonOps      CUDA: fused kernels that can be captured in a graph (ops_triton.py)
 
 The cache of a layer is [blocks, 2, block_tokens, kv_heads, head_dim] (a view with strides into the block-first device
-cache). Token comes before head: the gathered blocks of a sequence are then [tokens, kv_heads, head_dim] without a
-permutation, and the keys of a token are one contiguous write.
+cache). Token comes before head, so that the gathered blocks of a sequence are [tokens, kv_heads, head_dim] without a
+permutation, and the keys of a token are contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.engine.weights import Linear
 
 
 def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
-    """Attend one sequence after the other, q [tokens, heads, head_dim]: the reference for all implementations."""
+    """Attend q [tokens, heads, head_dim], one sequence at a time. This is the reference for all implementations."""
     out = torch.empty_like(q)
     group = q.shape[1] // cache.shape[3]
     for rows, table, context in _sequences(batch):
@@ -38,10 +38,10 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
-    """Attend on the CPU. A whole prompt attends to its new keys and values without the cache."""
+    """Attend on the CPU. A sequence without cached tokens uses its new keys and values and does not read the cache."""
     _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
-        code = None  # native code needs float32 and whole vectors
+        code = None  # native code needs float32 and a head_dim that is a multiple of 16
     if code is not None and batch.is_decode:
         return code.attend(q, cache, batch.block_tables, batch.context_lens, max(batch.contexts))
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -79,7 +79,7 @@ def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
 
 
 def _visible(rows: slice, context: int, device: torch.device) -> Tensor:
-    """Return the causal mask [queries, context]: the last query sees all tokens, the one before it one less."""
+    """Return the causal mask [queries, context]: the last query sees all tokens, each earlier query one less."""
     count = rows.stop - rows.start
     return torch.ones(count, context, dtype=torch.bool, device=device).tril(context - count)
 
@@ -99,7 +99,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: boo
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend one query. It sees every token, so heads that share keys become queries of one head, without copies."""
+    """Attend one query. It sees every token, so the query heads of a KV head become unmasked queries of one head."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])
@@ -122,12 +122,12 @@ class Heads(NamedTuple):
 
 
 class Ops(Protocol):
-    """The operations a model is computed with. Every tensor x is [tokens, features]."""
+    """The operations of a forward pass. Every tensor x is [tokens, features]."""
 
     def linear(self, x: Tensor, w: Linear) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm over the last dimension, computed in float32. x may have more dimensions and strides."""
+        """Return the RMS norm over the last dimension, computed in float32. x may be 3-D and strided."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + x, and residual + x. May write into `residual`."""
@@ -136,10 +136,10 @@ class Ops(Protocol):
         """Return silu(left half) * right half."""
 
     def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
-        """Rotate q and k in place and write k and v to `batch.slots`. cos, sin: [tokens, head_dim / 2]."""
+        """Rotate q and k in place and write k and v to `batch.slots`. cos and sin are [tokens, head_dim / 2]."""
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attend every new token to its sequence, whose keys and values are stored. Returns [tokens, q_dim]."""
+        """Attend every new token to its sequence, after `rotate_and_store`. Returns [tokens, q_dim]."""
 
 
 class TorchOps:
@@ -181,7 +181,7 @@ class CpuOps:
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens: memory bandwidth limits them, and it has 1/4 to 1/2 of the bytes."""
+        """Use the packed matrix for few tokens. It has 1/4 to 1/2 of the bytes, and memory bandwidth is the limit."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

@@ -1,11 +1,11 @@
 """Batch-invariant operations on the CPU in float32: the bits of a token depend only on its own sequence.
 
-Matrix libraries choose their kernel, and so the order of a sum, by the shape of the input: a token computed alone and
-in a batch differs in the last bits. Here every call has one shape. Tokens pass the matrices in tiles of TILE rows, the
-last one padded with zeros. Attention uses tiles of TILE queries and KEYS keys, from the first key on; the query at
-position p is always row p % TILE, and masked keys have weight exactly 0, which changes neither maximum nor sum nor
-output. The result of a row must also not depend on the other rows of its tile, nor on its position. Only the library
-can guarantee that, so it is tested for every shape before its first use.
+Matrix libraries choose their kernel, and with it the order of sums, by the shape of the input. A token computed alone
+therefore differs in the last bits from the same token in a batch. Here every call has the same shape. Matrix products
+take tiles of TILE tokens; the last tile is padded with zeros. Attention takes tiles of TILE queries and KEYS keys. The
+query at position p is always row p % TILE, and masked keys have weight exactly 0, which changes no maximum, sum or
+output. The result of a row must not depend on the other rows of its tile or on its place in the tile. Only the library
+can guarantee that, so `_try_out` tests every shape before its first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYS = 64
 
 
 class InvariantOps:
-    """Slower than CpuOps, with the same bits for any chunking of a prompt and any batch: for exact comparisons."""
+    """Operations whose bits do not depend on the batch or on the chunks of a prompt. Slower than CpuOps."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
@@ -98,7 +98,7 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 
 
 def _try_out(name: str, compute: Callable[[Tensor], Tensor], row_shape: tuple[int, ...]) -> None:
-    """Check that a row gives the same bits at every position of a tile, among other rows each time."""
+    """Check that a row gives the same bits at every position of a tile, with different other rows."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(row_shape, generator=generator)
     expected = None

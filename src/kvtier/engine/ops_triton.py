@@ -1,9 +1,9 @@
-"""CUDA operations in Triton: one fused kernel for each operation between the matrices. None waits for the host.
+"""CUDA operations in Triton, with one fused kernel for each operation between matrix products.
 
-Attention runs prefill in tiles of queries, and decode with the keys split over programs. Both read keys and values in
-place, by block table and strides: [blocks, 2, block_tokens, kv_heads, head_dim] of one layer of the block-first cache.
-The grids of a decode batch depend on shapes only, so a step can be captured in a CUDA graph and replayed with other
-contexts.
+Prefill attention works in tiles of queries; decode attention splits the keys over programs. Both read keys and values
+in place, by block table and strides: [blocks, 2, block_tokens, kv_heads, head_dim] of one layer of the block-first
+cache. The grid of a decode kernel depends on shapes only and never on values that the host must read, so a step can be
+captured in a CUDA graph and replayed with other contexts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.ops import Heads
 from kvtier.engine.weights import Linear
 
-# Queries x keys of a prefill tile; 128 x 64 keeps q, scores and the output of head_dim 128 in registers of 8 warps.
+# Queries x keys of a prefill tile; 128 x 64 keeps q, scores and the output of head_dim 128 in the registers of 8 warps.
 _QUERY_ROWS, _KEYS = 128, 64
-# For float32, whose dots are unrolled into multiply-adds: tiles of 128 x 64 compile for minutes.
+# Float32 dots are unrolled into multiply-adds, so that tiles of 128 x 64 would compile for minutes.
 _QUERY_ROWS_F32, _KEYS_F32 = 32, 32
 _SPLIT_KEYS = 64
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
@@ -33,7 +33,7 @@ def _norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, inner, inner_stride, eps,
     DIM: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Norm one row. Rows are (outer, inner) with strides, so that heads are normed in place."""
+    """Norm one row. x has an outer and an inner stride, so that the heads of qkv are read without a copy."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < DIM
     at = row // inner * x_stride + row % inner * inner_stride + column
@@ -144,7 +144,7 @@ def _attend(
     q, top, total, sums, begin, last, position, table, base, dim, scale, block_stride, kv_stride, token_stride,
     BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add KEYS keys to the running softmax of a tile. If MASKED, a query sees those up to its own position."""
+    """Add KEYS keys to the running softmax of a tile. If MASKED, a query sees only keys up to its position."""
     key = begin + tl.arange(0, KEYS)
     k_mask, v_mask = (dim < DIM)[:, None], (dim < DIM)[None, :]
     if MASKED:
@@ -176,14 +176,14 @@ def _prefill(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attend one tile: ROWS / GROUP tokens of a sequence; the GROUP query heads of a kv head are its rows. With
-    SPLITS > 1, over a share of the keys: the sums are not divided."""
+    """Attend one tile: ROWS / GROUP tokens of a sequence, with a row for each of the GROUP query heads of a KV head. If
+    SPLITS > 1, attend to one share of the keys and store partial sums for `_combine`."""
     sequence, kv_head = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - first
     context = tl.load(contexts_ptr + sequence)
     TOKENS: tl.constexpr = ROWS // GROUP
-    tile = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // SPLITS  # the longest first
+    tile = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // SPLITS  # tiles with most keys first
     split = tl.program_id(0) % SPLITS
     if tile < 0:
         return
@@ -231,7 +231,7 @@ def _decode(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attend the query heads of one kv head to one share of the keys of a sequence: the sums are not divided."""
+    """Attend the query heads of one KV head to one share of a sequence's keys. Store partial sums for `_combine`."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + sequence)
     share = tl.cdiv(tl.cdiv(context, SPLITS), KEYS) * KEYS
@@ -269,7 +269,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. A share without keys has top -inf, and so weight 0."""
+    """Combine the shares of one query head. A share without keys has top -inf and therefore weight 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)
@@ -333,7 +333,7 @@ def _run_decode(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> N
 
 
 def _partial(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the sums, largest scores and sums of weights for the shares of every row."""
+    """Allocate the weighted sums of values, largest scores and total weights of all shares."""
     tokens, heads, dim = q.shape
     top, total = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
     return torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=q.device), top, total
@@ -345,17 +345,18 @@ def _join(partial: Tensor, top: Tensor, total: Tensor, out: Tensor, padded: int)
 
 
 def num_splits(programs: int, device: torch.device) -> int:
-    """Return the shares of each sequence: about four programs per multiprocessor; a power of two."""
+    """Return the number of shares per sequence, a power of two that gives about four programs per multiprocessor."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return int(min(64, triton.next_power_of_2(max(1, -(-4 * processors // programs)))))
 
 
 def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
-    """Return the shares of each tile's keys, a power of two; 1 if there are enough tiles, or few keys.
+    """Return the number of shares of a tile's keys: a power of two, or 1 if there are enough tiles or few keys.
 
-    If few tokens attend to many, as behind a cached prefix, tiles alone leave multiprocessors idle. Llama-3-8B's heads
-    over 32k keys, one layer: 16 tokens .95 -> .14 ms, 64 1.00 -> .22, 256 1.04 -> .62; 512, with a tile for nearly
-    every multiprocessor, .96 -> 1.05 if split (H200, 2026-11-15).
+    If few tokens attend to many keys, for example after a cached prefix, there are fewer tiles than multiprocessors.
+    Time of one layer for the heads of Llama-3-8B over 32k keys, without and with splits (H200, 2026-11-15): 16 tokens
+    0.95 and 0.14 ms, 64 tokens 1.00 and 0.22, 256 tokens 1.04 and 0.62. For 512 tokens, which have a tile for nearly
+    every multiprocessor, splits are slower: 0.96 and 1.05 ms.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if 4 * programs > 3 * processors:
@@ -365,7 +366,7 @@ def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
 
 
 def _scale(q: Tensor) -> float:
-    """Return log2(e) / sqrt(head_dim): the kernels use powers of two."""
+    """Return log2(e) / sqrt(head_dim), because the kernels use exp2 instead of exp."""
     return float(q.shape[2] ** -0.5 * 1.4426950408889634)
 
 

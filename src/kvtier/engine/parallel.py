@@ -43,21 +43,21 @@ _SLOW_SECONDS = 600.0
 _CLOSE_SECONDS = 30.0
 """Timeout of `close`, which finishes writes to stores."""
 _BLAME_SECONDS = 0.2
-"""Timeout for a rank to exit or report its error, after rank 0 saw one."""
+"""Timeout for a rank to exit or report its error, after rank 0 has seen an error."""
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """Ranks 1 .. of an engine, and the `Controller` of all ranks. For the engine thread."""
+    """All ranks of an engine except 0, and the `Controller` of all ranks. Used on the engine thread."""
 
     overlaps_compute = False  # a plan goes to every rank before its step
     is_copying = False
 
     def __init__(self, model: Model, config: RankConfig) -> None:
-        """Start a process for each rank and send it its share of the model; `config` is that of rank 0.
+        """Start a process for each other rank and send the process its share of the model. `config` is for rank 0.
 
-        `self.model` is the share of rank 0; its cache groups need it, and the caller sets `own` to their controller.
+        `self.model` is the share of rank 0. The caller makes cache groups for it and sets `own` to their controller.
         """
         self.own: Controller = NullController()
         num_ranks = config.sharding.num_ranks
@@ -67,7 +67,7 @@ class Ranks:
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
         self._error: EngineError | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # of mode 0700
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # with mode 0700
         self._threads = torch.get_num_threads()
         device = model.weights.device
         if device.type == "cpu":  # all ranks share the cores
@@ -97,7 +97,7 @@ class Ranks:
     def step(self, step: Step, inputs: Sequence[SequenceInput]) -> Iterator[None]:
         """Compute a step on the other ranks while the body computes it on rank 0.
 
-        Afterwards `poll` returns the results of its loads on every rank.
+        Afterwards `poll` returns the results of the step's loads on every rank.
         """
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads)))
@@ -115,7 +115,7 @@ class Ranks:
 
     @property
     def num_host_ready(self) -> int:
-        """Host slots that every rank had when it was ready."""
+        """Number of host slots that every rank had when it became ready."""
         return min(self.own.num_host_ready, self._num_host_ready)
 
     @property
@@ -153,7 +153,7 @@ class Ranks:
         self._call("sleep")
 
     def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these tensors, and on the other ranks new ones with as many blocks."""
+        """Register the caches of rank 0, and make the other ranks allocate caches of the same number of blocks."""
         self._call("wake", len(caches[0]))
         self.own.register(caches)
 
@@ -211,7 +211,7 @@ class Ranks:
         device = f"cuda:{rank}" if model.weights.device.type == "cuda" else config.device
         self._send(rank, replace(config, sharding=sharding, device=device))
         self._send(rank, with_tensors(without_layers(model.weights, rank), _own))
-        for layer in model.weights.layers:  # one at a time: no second model in memory
+        for layer in model.weights.layers:  # one at a time, to avoid a second model in memory
             mine = split_layer(model.config, layer, rank, sharding.num_ranks)
             self._send(rank, with_tensors(mine, _own))
 
@@ -227,7 +227,7 @@ class Ranks:
         self._guard(rank, lambda: send(self._links[rank - 1], message))
 
     def _receive(self, rank: int, timeout: float) -> Any:
-        """Return the value of the next reply; keeps the reports before it."""
+        """Return the value of the next reply. Reports that arrive before the reply are kept for `poll`."""
         while not (message := self._next(rank, timeout)).is_reply:
             pass
         return message.value
@@ -251,7 +251,7 @@ class Ranks:
             raise self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}") from error
 
     def _find_cause(self, error: Exception) -> EngineError:
-        """Return the error of the rank that failed first: when one is lost, all_reduce fails on every rank."""
+        """Return the error of the rank that failed first. When a rank is lost, all_reduce fails on every rank."""
         if isinstance(error, EngineError):
             for rank in self._ranks:
                 if self._exit_code(rank):
@@ -264,7 +264,7 @@ class Ranks:
         return self._fail(f"rank 0 failed in a step: {type(error).__name__}: {error}")
 
     def _exit_code(self, rank: int) -> int | None:
-        """Return the exit code of a process that has ended or ends now."""
+        """Return the exit code of a rank's process, or None if the process still runs after a short wait."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._processes[rank - 1].wait(_BLAME_SECONDS)
         return None
@@ -286,5 +286,5 @@ class RankedStore:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU: pickling a view would send the whole tensor behind it."""
+    """Copy a tensor to the CPU. Without a copy, pickling a view would send the whole tensor behind the view."""
     return tensor.detach().cpu().clone()

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, and its outputs. No torch: the front end process imports this."""
+"""Sampling parameters and outputs of a request. Imports no torch, because the front end process uses this module."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Penalties:
 
 
 class Constraint(Protocol):
-    """Restricts the tokens of one sequence: a grammar and its position. An exception ends only that sequence."""
+    """Restricts the tokens of one sequence, for example by a grammar. An exception ends only this sequence."""
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that cannot follow to -inf. Raises StateError if it cannot."""
+        """Set the logits of tokens that cannot follow to -inf. Raises StateError if no token can follow."""
 
     def accept(self, token_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are sampled, and when it ends."""
+    """Sampling parameters of a request, and the conditions that end it."""
 
     temperature: float = 1.0
     """0 selects the most likely token."""
@@ -78,9 +78,9 @@ class SamplingParams:
     logprobs: int | None = None
     """Report log-probabilities of each sampled token and of this many most likely tokens."""
     n: int = 1
-    """Samples per prompt. They share its blocks."""
+    """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
-    """Makes the constraint of each sample (schemas.SchemaCompiler.constraint)."""
+    """Function that makes a constraint for each sample (see schemas.SchemaCompiler.constraint)."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, *TEMPERATURE)
@@ -129,16 +129,16 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 class FinishReason(Enum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     STOP = "stop"
     """End-of-text, a stop token or a stop string."""
     LENGTH = "length"
     """max_tokens, the context length or the capacity of the cache was reached."""
     ABORT = "abort"
-    """The request was cancelled."""
+    """The caller cancelled the request."""
     REFUSED = "refused"
-    """It does not fit into the cache; `error` has the reason."""
+    """The request does not fit into the cache; `error` has the reason."""
     ERROR = "error"
     """The request or its step failed; `error` has the reason."""
 
@@ -147,16 +147,16 @@ class FinishReason(Enum):
 class Output:
     """Text and tokens that one step added to one sequence.
 
-    Treat it as immutable. It is not frozen because a frozen dataclass takes five times as long to create, per token.
+    Treat it as immutable. It is not frozen, because creating a frozen dataclass takes five times as long.
     """
 
     request_id: str
     index: int
-    """Number of the sequence among the n of its request."""
+    """Index of the sequence among the n sequences of its request."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
-    """One per token if the request reports them, otherwise empty."""
+    """One element per token if SamplingParams.logprobs is set, otherwise empty."""
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -181,10 +181,10 @@ class Explanation:
     miss: str
     """Reason why the cached prefix was not longer."""
     tokens_from: dict[str, int]
-    """Cached tokens by tier."""
+    """Number of cached tokens, by tier."""
     why_loaded: str
-    """Reason to load or recompute the blocks of lower tiers, with the numbers; empty if there were none."""
+    """Reason why blocks of lower tiers were loaded or recomputed, with numbers; empty without such blocks."""
     waited_seconds: float | None
-    """From arrival to admission."""
+    """Time from arrival to admission."""
     ttft_seconds: float | None
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""

@@ -1,8 +1,8 @@
 """PinnedCopier: copies the inputs and tokens of a step with a kernel that accesses pinned host memory.
 
 A copy engine finishes the queued copies of one stream before it serves another. During a load or a save of blocks, the
-inputs and tokens of a step would wait for milliseconds (a decode step of 12.9 ms took 17 to 18.5 during 256 MiB each
-way; H200, 2026-11-15). A kernel does not use the copy engines.
+inputs and tokens of a step would wait for milliseconds: while 256 MiB were copied in each direction, a decode step took
+17 to 18.5 ms instead of 12.9 (H200, 2026-11-15). A kernel does not use the copy engines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import triton.language as tl
 _NUM_KEPT = 8
 _BLOCK = 1024
 _WORD = 8
-# Interval of polls while blocks are in flight; other threads run in between. 20 and 100 us made no difference to a step
-# (H200, 2026-11-16).
+# Interval of polls while blocks are in flight; other threads run in between. With 20 or 100 us, a step takes the same
+# time (H200, 2026-11-16).
 _POLL_SECONDS = 50e-6
 
 
@@ -32,7 +32,7 @@ def _copy(source, target, count, BLOCK: tl.constexpr):
 
 
 class _Pinned:
-    """Pinned memory that a kernel reads until `done`."""
+    """Pinned memory that a kernel reads until the event `done`."""
 
     __slots__ = ("bytes", "done", "words")
 
@@ -43,10 +43,10 @@ class _Pinned:
 
 
 class PinnedCopier:
-    """Copies of up to a few MB on the current stream. For one thread.
+    """Copies up to a few MB on the current stream. Used by one thread.
 
-    Pinned memory is kept until its kernel is done (the pool of torch does not track kernels that use it), then reused:
-    allocating memory and an event takes 100 us of a decode step (host of the H200, 2026-11-16).
+    Pinned memory is kept until its kernel is done, because the pool of torch does not track kernels. Then it is reused,
+    because allocating memory and an event takes 100 us of a decode step (host of the H200, 2026-11-16).
     """
 
     def __init__(self, poll: Callable[[], bool] = lambda: False) -> None:
@@ -80,7 +80,7 @@ class PinnedCopier:
         return numbers
 
     def _pinned(self, nbytes: int) -> _Pinned:
-        """Return the oldest memory if its kernel is done and it is large enough, otherwise new memory."""
+        """Return the oldest pinned memory if its kernel is done and the size suffices, otherwise new memory."""
         if self._sent and (len(self._sent) >= _NUM_KEPT or self._sent[0].done.query()):
             oldest = self._sent.popleft()
             oldest.done.synchronize()

@@ -3,8 +3,8 @@
     rank 0 ──RankConfig, weights, rendezvous, then RankCall.. ──> rank r
     rank 0 <──RankMessage.. ── rank r
 
-A message is a pickle: both ends are ours and the pipe is private. A rank executes calls in order, so rank 0 can submit
-a plan and the next step without waiting. A process group belongs to one engine; there is no global state.
+Messages are pickled, which is safe because only processes of this engine use the pipe. A rank executes calls in order,
+so rank 0 can submit a plan and the next step without waiting. Each engine has its own process group.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ class RankConfig:
     stores: Mapping[str, tuple[str, ...]]
     """URLs of each store. Every rank opens its own part."""
     namespace: bytes
-    secret: bytes
-    """See CacheConfig."""
+    secret: bytes  # see CacheConfig
     timeout_seconds: float
-    """Of one all_reduce, and of a step."""
+    """Timeout of one all_reduce, and of one step."""
     num_threads: int = 0
     """Threads of torch; 0 leaves the number as it is."""
 
@@ -60,7 +59,7 @@ class RankCall(NamedTuple):
 
 
 class RankMessage(NamedTuple):
-    """Reports, and the result of a call if it is the reply to one. With an error, the rank ends."""
+    """Reports of a rank, and the result of a call if `is_reply`. A rank that sends an error exits."""
 
     value: Any = None
     error: str = ""
@@ -74,17 +73,17 @@ def send(connection: Connection[Any, Any], message: object) -> None:
 
 
 def receive(connection: Connection[Any, Any], timeout: float | None = None) -> Any:
-    """Return the next message. Raises EngineError at the timeout, EOFError or OSError if the other end closed."""
+    """Return the next message. Raises EngineError on timeout, and EOFError or OSError if the other end is closed."""
     if not connection.poll(timeout):
         raise EngineError(f"no message within {timeout} seconds")
     return pickle.loads(connection.recv_bytes())
 
 
 def rendezvous(path: str, num_ranks: int) -> Any:
-    """Open the file in which ranks find each other; its folder must be private and outlive the group.
+    """Open the file through which ranks connect. Its folder must be private and outlive the process group.
 
-    torch's TCPStore would listen on all interfaces and accept every connection. NCCL reads the file again whenever it
-    creates a communicator.
+    NCCL reads the file again whenever it creates a communicator. torch's TCPStore is not used, because it would listen
+    on all interfaces and accept every connection.
     """
     if not dist.is_available():
         raise UnavailableError("this build of torch has no torch.distributed, which tensor parallelism needs")
@@ -94,21 +93,21 @@ def rendezvous(path: str, num_ranks: int) -> Any:
 
 
 def join_group(sharding: Sharding, device: torch.device, store: Any, timeout: float) -> AllReduce:
-    """Join the process group of all ranks, which must all call this. Returns its all_reduce, limited by `timeout`."""
+    """Join the process group; every rank must call this. Returns the all_reduce of the group, limited by `timeout`."""
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     if device.type == "cuda":  # not yet run on several GPUs
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # all ranks are on this machine
         options = kind.Options()
     else:
         options = kind._Options()
-        options._devices = [kind.create_device(hostname=_HOST)]  # not the address that this machine's name resolves to
-    options._timeout = timedelta(seconds=_MEET_SECONDS)  # for all ranks to join; an all_reduce has `timeout`
+        options._devices = [kind.create_device(hostname=_HOST)]  # the default is the address of the host name
+    options._timeout = timedelta(seconds=_MEET_SECONDS)  # limits joining; `timeout` limits an all_reduce
     group = kind(store, sharding.rank, sharding.num_ranks, options)
     limits: Any = dist.AllreduceOptions()
     limits.timeout = timedelta(seconds=timeout)
 
     def all_reduce(mine: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place if contiguous. On CUDA the stream waits, not the host."""
+        """Sum over all ranks, in place if contiguous. On CUDA, the stream waits and the host does not."""
         if not mine.numel():
             return mine
         total = mine.contiguous()

@@ -1,7 +1,7 @@
 """The process of a rank other than 0: computes its share of every step and moves its slices of blocks.
 
-It makes no decisions. It ends when rank 0 closes it or dies, or after any error: a rank that missed a step cannot
-continue.
+It makes no decisions. It ends when rank 0 closes it or dies, and after any error, because a rank that missed a step
+cannot continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvtier.storage import ShardStores, StoreStats, open_shards
 _POLL_SECONDS = 0.001
 """Interval of polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""Interval of polls otherwise: the scrubber reports damaged blocks at any time."""
+"""Interval of polls otherwise. The scrubber may report damaged blocks at any time."""
 
 
 def main(descriptor: int) -> None:
@@ -47,7 +47,7 @@ def main(descriptor: int) -> None:
 
 
 class RankWorker:
-    """Executes the calls of rank 0 in order. Its public methods are those that rank 0 calls."""
+    """Executes calls from rank 0 in order. A RankCall contains the name of one of the methods."""
 
     def __init__(self, link: Connection[Any, Any], stack: contextlib.ExitStack) -> None:
         """`stack` closes the controller and the stores."""
@@ -56,7 +56,7 @@ class RankWorker:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         sharding = config.sharding
-        weights: ModelWeights = receive(link)  # without layers, which follow one by one
+        weights: ModelWeights = receive(link)  # without layers, which follow as separate messages
         weights = replace(weights, layers=tuple(receive(link) for _ in range(config.model.num_layers)))
         weights = with_tensors(weights, lambda tensor: tensor.to(config.device))
         store = rendezvous(receive(link), sharding.num_ranks)
@@ -94,7 +94,7 @@ class RankWorker:
     def step(
         self, inputs: Sequence[SequenceInput], sources: Sequence[int], targets: Sequence[int], loads: Sequence[int]
     ) -> None:
-        """Compute a batch, after copying blocks from `sources` to `targets` and while `loads` arrive."""
+        """Copy blocks from `sources` to `targets`, then compute a batch while `loads` arrive."""
         group = self._group
         waits = self._controller.layer_waits(loads) if loads else None
         batch = ForwardBatch.build(inputs, group.block_tokens, group.model.weights.device)
@@ -126,8 +126,8 @@ class RankWorker:
 
 
 def _read(link: Connection[Any, Any], calls: queue.SimpleQueue[RankCall | Exception]) -> None:
-    """Read calls while the rank sends. A pipe holds 200 KB; two ends that both send more (the keys of a plan or a
-    report) and read only afterwards would deadlock."""
+    """Read calls, on a separate thread. A pipe holds 200 KB. Two ends that each send more (the keys of a plan or a
+    report) before they read would deadlock."""
     try:
         while True:
             calls.put(receive(link))

@@ -18,9 +18,9 @@ _Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 
 class EngineRunner:
-    """An Engine on its own thread, for callers on other threads. Steps it while there is work.
+    """Runs an Engine on its own thread, for callers on other threads. Steps the engine while there is work.
 
-    `stream` yields the outputs of a request as they arrive; closing it early cancels the request.
+    `stream` yields the outputs of a request as they arrive; closing the iterator early cancels the request.
     """
 
     def __init__(self, engine: Engine, on_breakdown: Callable[[Exception], object] | None = None) -> None:
@@ -66,7 +66,7 @@ class EngineRunner:
         deliver: Callable[[Output | None], object],
         **options: Any,
     ) -> Future[str]:
-        """Add a request. `deliver` gets its outputs on the engine thread, then None."""
+        """Add a request. `deliver` is called on the engine thread with each output, then with None."""
 
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)
@@ -91,7 +91,7 @@ class EngineRunner:
             while self._run_calls(wait=not self._engine.has_work()):
                 for output in self._engine.step():
                     self._deliver(output)
-        except Exception as error:  # the engine itself failed: errors of single requests do not get here
+        except Exception as error:  # the engine itself failed; errors of single requests are not raised here
             self.error = error
         self._closed.set()
         self._refuse_calls()
@@ -109,16 +109,16 @@ class EngineRunner:
                 _, future = call
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)
-            self._calls.put(None)  # the thread needs it to end
+            self._calls.put(None)  # the thread ends when it reads None
 
     def _run_calls(self, *, wait: bool) -> bool:
-        """Run queued calls; False once closed."""
+        """Run queued calls. False if the runner was closed."""
         while wait or not self._calls.empty():
             call = self._calls.get()
             if call is None:
                 return False
             function, future = call
-            if future.set_running_or_notify_cancel():  # False: its caller has cancelled it
+            if future.set_running_or_notify_cancel():  # False if the caller has cancelled the call
                 try:
                     future.set_result(function(self._engine))
                 except Exception as error:

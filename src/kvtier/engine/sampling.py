@@ -1,7 +1,7 @@
 """Sampling of tokens from logits, for a whole batch of requests.
 
-The sample of a request depends on its logits, its parameters, its own tokens and its own generator, never on the rest
-of the batch: all operations work on rows, and every request has its own random generator.
+The sample of a request never depends on the rest of the batch, because all operations work on single rows and every
+request has its own random generator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.errors import KvtierError
 _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 NO_TOKEN = -1
-"""Sampled for a row that has no distribution: a logit is NaN or +inf, or all are -inf."""
+"""The token of a row without a distribution: one of its logits is NaN or +inf, or all of them are -inf."""
 _NO_DISTRIBUTION = (
     "no token can be sampled: a logit of this request is NaN or infinite, or every token of the vocabulary is forbidden"
 )
@@ -30,7 +30,7 @@ _NO_DISTRIBUTION = (
 
 class Sample(NamedTuple):
     token_id: int
-    """NO_TOKEN if the row failed; the request's `error` is set then."""
+    """NO_TOKEN if the row failed. In this case, `RequestSampler.error` is set."""
     logprobs: Logprobs | None
 
 
@@ -57,9 +57,9 @@ class RequestSampler:
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0
-        """True if its candidates must be sorted by weight."""
+        """True if top_k or top_p needs the tokens sorted by weight."""
         self.error = ""
-        """Reason why the request cannot continue; its samples are invalid then. Set by `fail`."""
+        """Reason why the request failed, set by `fail`. Samples of a failed request are invalid."""
 
     def fail(self, error: Exception) -> None:
         """Record an error of this request. Only the first one is kept."""
@@ -67,7 +67,7 @@ class RequestSampler:
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
-        """Add a token to the output. `sample` does not: a draft token may be rejected."""
+        """Add a sampled token to the output. `sample` does not do this itself."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
         if self._constraint is not None:
@@ -82,7 +82,7 @@ class RequestSampler:
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply penalties to a row of logits in place; forbid early ends and tokens that violate the constraint."""
+        """Change a row of logits in place: apply penalties, forbid early ends and tokens outside the constraint."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -105,7 +105,7 @@ class RequestSampler:
 
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Distinct tokens of the prompt. Lazy: 8 ms for 33,000 tokens (host of the H200, 2026-11-15)."""
+        """Distinct tokens of the prompt, computed on demand: 33,000 tokens take 8 ms (host of the H200, 2026-11-15)."""
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
@@ -116,11 +116,11 @@ def sample(
     to_list: Callable[[torch.Tensor], list[int]] | None = None,
     send: Send | None = None,
 ) -> list[Sample]:
-    """Sample a token for each row of logits ([rows, vocab], float32), which it overwrites. Accepts no token.
+    """Sample a token for each row of logits ([rows, vocab], float32). Overwrites the logits.
 
-    A row that fails (its constraint raises, its logits are not finite) gets NO_TOKEN and sets its request's `error`;
-    the other rows are unaffected. Finiteness is computed on the device and reaches the host with the tokens. `to_list`
-    copies the tokens to the host, `send` copies bytes to the device; None uses torch for both.
+    If the constraint of a row raises or its logits are not finite, the row gets NO_TOKEN and the `error` of its request
+    is set; other rows are unaffected. The check for finite logits runs on the device. `to_list` copies tokens to the
+    host and `send` copies bytes to the device; by default, torch copies them.
     """
     reports = _logprobs(logits, requests)
     for row, request in enumerate(requests):
@@ -134,7 +134,7 @@ def sample(
         chosen = _draw(logits, requests, send)
     else:
         chosen = logits.argmax(-1)
-        # argmax returns NaN first, then +inf; it returns -inf only if all are
+        # argmax prefers NaN, then +inf; it selects -inf only if all logits are -inf
         chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
         if random:
             chosen[random] = _draw(logits[random], [requests[row] for row in random], send)
@@ -150,17 +150,17 @@ def sample(
 
 
 def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Limit changed scores to finite numbers; scores that were not finite before stay as they were."""
+    """Limit changed scores to finite numbers, but keep scores that were not finite before the change."""
     return torch.where(scores.isfinite(), changed.clamp(-_LARGEST, _LARGEST), scores)
 
 
 def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens of rows by their highest logit (NaN if a row has one); NO_TOKEN if that is not finite."""
+    """Return the tokens, with NO_TOKEN for each row whose highest logit is not finite (NaN if a logit is NaN)."""
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    """Sample each row. Rows are grouped by top_k and sorting, so that none depends on the others."""
+    """Sample each row. Rows are grouped by top_k and sorting, so that no row depends on the parameters of others."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
@@ -173,7 +173,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send |
 
 
 def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    """Sample rows of one group. Changes the logits."""
+    """Sample the rows of one group. Overwrites the logits."""
     code = native().code if logits.device.type == "cpu" and not requests[0].params.top_k else None
     if code is None or not code.takes(logits):
         return _draw_in_torch(logits, requests, send)
@@ -184,8 +184,8 @@ def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], send: 
 def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
     """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
-    All sums are running sums, which add the elements of a row in order; torch.sum may not. Nothing here waits for the
-    device, which still computes the logits: these operations are queued behind them.
+    All sums are running sums, because cumsum adds the elements of a row in order and torch.sum may not. Only
+    `_heaviest` waits for the device; the other operations are queued behind the computation of the logits.
     """
     params = [request.params for request in requests]
     columns = (
@@ -210,17 +210,17 @@ def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], sen
         dropped &= top_p < 1.0  # with top_p = 1 only rounding would drop tokens
         weights = weights.masked_fill(dropped, 0.0)
     if any(each.min_p for each in params):
-        weights = weights.masked_fill(weights < min_p, 0.0)  # the likeliest has weight 1
+        weights = weights.masked_fill(weights < min_p, 0.0)  # the most likely token has weight 1
     running = _running(weights)
     target = uniform * running[:, -1:]
-    # right: a draw exactly on a boundary belongs to the token after it
+    # right=True, because a draw exactly on a boundary selects the token after the boundary
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     chosen = place if tokens is None else tokens.gather(-1, place)
     return _unless_infinite(highest, chosen).squeeze(-1)
 
 
 def _temperature(request: RequestSampler) -> float:
-    """Return the temperature as a float32 above 0: with 0, the weight of the most likely token would be 0 / 0."""
+    """Return a temperature above 0 in float32. At 0, the weight of the most likely token would be exp(0 / 0)."""
     return max(request.params.temperature, _COLDEST)
 
 
@@ -229,11 +229,11 @@ def _running(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the heaviest weights of each row in descending order, enough to reach its mass, and their tokens.
+    """Return the heaviest weights of each row, in descending order and padded with zeros, and their tokens.
 
-    The mass is the share p of the total. Tokens lighter than (1 - p) / vocabulary of the total weigh less than 1 - p
-    together, so the others reach p. They are usually few, which avoids sorting the whole vocabulary. Shorter rows end
-    with zeros.
+    The returned weights of a row reach `mass`, the share top_p of the row's total. Tokens that each weigh less than
+    (1 - top_p) / vocabulary of the total weigh less than 1 - top_p together, so the other tokens reach top_p. Those are
+    usually few, so sorting them is cheaper than sorting the whole vocabulary.
     """
     cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # the largest weight is 1; 1 / p may be inf
     is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)
@@ -250,7 +250,7 @@ def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
 def _logprobs(
     logits: torch.Tensor, requests: Sequence[RequestSampler]
 ) -> dict[int, tuple[torch.Tensor, tuple[tuple[int, float], ...]]]:
-    """Return log-probabilities and most likely tokens of the rows that report them, before the logits are changed."""
+    """Return the log-probabilities and most likely tokens of rows that report them, from logits before penalties."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return {}

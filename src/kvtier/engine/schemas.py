@@ -1,6 +1,6 @@
 """JSON schemas for outputs: limits, compilation with llguidance (extra `structured`), constraints of sequences.
 
-Imports torch only to apply a constraint: the worker processes of the server use this module too.
+Imports torch only to apply a constraint, because the worker processes of the server use this module too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import llguidance
     import torch
 
-# One fixed form of white space: if any were allowed, a model could write white space forever.
+# The form of white space is fixed. If white space were flexible, a model could write it without end.
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SCHEMA_BYTES = 512 << 10
-# Compiling takes up to quadratic time in these. 1,000 properties take 0.4 s, 5,000 take 9 s, and patterns under allOf
-# multiply (SmolLM2's vocabulary, x86-64, 2 busy cores, 2026-11-16); a deadline limits the rest.
+# The time to compile a schema is up to quadratic in these counts: 1,000 properties take 0.4 s, 5,000 take 9 s. Patterns
+# under allOf multiply (SmolLM2's vocabulary, x86-64, 2 busy cores, 2026-11-16). A deadline limits the rest.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
 # A mask is computed on the engine thread for every token, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
@@ -71,7 +71,7 @@ class SchemaCompiler:
     def compile(self, schema: str) -> llguidance.LLMatcher:
         """Compile a schema, without the GIL. Raises ArgumentError if it is not supported.
 
-        The time is not limited: 2 KB can take hours. Compile it first in a process that can be killed.
+        The time is not limited: a schema of 2 KB can take hours. Compile it first in a process that can be killed.
         """
         try:
             grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
@@ -85,12 +85,12 @@ class SchemaCompiler:
         return matcher
 
     def constraint(self, schema: str) -> Callable[[], JsonConstraint]:
-        """Compile a schema; returns a function that makes a constraint for one sequence."""
+        """Compile a schema. Returns a function that makes a constraint for one sequence."""
         matcher = self.compile(schema)
         return lambda: JsonConstraint(matcher.deep_copy())
 
     def check(self, schema: str) -> None:
-        """Raise ArgumentError if a schema is not supported, or too slow."""
+        """Raise ArgumentError if a schema is not supported, or if it takes too long per token."""
         matcher = self.compile(schema).deep_copy()
         began = time.thread_time()
         matcher.compute_bitmask()
@@ -117,7 +117,7 @@ class JsonConstraint:
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Advance the grammar by a token. Raises StateError if it cannot follow."""
+        """Advance the grammar by a token. Raises StateError if the token cannot follow."""
         if not self._matcher.consume_token(token_id):
             raise self._error()
 

@@ -13,7 +13,7 @@ from kvtier.scheduler import Request
 
 
 class StopChecker:
-    """Finds stop strings in a stream; holds back text that may be the start of one."""
+    """Finds stop strings in a stream. Holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -21,7 +21,7 @@ class StopChecker:
         self._longest = max(map(len, stops), default=0)
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Add text. Returns the text that can be released, and True if it ends before a stop string."""
+        """Add text. Returns the text that can be released, and True if a stop string follows it."""
         if not self._stops:
             return piece, False
         text = self._held + piece
@@ -29,7 +29,7 @@ class StopChecker:
         if end is not None:
             self._held = ""
             return text[:end], True
-        # the longest end of the text that starts a stop string
+        # hold back the longest suffix of the text that is a prefix of a stop string
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         keep = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - keep :]
@@ -54,12 +54,12 @@ class EngineSequence:
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
     siblings: list[EngineSequence] = field(default_factory=list)
-    """The other sequences of the same prompt; they start when its blocks can be shared."""
+    """The other sequences of the same prompt, which start when the blocks of the prompt can be shared."""
     ticket: Ticket = field(init=False)
-    """Its place in the pipeline, once started."""
+    """Handle of the sequence in the pipeline, set when the sequence starts."""
 
     def take(self, samples: list[Sample]) -> Output:
-        """Add sampled tokens. Returns the output; an end drops the tokens after it."""
+        """Add sampled tokens and return the output. Tokens after the end of the sequence are dropped."""
         text, taken = "", 0
         for sample in samples:
             taken += 1
@@ -82,7 +82,7 @@ class EngineSequence:
         self.finish_reason = reason
         try:
             text = self._rest(stopped=False)
-        except Exception as failure:  # of the tokenizer: the sequence ends nevertheless
+        except Exception as failure:  # raised by the tokenizer; the sequence still ends
             self.sampler.fail(failure)
             self.finish_reason, text, error = FinishReason.ERROR, "", error or self.sampler.error
         return self.output(text, [], error)
@@ -101,7 +101,7 @@ class EngineSequence:
         )
 
     def _rest(self, *, stopped: bool) -> str:
-        """Return the text held back for a stop string, and an incomplete character, which is never part of one."""
+        """Return the text held back, then U+FFFD for an incomplete character, which is never part of a stop string."""
         if stopped or self.stream is None:
             return ""
         rest = self.stream.finish()

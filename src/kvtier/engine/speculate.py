@@ -23,11 +23,11 @@ class Proposer(Protocol):
     models: tuple[Model, ...]
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return at most `num_tokens` draft tokens per request. All tokens but the newest of each are computed."""
+        """Return at most `num_tokens` draft tokens per request. The caches contain all tokens except the newest."""
 
 
 class NgramProposer:
-    """Finds the last tokens earlier in the sequence and proposes what followed: outputs often quote their prompt.
+    """Finds an earlier occurrence of the last tokens and proposes the tokens after it. Outputs often quote a prompt.
 
     ... the cat sat on the mat. Then the cat          the last 2 tokens "the cat" occurred before
         ^^^^^^^ ----------                            draft: "sat on the"
@@ -58,7 +58,7 @@ class NgramProposer:
 
 
 class DraftProposer:
-    """Drafts greedily with a small model of the same vocabulary. Its KV is a second cache group with equal tables."""
+    """Drafts greedily with a small model of the same vocabulary. Its cache group has the same block tables."""
 
     def __init__(self, model: Model, num_tokens: int = 4) -> None:
         if num_tokens < 1:
@@ -74,7 +74,7 @@ class DraftProposer:
         room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
         drafts: list[list[int]] = [[] for _ in requests]
         for depth in range(self.num_tokens):
-            # the token fed at this depth is written at num_tokens - 1 + depth: it needs a slot there
+            # the KV of the token fed at this depth needs a slot at position num_tokens - 1 + depth
             alive = [i for i in range(len(requests)) if depth <= room[i]]
             if not alive:
                 break

@@ -19,7 +19,7 @@ from kvtier.errors import ArgumentError
 
 
 def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """Return the shape of the share of each rank. Raises ArgumentError if the shares would not be equal."""
+    """Return the configuration of one rank's share. Raises ArgumentError if the shares would not be equal."""
     names = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "ffn_dim": "feed-forward features"}
     for name, words in names.items():
         if getattr(config, name) % num_ranks:
@@ -32,13 +32,13 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def split_weights(config: ModelConfig, weights: ModelWeights, rank: int, num_ranks: int) -> ModelWeights:
-    """Return the weights of one rank; `config` is that of the whole model."""
+    """Return the weights of one rank. `config` describes the whole model."""
     layers = tuple(split_layer(config, layer, rank, num_ranks) for layer in weights.layers)
     return replace(without_layers(weights, rank), layers=layers)
 
 
 def without_layers(weights: ModelWeights, rank: int) -> ModelWeights:
-    """Return the weights of a rank except its layers. Rank 0 computes logits; the others have an empty head."""
+    """Return the weights of a rank except its layers. Only rank 0 has a head, because it computes the logits."""
     return replace(weights, layers=(), head=weights.head if rank == 0 else Linear(weights.embedding[:0]))
 
 

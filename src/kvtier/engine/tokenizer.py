@@ -37,7 +37,7 @@ def _compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _tojson  # that of jinja2 escapes HTML
+    environment.filters["tojson"] = _tojson  # the tojson of jinja2 escapes HTML
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
@@ -56,13 +56,13 @@ def _refuse(message: str) -> NoReturn:
 
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
-# A text with more characters per allowed token than this is counted in pieces before it is encoded as a whole.
+# A text with more than _USUAL_CHARS per allowed token is counted in pieces before it is encoded as a whole.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
-_NFC_SHRINKS = 3  # largest reduction by NFC: three jamo of 9 bytes become a syllable of 3
+_NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF whose text must not be split
-# Splitting of text before byte pairs are merged, by tokenizer.ggml.pre of GGUF: a pattern for `Split`, or None for that
-# of ByteLevel.
+# Patterns that split text before byte pairs are merged, by the value of tokenizer.ggml.pre in GGUF. None selects the
+# pattern of ByteLevel.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -116,7 +116,7 @@ class Tokenizer:
         return self._encode(text, add_special=add_special, parse_special=parse_special).ids
 
     def check_size(self, num_bytes: int, max_tokens: int) -> None:
-        """Raise RangeError if a text of this size certainly has more tokens."""
+        """Raise RangeError if a text of this size certainly has more than `max_tokens` tokens."""
         longest = self.max_token_bytes if num_bytes > max_tokens else None
         if longest is not None and num_bytes > max_tokens * longest:
             raise RangeError(
@@ -163,7 +163,7 @@ class Tokenizer:
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self.decode([token_id], skip_special=False)
-        if _REPLACEMENT not in text:  # that of the second: a first token may lose its space
+        if _REPLACEMENT not in text:  # as the second of two, because a first token may lose its space
             return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id) or ""
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -179,7 +179,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Render a conversation with the chat template; `variables` are passed to it."""
+        """Render a conversation with the chat template, which also gets `variables`."""
         if self._template is None:
             raise StateError("this checkpoint has no chat template; use a text as the prompt")
         import jinja2
@@ -200,8 +200,8 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a conversation (options as in chat_text; max_tokens as in encode).
 
-        Special tokens come from the template. Without parse_special, those in messages, tools and variables are plain
-        text.
+        Special tokens of the template are always encoded as such. Special tokens in messages, tools and variables are
+        plain text unless parse_special is set.
         """
         text = self.chat_text(messages, **options)
         tokens = self.encode(text, add_special=False, max_tokens=max_tokens)
@@ -213,7 +213,7 @@ class Tokenizer:
         encoded = self._encode(marked, parse_special=True)
         spans = [(id, *span) for id, span in zip(encoded.ids, encoded.offsets, strict=True) if id in self.special_ids]
         if [id for id, _, _ in spans] == [id for id in tokens if id in self.special_ids]:
-            return tokens  # all of them are from the template
+            return tokens  # all special tokens are from the template
         kept, last = [], 0
         for id, begin, end in [*spans, (None, len(marked), len(marked))]:
             kept += self._encode(show(marked[last:begin], marks), parse_special=False).ids
@@ -237,9 +237,9 @@ class Tokenizer:
 class TokenStream:
     """Decodes an output token by token, in whole characters, without special tokens.
 
-    Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back; invalid bytes become U+FFFD at once. Each
-    token is decoded together with those before it, because its text may depend on them (a space at the start of a
-    text).
+    Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back; invalid bytes become U+FFFD at once. Tokens
+    are decoded together with the tokens released before them, because the text of a token may depend on its
+    predecessors (a space at the start of a text).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -257,7 +257,7 @@ class TokenStream:
         if self._incomplete or own[-1] >= 0x80:
             data = self._incomplete + own
             self._incomplete = data[codecs.utf_8_decode(data, "replace", False)[1] :]
-            if self._incomplete:  # it starts in the first held token, or in this one
+            if self._incomplete:  # its first byte is in the first held token or in this token
                 return self._release(len(self._held) - 1 if len(self._incomplete) <= len(own) else 0)
         return self._release(len(self._held))
 
@@ -299,7 +299,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     values = {name: config[name] for name in names if config.get(name) is not None}
     special = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
     template = template_path.read_text() if template_path.exists() else config.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         template = next((each["template"] for each in template if each["name"] == "default"), None)
     return Tokenizer(backend, chat_template=template, special=special)
 
@@ -343,9 +343,9 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """Return the bytes of the longest token of a byte-level tokenizer; None for others, and if a token strips space.
+    """Return the size of the longest token in bytes; None if the tokenizer is not byte-level or a token strips space.
 
-    A character of a token represents one byte there, except in added tokens.
+    A character of a byte-level token represents one byte, except in added tokens.
     """
     steps = made["pre_tokenizer"] or {}
     if "ByteLevel" not in [step["type"] for step in steps.get("pretokenizers", [steps]) if step]:
@@ -358,7 +358,7 @@ def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
 
 @functools.cache
 def _byte_letters() -> Mapping[str, int]:
-    """Return the byte of each letter of byte-level BPE: printable Latin-1 as is, the others from U+0100 on."""
+    """Return the byte of each letter of byte-level BPE. Bytes that are not printable Latin-1 use U+0100 and above."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return MappingProxyType(

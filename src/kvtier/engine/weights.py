@@ -1,7 +1,7 @@
-"""The weights of a model, fused as the forward pass reads them, and their assembly from a checkpoint.
+"""Model weights, and their assembly from a checkpoint.
 
-A checkpoint is a `TensorSource`: tensors under their Hugging Face names. `Assembler` reads each of them, checks its
-shape against the configuration, and joins q, k, v and gate, up into one matrix each.
+A checkpoint is a `TensorSource`, which finds tensors by their Hugging Face names. `Assembler` reads each tensor, checks
+its shape against the configuration, and fuses matrices: q, k and v become one matrix, gate and up another.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from kvtier.errors import CheckpointError, UnavailableError
 class Linear:
     """y = x @ weight.T + bias."""
 
-    weight: torch.Tensor
-    """[out, in]"""
+    weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
     packed: PackedWeight | None = None
-    """The same matrix in fewer bytes, for steps of few tokens on the CPU: they are limited by memory bandwidth."""
+    """The same matrix in fewer bytes. The CPU uses it for steps of few tokens, which memory bandwidth limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +43,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights of a model, on one device in one type."""
+    """All weights of a model, on one device and, except `inverse_frequencies`, of one dtype."""
 
-    embedding: torch.Tensor
-    """[vocab, hidden]"""
+    embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Linear
-    inverse_frequencies: torch.Tensor
-    """Of the rotary embedding, [head_dim / 2], float32."""
+    inverse_frequencies: torch.Tensor  # of the rotary embedding, [head_dim / 2] float32
 
     @property
     def device(self) -> torch.device:
@@ -64,14 +61,15 @@ class ModelWeights:
 
 
 RawMatrix = tuple[str, torch.Tensor]
-"""A matrix as stored: "BF16" and its rows, or a GGUF type such as "Q4_1" and rows of bytes."""
+"""A stored matrix: ("BF16", [rows, columns]), or a GGUF type and its bytes such as ("Q4_1", [rows, bytes])."""
 
 
 class TensorSource(Protocol):
-    """Tensors under their Hugging Face names ("model.layers.0.self_attn.q_proj.weight").
+    """Finds tensors by their Hugging Face names ("model.layers.0.self_attn.q_proj.weight").
 
-    `read_into` converts a tensor into `out`. `raw` returns a matrix as stored, if that is smaller than float32 and rows
-    can be joined. The frequencies are those of the rotary embedding; a checkpoint may have its own.
+    `read_into` converts a tensor to the dtype of `out`. `raw` returns a matrix in its stored type, or None if `pack`
+    does not accept that type. `inverse_frequencies` are those of the rotary embedding, scaled if the checkpoint stores
+    scaling factors.
     """
 
     def __contains__(self, name: str) -> bool: ...
@@ -133,7 +131,7 @@ class Assembler:
         return Linear(weight, biases, self._packed(weights))
 
     def _joined(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """Stack tensors; each is converted directly into its place."""
+        """Stack tensors. Each tensor is converted directly into its rows of the result."""
         out = torch.empty(sum(rows), *columns, **self._options)
         for name, part, height in zip(names, out.split(list(rows)), rows, strict=True):
             self._check(name, (height, *columns))
@@ -163,7 +161,7 @@ class Assembler:
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder: model.safetensors, or the shards model.safetensors.index.json lists."""
+    """Tensors of a Hugging Face folder, in model.safetensors or the shards that model.safetensors.index.json lists."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -187,7 +185,7 @@ class SafetensorsFolder:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def raw(self, name: str) -> RawMatrix | None:
-        """Return bf16 matrices: half the bytes of float32, and exact."""
+        """Return the matrix if it is stored as bf16, which takes half the bytes of float32 and has the same values."""
         stored = self._file_of[name].get_tensor(name)
         return ("BF16", stored) if stored.dtype == torch.bfloat16 and stored.ndim == 2 else None
 
