@@ -1,4 +1,4 @@
-"""Seconds of a step, from the model's shape and the GPU's peak rates."""
+"""Estimate the seconds of a step from the model's shape and the GPU's peak rates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Work:
     num_rows: float
     num_tokens: float
     attended_tokens: float
-    """Sum over the step's tokens of the tokens each attends to."""
+    """Number of tokens that each token of the step attends to, summed over the step."""
     read_tokens: int
-    """Sum over the rows of the tokens whose KV is read."""
+    """Number of tokens whose KV each row reads, summed over the rows."""
 
     @classmethod
     def of(cls, step: Step) -> Work:

@@ -1,12 +1,12 @@
 """Hit rates over cache sizes: exact LRU, the offline optimum, and other policies.
 
-A cache here is one tier of blocks that serves one request at a time. Hits are full blocks of the unbroken leading run.
+A cache here is one tier of blocks that serves one request at a time. Hits are full blocks before the first miss.
 
 lru       exact for every capacity at once, from stack distances. The tail of a request ages first, so a cache of C
-          blocks finds the part of a path above depth C in one stack, for any C.
-optimum   exact, offline: evicts the block that is needed last and keeps no block that is not needed again. The
+          blocks holds the first C blocks of one stack, which is the same for all C.
+optimum   exact, offline: evicts the block whose next use is the latest, and keeps no block without a next use. The
           blocks of a running request must fit, as in any engine.
-others    exact, by the real index, one run per capacity; runs are spread over processes.
+others    exact, from the real index, with one run per capacity. Runs are spread over processes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sweep(
     tasks = [(policy, capacity) for policy in policies for capacity in capacities]
     hits: dict[tuple[str, int], int] = {}
     if "lru" in policies:
-        # Below the size of the longest request, some requests are not cached at all: those capacities run one by one.
+        # A capacity below the longest request is run by itself, because some requests are then not cached at all.
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
         hits.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
     left = [task for task in tasks if task not in hits]
@@ -104,18 +104,18 @@ def sweep(
 
 
 def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
-    """Return the hits of LRU at each capacity. None may be below the size of the longest request."""
+    """Return the hits of LRU at each capacity. Every capacity must hold the longest request."""
     distances = np.sort(stack_distances(accesses))
     return [int(np.searchsorted(distances, capacity)) for capacity in capacities]
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """Return for each block that was used before the number of others used since, when its request arrived.
+    """Return, for each repeated use of a block, how many other blocks were used since the previous use.
 
-    positions  ..  p ........ s ...          p: the previous use, s: start of the request of this use
-                      ^ a block used here counts once: at its last use before s, whose next use is not before s
+    positions  ..  p ........ s ...          p: the previous use, s: start of the request with the repeated use
+                      ^ a block that is used several times in (p, s) counts once, at its last use before s
 
-    The distance is the number of positions in (p, s) minus those whose next use is before s.
+    The distance is the number of positions in (p, s), minus the positions whose next use is before s.
     """
     # Within a request the last block is used first.
     lengths = np.diff(accesses.starts)
@@ -131,9 +131,10 @@ def stack_distances(accesses: Accesses) -> I64:
 
 
 def count_above(values: I64, counts: I64, limits: I64) -> I64:
-    """Return for each query how many of values[:count] exceed its limit: all queries at once, from the highest bit.
+    """Return, for each query (count, limit), how many of values[:count] exceed the limit.
 
-    Values are sorted by the bits seen so far; [low, high) holds those whose bits equal the limit's.
+    All queries are computed together, from the highest bit to the lowest. Values are sorted by the bits seen so far. In
+    these bits, the values in [low, high) equal the limit.
     """
     low, high = np.zeros(len(counts), np.int64), counts.astype(np.int64)
     num_above = np.zeros(len(counts), np.int64)
@@ -153,12 +154,12 @@ def count_above(values: I64, counts: I64, limits: I64) -> I64:
 def optimum_hits(accesses: Accesses, capacity: int) -> int:
     """Return the hits of the offline optimum.
 
-    A kept block takes a slot from one use to the next; a running request takes one per block. If slots are short, the
-    block that is needed last is evicted. Within a path that is the tail, which is used after the head.
+    A kept block takes a slot from one use to the next. A running request takes one slot per block. If slots are short,
+    the block with the latest next use is evicted. Within a path this is the tail, which is used after the head.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)
-    last_first: list[int] = []  # negated next uses of the kept blocks
+    last_first: list[int] = []  # heap of the negated next uses of the kept blocks
     num_kept = num_hits = 0
     for start, stop in itertools.pairwise(starts):
         hits = is_kept.count(1, start, stop)

@@ -1,4 +1,4 @@
-"""Deployment: model, hardware, tiers, replicas and routing to simulate. `simulate` returns a Summary of each."""
+"""Deployment: the model, hardware, tiers, replicas and routing to simulate. `simulate` returns one Summary for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """To the replica that received the longest part of the prompt before, unless it is overloaded."""
+    """Send a request to the replica that has received the longest prefix of its prompt and is not overloaded."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
@@ -60,7 +60,7 @@ def route(
 
 
 def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> list[int]:
-    """Return a replica per request: the one that received the longest part of its prompt, then the least loaded.
+    """Return a replica per request: the least loaded of those that received the longest prefix of its prompt.
 
     The router gets no feedback from the replicas. Load is the number of computed tokens, decayed with a half-life.
     Replicas above `_SLACK` times the mean load are skipped.
@@ -94,7 +94,7 @@ class Deployment:
     model: ModelSpec
     gpu: GpuSpec
     device_bytes: int = 0
-    """For KV; 0: nine tenths of the memory minus the weights."""
+    """Device memory for KV. 0: nine tenths of the GPU's memory, minus the weights."""
     host_bytes: int = 0
     disk_bytes: int = 0
     disk: DiskSpec | None = None
@@ -104,7 +104,7 @@ class Deployment:
     max_rows: int = 256
     max_step_tokens: int = 8192
     quantum: float = 0.05
-    """Seconds simulated at once; 0 simulates every step by itself, in ten times the time."""
+    """Seconds that are simulated as one step. 0 simulates every step separately, which takes ten times as long."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class LinkSummary:
-    """Traffic of a link over all replicas; `busy` is the mean share of the time to the last transfer."""
+    """Traffic of a link over all replicas. `busy` is the mean share of time in use, until the last transfer."""
 
     name: str
     num_bytes: int
@@ -175,9 +175,9 @@ class Summary:
     num_refused: int
     num_preempted: int
     seconds: float
-    """To the last token."""
+    """Time until the last token."""
     hit_rate: float
-    """Without refused requests."""
+    """Refused requests are not counted."""
     hit_rates: dict[str, float]
     ttft: dict[str, float]
     """Percentiles over the requests that got a token; 0 if none did."""
@@ -189,7 +189,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     dead_on_arrival: float
-    """Share of computed blocks that were never hit before they left every tier, or before the end."""
+    """Share of computed blocks that left every tier, or were still cached at the end, without a hit."""
 
 
 def simulate(

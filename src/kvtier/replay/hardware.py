@@ -23,14 +23,14 @@ class ModelSpec:
     head_dim: int
     params: float
     active_params: float = 0.0
-    """Per token; 0: all of them."""
+    """Parameters used per token. 0: all parameters."""
     kv_elements: int = 0
-    """Per token over all layers, if attention is not by heads."""
+    """Cached elements per token over all layers, for attention without KV heads."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     source: str = ""
     assumed: tuple[str, ...] = ()
-    """Fields without a source."""
+    """Names of the fields that have no source."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "layers", "heads", "kv_heads", "head_dim", "params", "weight_bytes", "kv_bytes")
@@ -46,7 +46,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One accelerator and its link to host memory. The shares are the fractions of the peaks that engines reach."""
+    """One accelerator and its link to host memory. Each `*_share` is the fraction of a peak that engines reach."""
 
     flops: float
     memory_bytes: float
@@ -59,7 +59,7 @@ class GpuSpec:
     step_seconds: float = 0.0005
     """Fixed time of a step."""
     row_seconds: float = 0.0
-    """Host time per request of a step."""
+    """Host time for each request in a step."""
     name: str = ""
     source: str = ""
     assumed: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class DiskSpec:
-    """A disk. Reads and writes share it."""
+    """A disk, which reads and writes share."""
 
     read_bandwidth: float
     write_bandwidth: float
@@ -152,7 +152,7 @@ def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
 def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
     """Return the GPU with the memory and link that `kvtier doctor --json` measured.
 
-    Peaks stay those of the preset: the doctor measures links, not FLOPs.
+    The peaks are those of `gpu`, because the doctor measures links, not FLOPs.
     """
     measured = _read(Path(path)).get("measured", {})
     if not isinstance(measured, dict) or "cuda:0" not in measured:

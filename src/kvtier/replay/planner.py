@@ -19,22 +19,22 @@ class PlanPoint:
     host_bytes: int
     disk_bytes: int
     price: float
-    """Of host memory and disk of one replica, in dollars."""
+    """Price of one replica's host memory and disk, in dollars."""
     summary: Summary
 
     def holds(self, ttft_p99: float) -> bool:
-        """True if it serves every request and meets the target. Refused requests have no time to first token."""
+        """True if no request is refused and the target is met. Refused requests have no time to first token."""
         return not self.summary.num_refused and self.summary.ttft["p99"] <= ttft_p99
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """Hit rates over capacity, setups over their sizes, and the advice."""
+    """Hit rates by capacity, simulated setups by size, and the recommended setup."""
 
     footprint_bytes: int
-    """Of all distinct blocks of the trace, divided by the replicas."""
+    """Bytes of all distinct blocks of the trace, divided by the number of replicas."""
     curve: tuple[HitPoint, ...]
-    """Capacities are those of all replicas, as if they shared one cache."""
+    """Hit rates of a single cache with the capacity of all replicas together."""
     points: tuple[PlanPoint, ...]
     prices: PriceSpec
     target_ttft_p99: float
@@ -45,7 +45,7 @@ class PlanResult:
     more_host: PlanPoint
     """The chosen or nearest setup with 100 GiB more host memory."""
     more_disk: PlanPoint | None
-    """The same with 100 GiB more disk."""
+    """The chosen or nearest setup with 100 GiB more disk."""
 
 
 def plan(

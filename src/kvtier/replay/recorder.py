@@ -1,15 +1,15 @@
-"""Recorder: writes kvtier's request log, which is also a trace: keys, lengths and times, never text.
+"""Recorder: writes kvtier's request log, which is also a trace. It has keys, lengths and times, never text.
 
-One JSON object per line. A request's line is written when it ends, and is all that `read_trace` needs:
+One JSON object per line. A request's line is written when the request ends. `read_trace` needs only these lines:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
 `keys` has one name per full block of prompt and answer: equal names mean equal prefixes. A name is a digest of the
-block's key under a secret of the log, so that a reader cannot test guessed prompts. Logs that are replayed together
+block's key with the log's secret, so that a reader cannot test guessed prompts. Logs that are replayed together
 must have the same secret.
 
-benchmarks/step_recorder.py adds all calls of the scheduler and all reports (add, step, report, update, fail, cancel);
+benchmarks/step_recorder.py adds all calls to the scheduler and all reports (add, step, report, update, fail, cancel);
 benchmarks/follow.py replays them step by step.
 """
 
@@ -38,8 +38,8 @@ _WRAPPED = ("schedule", "update", "fail", "cancel")
 class Recorder:
     """Wraps the methods of one scheduler, and logs its requests.
 
-    For the scheduler's thread. Requests that have not ended when the log is closed are not in it. If the log cannot be
-    written, it ends with a warning, and serving continues.
+    Use it on the scheduler's thread. Requests that have not ended when the log is closed are not logged. If the log
+    cannot be written, recording ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:
@@ -118,7 +118,7 @@ class Recorder:
     def write(self, **record: Any) -> None:
         """Write a line; after an error or `close`, do nothing."""
         if self._file.closed:
-            return  # closed within this call
+            return  # an error during this call closed the log
         try:
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
@@ -137,8 +137,8 @@ class Recorder:
 
 
 def _create(path: str, _: int) -> int:
-    """Create a file with mode 0600: it has times and lengths of all tenants. Refuse links and existing files, except
-    devices and pipes."""
+    """Create a file with mode 0600, because it has times and lengths of all tenants. Refuse links and existing files,
+    but accept devices and pipes."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -26,7 +26,7 @@ SHOWN_PROBLEMS = 20
 TIERS = ("device", "host", "disk")
 OVERLOAD_SECONDS = 10.0
 SHARES = ("hit rate", *TIERS, "GPU busy", "dead on arrival")
-"""Columns that are fractions."""
+"""Columns whose values are fractions."""
 
 
 def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
@@ -48,7 +48,7 @@ def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
 
 
 def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
-    """Describe a deployment; `names` are those of the model, the GPU and the disk."""
+    """Describe a deployment. `names` has the names of the model, the GPU and the disk."""
     specs: dict[str, ModelSpec | GpuSpec | DiskSpec] = {"model": setup.model, "gpu": setup.gpu}
     if setup.disk is not None:
         specs["disk"] = setup.disk
@@ -209,7 +209,7 @@ def intro(result: Json) -> list[str]:
 
 
 def _origins(result: Json) -> list[str]:
-    """Name the sources of the hardware figures, and the figures without one."""
+    """Return the sources of the hardware figures, and the figures that have no source."""
     setup = result["setup"]
     sources = [f"{what}: {source}" for what, source in setup["sources"].items() if source]
     if "prices" in result:

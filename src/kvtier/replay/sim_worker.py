@@ -66,12 +66,12 @@ class SimulatedLink:
 
     @property
     def next_end(self) -> float:
-        """End of the current job, if no other is added."""
+        """Time at which the current job ends, if no job is added."""
         queue = self._urgent or self._bulk
         return self._time + queue[0].seconds_left if queue else math.inf
 
     def end_of(self, transfer_id: int) -> float | None:
-        """Return the end of an urgent job, which later jobs do not delay. None if it is not queued."""
+        """Return the end of an urgent job, or None if it is not queued. Later jobs do not delay an urgent job."""
         end = self._time
         for job in self._urgent:
             end += job.seconds_left
@@ -81,7 +81,7 @@ class SimulatedLink:
 
 
 class SimulatedStore:
-    """Keys of a store of `num_blocks` blocks with LRU eviction, as in DiskStore."""
+    """The keys in a store that holds at most `num_blocks` blocks. Evicts by LRU, like DiskStore."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -102,20 +102,20 @@ class SimulatedStore:
             self.num_evicted += 1
 
     def read(self, keys: list[bytes]) -> bytes:
-        """Return one byte per key: 1 if present. Counts as a use."""
+        """Return one byte per key, 1 if the key is present. A read counts as a use."""
         present = bytes(key in self._keys for key in keys)
         for key in itertools.compress(keys, present):
             self._keys.move_to_end(key)
         return present
 
     def lookup(self, keys: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Return the present and the absent keys; without keys, all present ones."""
+        """Return the present and the absent keys. If `keys` is empty, return all keys of the store."""
         if not keys:
             return list(self._keys), []
         return [key for key in keys if key in self._keys], [key for key in keys if key not in self._keys]
 
     def forget(self, keys: list[bytes]) -> None:
-        """Remove keys; without keys, all of them."""
+        """Remove these keys, or all keys of the store if `keys` is empty."""
         if not keys:
             self._keys.clear()
         for key in keys:
@@ -172,12 +172,12 @@ class SimulatedWorker:
         return min(link.next_end for link in self.links.values())
 
     def end_of(self, transfer_ids: tuple[int, ...]) -> float:
-        """Return when the last of these loads ends; 0 if all have ended."""
+        """Return the time at which the last of these loads ends, or 0 if all have ended."""
         ends = [self.links[TO_DEVICE].end_of(number) for number in transfer_ids]
         return max((end for end in ends if end is not None), default=0.0)
 
     def _link_and_seconds(self, transfer: TransferRequest) -> tuple[SimulatedLink, float]:
-        """Return the link of a transfer and its time without waits."""
+        """Return the link of a transfer, and the seconds that the transfer takes without waits."""
         num_bytes = transfer.num_blocks * self._block_bytes
         is_to_host = transfer.target == "host"
         name = transfer.source if is_to_host else transfer.target
@@ -201,7 +201,7 @@ class SimulatedWorker:
                 self._results.append(self._result(job, end))
 
     def _result(self, job: _Job, end: float) -> TransferResult:
-        # As workers measure: without the wait in the queue, which the cost model adds itself.
+        # Workers measure transfers without the wait in the queue, because the cost model adds the wait.
         transfer, seconds = job.transfer, end - (end if job.began is None else job.began)
         if transfer.route is Route.HOST_TO_STORE:
             self.stores[transfer.target].write(split_keys(transfer.keys))
@@ -217,6 +217,6 @@ class SimulatedWorker:
         return TransferResult(transfer.id, False, num_bytes, seconds, "evicted from the store", present)
 
     def _lookup(self, probe: Probe) -> StoreLookup:
-        """Answer at once: a lookup takes far less time than a read."""
+        """Answer without delay, because a lookup takes far less time than a read."""
         present, absent = self._store(probe.store).lookup(split_keys(probe.keys))
         return StoreLookup(probe.store, b"".join(present), b"".join(absent), probe.id)

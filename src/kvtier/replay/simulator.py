@@ -1,4 +1,4 @@
-"""Simulator: a trace on the real scheduler and cache manager, with simulated time instead of a GPU.
+"""Simulator: runs a trace on the real scheduler and cache manager, with simulated time instead of a GPU.
 
 arrivals ──> Scheduler ──Step──> StepCost: seconds of compute ──results──> Scheduler
                  │ plan                                                       ^
@@ -25,11 +25,11 @@ _DRAFT = (0,) * (_MAX_STEPS - 1)
 
 
 class StepCoalescer:
-    """Simulates several steps as one, so that an hour of a service takes a minute.
+    """Simulates several steps as one, so that an hour of serving is simulated in a minute.
 
-    Steps that together take at most `quantum` seconds become one: answers grow by several tokens, like accepted draft
-    tokens, prompts by several chunks, and events in between are seen at the end. If all requests generate and none
-    waits, one step extends to the next event. 0: every step by itself.
+    Steps that together take at most `quantum` seconds become one step. In this step, answers grow by several tokens,
+    like accepted draft tokens, and prompts grow by several chunks. Events during the step take effect at its end.
+    If all requests generate and none waits, the step extends to the next event. With `quantum` 0, no steps are merged.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float) -> None:
@@ -47,7 +47,7 @@ class StepCoalescer:
         self._decode_seconds = self._prompt_seconds
 
     def choose(self, until_event: float) -> None:
-        """Set the number of steps to coalesce; no event happens for `until_event` seconds."""
+        """Set the number of steps to coalesce. The next event happens in `until_event` seconds."""
         if not self._quantum:
             return
         horizon, seconds, prompts = self._quantum, self._decode_seconds, self._prompt_share()
@@ -64,12 +64,12 @@ class StepCoalescer:
 
     def seconds(self, step: Step) -> float:
         seconds = self._cost(Work.of(step).part(self.count))
-        if len(step.rows) * self.count >= step.num_tokens:  # no prompt is in it
+        if len(step.rows) * self.count >= step.num_tokens:  # the step computes no prompts
             self._decode_seconds = seconds
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """Return the share of the time at which a share of the prompts is computed: the end of a coalesced step."""
+        """Return the share of time after which the share `done` of the prompts is computed, rounded up to a step."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -113,7 +113,7 @@ class Simulation:
     seconds: float
     """From the first arrival to the last token."""
     whole_seconds: float
-    """To the last transfer: blocks are saved even after the last token."""
+    """From the first arrival to the last transfer, because blocks are saved even after the last token."""
     compute_seconds: float
     num_steps: int
     links: tuple[SimulatedLink, ...]
@@ -121,7 +121,7 @@ class Simulation:
     num_reused_blocks: int
     """Computed blocks that were hit before they left every tier. A block computed again counts again."""
     evictions: dict[str, int]
-    """Evicted blocks by tier."""
+    """Number of evicted blocks by tier."""
 
 
 @dataclass(slots=True)
@@ -129,16 +129,16 @@ class _Live:
     number: int
     request: Request
     tokens: list[int]
-    """Prompt and answer."""
+    """Tokens of the prompt and the answer."""
     paths: list[int]
-    """Path numbers of its full blocks, as far as the trace has ids."""
+    """Path numbers of the request's full blocks that have ids in the trace."""
     first_token_at: float | None = None
     is_counted: bool = False
     num_hits: int = 0
 
 
 class Simulator:
-    """One replica, for one run."""
+    """Simulates one replica, for a single run."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Simulator:
         num_layers: int = 1,
         quantum: float = 0.0,
     ) -> None:
-        """`num_layers` is for steps that start before their loads end; `quantum` as in StepCoalescer."""
+        """`num_layers` matters for steps that start before their loads end. `quantum` is passed to StepCoalescer."""
         self.manager = CacheManager(Namespace("replay", block_tokens=block_tokens), cache)
         self.scheduler = Scheduler(self.manager, scheduler)
         self._worker, self._block_tokens, self._num_layers = worker, block_tokens, num_layers
@@ -190,7 +190,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if an event is to come. Raise a StateError if requests wait and none is."""
+        """True if an event is still to come. Raise a StateError if requests wait but no event is left."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():
@@ -235,12 +235,12 @@ class Simulator:
         self._compute_seconds += work
         end = self._now + work
         if step.loads:
-            # Loads arrive layer by layer: after the last one, one layer is left to compute.
+            # Loads arrive layer by layer, so one layer is left to compute when the last load ends.
             end = max(end, self._worker.end_of(step.loads) + work / self._num_layers)
         return end
 
     def _take_reports(self) -> bool:
-        """Return True if there were reports."""
+        """Apply the worker's reports. Return True if there were any."""
         reports = self._worker.poll(self._now)
         for report in reports:
             self.manager.apply(report)

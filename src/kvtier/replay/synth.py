@@ -17,9 +17,9 @@ from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 class SyntheticTrace:
     """Parameters of a trace. Lengths are means of geometric distributions, in blocks of 512 tokens or in tokens.
 
-    A session has one of `system_prompts`, in a share of sessions tool definitions or one of `documents`, then turns:
-    each adds a message and, before the next turn, the answer. The popularity of system prompts and documents falls
-    as 1 / rank.
+    A session starts with one of `system_prompts`. Some sessions continue with tool definitions (`agent_share`) or with
+    one of `documents` (`document_share`). Then every turn adds a message, and its answer before the next turn. The
+    popularity of system prompts and documents falls as 1 / rank.
     """
 
     sessions: int = 1000
@@ -101,7 +101,7 @@ class _Sessions:
             output_tokens = int(random.geometric(1 / spec.answer_tokens))
             yield TraceRequest(round(now * 1000), input_tokens, output_tokens, tuple(ids))
             if turns_left > 1:
-                # The last block was not full. With the answer appended it becomes another one.
+                # The answer is appended to the last block, which was not full. So this block gets a new id.
                 del ids[-1]
                 ids += self._blocks(max(1.0, (tail + output_tokens) / TRACE_BLOCK_TOKENS))
                 heapq.heappush(self._due, (now + random.exponential(spec.think_seconds), number, ids, turns_left - 1))

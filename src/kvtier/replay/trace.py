@@ -1,6 +1,6 @@
 """Traces of served requests: lengths, times and shared prefixes, no text.
 
-Two formats, one JSON object per line, plain, .gz or .zst:
+Two formats with one JSON object per line, in plain, .gz or .zst files:
 
     Mooncake's    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..]}
     kvtier's log  {"event": "request", "arrival": 27.482, "block_tokens": 16, "prompt_tokens": 6955,
@@ -35,10 +35,10 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
-    """One per block, the last for the rest of the prompt. Equal ids after equal ids mean equal tokens."""
+    """One id per block, the last for the rest of the prompt. Requests with the same leading ids share that prefix."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
-    """True if the ids are those of the full blocks of prompt and answer."""
+    """True if the ids cover the full blocks of prompt and answer, and no partial block."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class TraceRequest:
         return self.hash_ids[: self.input_tokens // self.block_tokens]
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return prompt tokens that share prefixes as the hash ids do: block h holds h * 512, h * 512 + 1, ..."""
+        """Return prompt tokens that share prefixes as the hash ids do. Block h has tokens h * 512, h * 512 + 1, ..."""
         return self.sequence()[: self.input_tokens]
 
     def sequence(self, number: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -67,7 +67,7 @@ class Trace:
 
     requests: tuple[TraceRequest, ...]
     problems: tuple[str, ...]
-    """One per invalid line: file:line: reason."""
+    """One message per invalid line, as file:line: reason."""
 
 
 def read_trace(*paths: str | Path) -> Trace:
@@ -96,7 +96,7 @@ def read_trace(*paths: str | Path) -> Trace:
 
 
 def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceRequest | str | None:
-    """Return the request of a line, or the reason why it is invalid; None for other events of kvtier's log.
+    """Return the request in a line, None for another event of kvtier's log, or the reason why the line is invalid.
 
     `names` assigns a number to each key of the log.
     """
@@ -193,7 +193,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of all frames. A damaged or truncated one raises EOFError; zstandard's reader ignores the end."""
+    """Yield the lines of all frames. EOFError if one is damaged or truncated; zstandard's reader ignores truncation."""
     try:
         import zstandard
     except ImportError as error:

@@ -10,17 +10,17 @@ from kvtier.storage.store import ObjectResult, ObjectStatus, Page, Read, Store, 
 
 _BATCH_BYTES = 32 << 20
 _MAX_OBJECT_BYTES = 1 << 30
-"""Larger than any block: 128 tokens of a model with 8 MiB per token. Damaged records may claim any size."""
+"""An upper bound for the size of a block: 128 tokens of 8 MiB each. A damaged record may claim any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Contents of a store."""
+    """Number of objects and bytes in a store."""
 
     usages: dict[bytes, tuple[int, int]]
     """Objects and bytes by namespace, the largest first."""
     num_unreadable: int
-    """Objects with invalid records."""
+    """Number of objects whose records are invalid."""
     seconds: float
     reason: str = ""
     """Set if the inventory is incomplete."""
@@ -36,12 +36,12 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of reading every object once. Damaged objects are quarantined by it."""
+    """Result of reading every object once. The read quarantines damaged objects."""
 
     num_sound: int
     nbytes: int
     num_gone: int
-    """Listed, but missing when read: evicted, removed or replaced in between."""
+    """Objects that were listed but missing when read, because they were evicted, removed or replaced in between."""
     defects: list[tuple[bytes, ObjectResult]]
     """Keys and results of corrupt and failed objects."""
     num_unreadable: int

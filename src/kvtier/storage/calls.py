@@ -1,6 +1,6 @@
-"""Calls of a store: threads, deadline, results and the circuit breaker.
+"""Calls to a store: threads, deadline, results and the circuit breaker.
 
-A failing store costs one deadline: Batch ends calls in time, Breaker refuses new ones.
+A failing store costs its callers one deadline: Batch ends a call in time, and Breaker then refuses new calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Job = Callable[[Scratch], object]
 
 
 class Batch:
-    """One call: the results of its objects, which worker threads set until the deadline.
+    """One call to a store, with one result per object. Worker threads set the results until the deadline.
 
     A thread that hangs in the kernel cannot be stopped. It therefore works on its own memory, and accesses the
     caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned:
@@ -37,10 +37,10 @@ class Batch:
         self.is_late = False
         """True if the call returned before all objects were done."""
         self.trouble = ""
-        """Failure of the store in this call; empty if it is healthy."""
+        """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Set results after running `act`, which must be short. Do nothing and return False if the call returned."""
+        """Run `act`, which must be short, then set the results. If the call has returned, only return False."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def is_running(self) -> bool:
-        """True if a thread still works on it."""
+        """True if a thread still works on this call."""
         with self._condition:
             return self._num_jobs > 0
 
@@ -125,9 +125,9 @@ class Breaker:
         self.num_refused = 0
 
     def refusal(self, *, is_try: bool = True) -> str:
-        """Return the reason why a call is refused, or an empty string; then `record` must follow.
+        """Return the reason why a call is refused. An empty string admits the call, and `record` must follow.
 
-        A call that is answered from memory is not a try: it is not counted, and no `record` follows.
+        `is_try` is False for a call that is answered from memory. Such a call is not counted, and no `record` follows.
         """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
@@ -162,7 +162,7 @@ class Breaker:
 class CallRunner:
     """Runs the jobs of calls on daemon threads, each with its own scratch memory, unless the breaker is open.
 
-    Daemons, because a thread that hangs in the kernel on a dead disk must not prevent the process from ending.
+    The threads are daemons, because a thread that hangs in the kernel on a dead disk must not keep the process alive.
     """
 
     def __init__(self, num_threads: int, name: str, breaker: Breaker, timeout_s: float) -> None:
@@ -175,7 +175,7 @@ class CallRunner:
             thread.start()
 
     def run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[ObjectResult]:
-        """Return the results of `count` objects. `plan` settles those without I/O and returns jobs for the others."""
+        """Return the results of `count` objects. `plan` settles objects without I/O and returns jobs for the others."""
         refusal = self._breaker.refusal()
         if refusal:
             return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count
@@ -189,7 +189,7 @@ class CallRunner:
         return outcomes
 
     def close(self) -> bool:
-        """Finish submitted jobs and end the threads. Return False if some still hang after the deadline."""
+        """Finish submitted jobs and end the threads. Return False if a thread still hangs after the deadline."""
         for _ in self._threads:
             self._jobs.put(None)
         give_up = time.monotonic() + self._timeout_s
@@ -203,8 +203,8 @@ class CallRunner:
             batch, job = task
             try:
                 job(scratch)
-            except Exception as error:  # fails its call, not the thread
+            except Exception as error:  # the error fails the job's call, not the thread
                 batch.fail(f"{type(error).__name__}: {error}")
             finally:
                 batch.add_jobs(-1)
-            del task, batch, job  # keep nothing of a finished call alive until the next one
+            del task, batch, job  # these names would keep a finished call alive until the next job

@@ -1,4 +1,4 @@
-"""Cascade: several stores as one, the nearest first."""
+"""Cascade: several stores combined into one, the nearest first."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvtier.storage.store import (
 )
 
 StoreCall = Callable[[Store], Callable[..., Results]]
-"""Returns a method of a store."""
+"""Selects the method of a store to call."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-"""From best to worst. The worst result of several stores is reported: if one failed, the object may exist."""
+"""From best to worst. The worst result is reported, because the object may exist in a store that failed."""
 
 
 class Cascade:
@@ -60,7 +60,7 @@ class Cascade:
         return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Write to all writable stores. STORED: at least one has the object; the reason has the errors of others."""
+        """Write to all writable stores. STORED means that at least one has the object; `reason` has any errors."""
         begin = self._meter.begin([write.key for write in writes])
         results = self._in_parallel(lambda store: store.write, writes, timeout_s)
         outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]
@@ -75,7 +75,7 @@ class Cascade:
         return self._meter.end("removals", outcomes, begin, is_durable=is_durable)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of one store after the other. Objects in two stores are listed twice."""
+        """Return a page of the inventory, one store after the other. An object in two stores is listed twice."""
         begin = self._meter.begin()
         number, _, inner = (cursor or "0|").partition("|")
         if not number.isdecimal() or int(number) >= len(self._stores):
@@ -152,7 +152,7 @@ def _all_removed(outcomes: Sequence[ObjectResult]) -> ObjectResult:
 
 
 def for_each(functions: Sequence[Callable[..., None]], *args: memoryview) -> None:
-    """Call all functions from the last to the first, even if one raises; then raise."""
+    """Call all functions, the last one first. If some raise, raise an error after all calls."""
     with contextlib.ExitStack() as stack:
         for function in functions:
             stack.callback(function, *args)

@@ -1,9 +1,9 @@
 """Checksum of stored bytes: CRC-32 in the lower half, the sum of the 32-bit words in the upper half.
 
-A CRC detects every error of one or two bits and every burst of up to 32, which are the typical disk errors. The sum
-adds 32 bits against other errors, such as a replaced page: one in 2^64 is missed. native.c computes both in one pass;
-zlib and numpy are the twins for other processors and machines without a compiler. On one core, 1 MiB in its cache:
-native 24 GB/s, zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
+A CRC detects every error of one or two bits and every burst of up to 32 bits, the typical disk errors. The sum adds 32
+bits, so that one in 2^64 other errors, such as a replaced page, is missed. native.c computes both in one pass; zlib and
+numpy replace it on other processors and without a compiler. Rates on one core, with 1 MiB in its cache: native 24 GB/s,
+zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def address_of(data: memoryview | bytes | bytearray) -> int:
 
 _STEP = 64  # bytes per iteration of the C loop
 _MASK = 0xFFFFFFFF
-_LARGE = 2 << 20  # bytes; above this a second thread, about 50 us, pays off
+_LARGE = 2 << 20  # bytes; above this size a second thread pays off, which costs about 50 us
 
 
 def checksum(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
@@ -80,7 +80,7 @@ def checksum(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
 
 
 def checksums(pieces: Sequence[memoryview]) -> list[int]:
-    """Return the checksum of each piece, on two cores if they are large."""
+    """Return the checksum of each piece, on two cores if the pieces are large."""
     code = native().code
     sizes = [len(piece) for piece in pieces]
     if code is None or any(size % _STEP or not size for size in sizes) or sum(sizes) < _LARGE:
@@ -93,12 +93,12 @@ def checksums(pieces: Sequence[memoryview]) -> list[int]:
 
 
 def checksum_in_python(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
-    """Twin of the compiled function."""
+    """Return the checksum without the compiled library."""
     return _extend(0, memoryview(data), then)
 
 
 def _extend(total: int, data: memoryview, then: bytes) -> int:
-    """Extend the checksum of a multiple of four bytes by `data` and `then`."""
+    """Extend `total`, the checksum of a multiple of four bytes, by `data` and `then`."""
     whole = len(data) & ~3
     rest = bytes(data[whole:]) + then
     crc = zlib.crc32(rest, zlib.crc32(data[:whole], total & _MASK))

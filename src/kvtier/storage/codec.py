@@ -14,7 +14,7 @@ from kvtier.storage.record import Flags, Record
 from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read
 
 ALIGNMENT = 4096
-"""Alignment of addresses, offsets and lengths for direct I/O, on any disk we know."""
+"""Alignment of addresses, offsets and lengths for direct I/O. It suffices for every disk we know."""
 _HUGE = 2 << 20  # bytes of a huge page
 
 
@@ -37,7 +37,7 @@ class Scratch:
 
 
 class Compression(Enum):
-    """Lossless compression of payloads. Floating-point blocks shrink little: measure before choosing one."""
+    """Lossless compression of payloads. Floating-point blocks shrink little, so measure first."""
 
     NONE = "none"
     ZLIB = "zlib"
@@ -50,8 +50,8 @@ def encode(
     compression: Compression = Compression.NONE,
     known: int | None = None,
 ) -> tuple[Record, memoryview]:
-    """Return record and stored bytes of an object, compressed only if that is shorter. `known` is the checksum of the
-    payload, valid without compression and token ids."""
+    """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
+    `known` is the checksum of the payload. Pass it only without compression and token ids."""
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
         packed = zlib.compress(payload, 1)
@@ -63,7 +63,7 @@ def encode(
 
 
 def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: bool) -> list[memoryview]:
-    """Return the buffers to write to a slot. Aligned bytes are not copied.
+    """Return the buffers to write to a slot. Whole pages at an aligned address are not copied.
 
     stored     [ whole pages, in place        | rest ]
     scratch                                   [ rest | token ids | zeros ]
@@ -81,7 +81,7 @@ def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: 
 
 
 def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
-    """Return the verified object in a slot's bytes, or nothing and the reason why it is invalid."""
+    """Return the verified payload from a slot's bytes. If it is invalid, return empty memory and the reason."""
     empty = memoryview(b"")
     if len(data) < record.total_bytes:
         return empty, f"truncated: {len(data)} of {record.total_bytes} bytes"
@@ -89,7 +89,7 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
         return empty, "the checksum differs"
     stored = data[: record.stored_bytes]
     if not record.flags & Flags.ZLIB:
-        if record.stored_bytes != record.nbytes:  # a valid checksum does not exclude forged records: servers are shared
+        if record.stored_bytes != record.nbytes:  # servers are shared, and a forged record can have a valid checksum
             return empty, f"inconsistent: {record.stored_bytes} bytes stored of {record.nbytes}, uncompressed"
         return stored, ""
     unpacker = zlib.decompressobj()

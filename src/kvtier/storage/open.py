@@ -1,7 +1,7 @@
 """Open stores by URL, and one store per shard.
 
-A server stores all shards of a block. A folder has one owning process, and the owner of a shard changes with the number
-of ranks: so a disk store of S shards is S folders, and a rank opens those of its shards.
+A server stores all shards of a block. A folder has one owning process, but the owner of a shard depends on the number
+of ranks. A disk store of S shards is therefore S folders, and each rank opens the folders of its shards.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|
@@ -37,19 +37,19 @@ EXAMPLES = (
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_S3_THREADS = 16  # requests are of single objects and mostly wait for the network
+_S3_THREADS = 16  # each request has one object and mostly waits for the network
 
 
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store of a URL. Several URLs give a Cascade: reads in order, writes to all without `write=no`.
+    """Open the store of a URL. Several URLs give a Cascade, which reads in order and writes to all without `write=no`.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
-    `secret` encrypts objects on servers (AES-GCM; or per URL `secret=FILE`). docs/stores.md lists the options. Raises
+    `secret` encrypts objects on servers with AES-GCM; `secret=FILE` sets it for one URL. docs/stores.md lists the URL
+    options. In a folder, each of `num_shards` shards has its own subfolder and an equal share of the bytes. Raises
     ArgumentError for an invalid URL, UnavailableError for a missing extra, StoreError if the server does not respond.
-    In a folder, each of `num_shards` shards has its own subfolder, with its share of the bytes.
     """
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:
@@ -61,7 +61,7 @@ def open_store(
 
 
 def _open_all(openers: Sequence[Callable[[], Store]]) -> list[Store]:
-    """Open stores; if one fails, close those before it."""
+    """Open stores. If one fails, close those that are open."""
     stores: list[Store] = []
     with contextlib.ExitStack() as opened:
         for opener in openers:
@@ -73,7 +73,7 @@ def _open_all(openers: Sequence[Callable[[], Store]]) -> list[Store]:
 
 @dataclass(frozen=True, slots=True)
 class _UrlOptions:
-    """Options of a URL. Each is removed when it is read; those left at the end are unknown."""
+    """Options of a URL. Reading an option removes it, so the options left at the end are unknown ones."""
 
     url: SplitResult
     shown: str
@@ -290,13 +290,13 @@ def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ShardStores:
-    """Stores of one rank's shards: one store for all of them, or one per shard from `first` on."""
+    """Stores of one rank's shards: one store for all shards, or one store per shard, the first for shard `first`."""
 
     stores: tuple[Store, ...]
     first: int = 0
 
     def of(self, shard: int | None) -> Store:
-        """Return the store of a shard. None: data of every rank, stored with the first shard."""
+        """Return the store of a shard. None stands for data that every rank has, stored with the first shard."""
         if len(self.stores) == 1:
             return self.stores[0]
         return self.stores[0 if shard is None else shard - self.first]
@@ -316,7 +316,7 @@ class ShardStores:
 
 
 def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: bytes | None = None) -> ShardStores:
-    """Open URLs as `open_store` does, for some of a block's `num_shards` shards."""
+    """Open URLs as `open_store` does, for `shards`, which are some of a block's `num_shards` shards."""
     if num_shards == 1 or not any(urlsplit(url).scheme == "disk" for url in urls):
         return ShardStores((open_store(urls, secret=secret),), shards.start)
     opener = functools.partial(open_store, urls, secret=secret, num_shards=num_shards)

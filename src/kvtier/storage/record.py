@@ -5,9 +5,9 @@
       8      2  format version
      10      2  flags: 1 = the payload is compressed with zlib, 2 = quarantined
      12      4  bytes of token ids behind the payload
-     16      8  sequence: of two records with one key, the higher one counts
+     16      8  sequence: if two records have the same key, the higher sequence counts
      24      4  number of the segment this record belongs to
-     28      4  slot in it
+     28      4  slot in that segment
      32     32  key
      64     32  namespace fingerprint
      96     16  token digest
@@ -18,7 +18,7 @@
     144    108  zeros
     252      4  CRC-32 of the 252 bytes before
 
-256 zeros are the record of an empty slot. On disk, records are in the table of their segment; remote stores put the
+The record of an empty slot is 256 zeros. On disk, records are in the table of their segment; remote stores put the
 record before the payload, with segment and slot 0.
 """
 
@@ -81,7 +81,7 @@ class Record:
         return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot, self.expires_s)
 
     def is_same_object(self, other: Record) -> bool:
-        """True if both have the same bytes and label, in any place and with any expiry."""
+        """True if both objects have the same bytes and label. Place and expiry may differ."""
         if self.checksum != other.checksum:
             return False
         return replace(self.at(0, 0, 0), expires_s=0) == replace(other.at(0, 0, 0), expires_s=0)

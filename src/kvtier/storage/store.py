@@ -2,7 +2,7 @@
 
 Every call takes a batch and returns one result per object: found, stored, removed, missing, corrupt or failed, with a
 reason. A miss is not an exception; exceptions are for invalid calls. Every call ends by its deadline: objects that are
-not done by then are failed, and memory passed to `read_into` is not written after the call returned.
+not done by then are failed, and memory passed to `read_into` is not written after the call has returned.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ObjectStatus(Enum):
     """Result of one object of a batch."""
 
     FOUND = "found"
-    """contains: it is present. read_into: its verified bytes are in the caller's memory."""
+    """For `contains`, the object is present. For `read_into`, its verified bytes are in the caller's memory."""
     STORED = "stored"
     REMOVED = "removed"
     MISSING = "missing"
     """Absent, or present with another namespace, tokens or length: see the reason."""
     CORRUPT = "corrupt"
-    """Its bytes differ from those that were stored. It is quarantined, and missing from now on."""
+    """The object's bytes differ from those that were stored. It is quarantined, and missing from now on."""
     FAILED = "failed"
     """An error, a deadline, no space, or an open breaker."""
 
@@ -48,7 +48,7 @@ _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
 
 @dataclass(frozen=True, slots=True)
 class ObjectResult:
-    """Status of one object, bytes moved, and the reason if it is not done as requested."""
+    """Status of one object, the bytes moved, and a reason if the request was not fulfilled."""
 
     status: ObjectStatus
     nbytes: int = 0
@@ -64,7 +64,7 @@ MISSING = ObjectResult(ObjectStatus.MISSING)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Results of a batch in its order, and the seconds of the call."""
+    """Results in the order of the batch, and the duration of the call in seconds."""
 
     outcomes: tuple[ObjectResult, ...]
     seconds: float
@@ -125,7 +125,7 @@ def digest_tokens(token_ids: bytes, secret: bytes = b"") -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Fill `into` with the object of this key, if label and length are the expected ones."""
+    """Fill `into` with the object of this key, if the object's label and length match."""
 
     key: bytes
     label: Label
@@ -147,7 +147,7 @@ class StoredObject:
 
     key: bytes
     label: Label
-    """Without token ids."""
+    """The label has the digest of the tokens, but no token ids."""
     nbytes: int
 
 
@@ -160,7 +160,7 @@ class Page:
     """For the next call; empty after the last page."""
     seconds: float
     reason: str = ""
-    """Set if the store failed and the page is empty for that reason."""
+    """Set if the page is empty because the store failed."""
     num_unreadable: int = 0
     """Objects of this page that are omitted because their records are invalid."""
 
@@ -192,26 +192,26 @@ class StoreStats:
     writes: CallStats = field(default_factory=CallStats)
     removals: CallStats = field(default_factory=CallStats)
     num_objects: int = 0
-    """0, like the next two, if a server keeps the objects: use `scan`."""
+    """If a server keeps the objects, `num_objects`, `used_bytes` and `max_bytes` are 0. Use `scan` instead."""
     used_bytes: int = 0
     """Bytes of the store, metadata and free slots included."""
     max_bytes: int = 0
     num_evicted: int = 0
     num_quarantined: int = 0
-    """Objects found corrupt since the store was opened, and files found unreadable at that time."""
+    """Objects found corrupt since the store was opened, plus records and files that were unreadable at opening."""
     num_refused: int = 0
     """Calls refused by an open breaker."""
 
 
 class Store(Protocol):
-    """Keeps blocks by key. Thread-safe; `timeout_s` None is the deadline of the store."""
+    """Keeps blocks by key. Thread-safe. If `timeout_s` is None, the store's own deadline applies."""
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Look up objects, without reading their bytes."""
         ...
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
-        """Fill the given memory. It is unchanged where the outcome is not FOUND."""
+        """Fill the memory of each read. Memory stays unchanged if the result is not FOUND."""
         ...
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
@@ -219,11 +219,11 @@ class Store(Protocol):
         ...
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Delete objects."""
+        """Delete objects. The result is MISSING for an object that does not exist."""
         ...
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return one page of the inventory, about `limit` objects. Concurrent changes may be missing or doubled."""
+        """Return one page of the inventory, about `limit` objects. Objects that change may be missing or doubled."""
         ...
 
     def close(self) -> None:
@@ -238,8 +238,8 @@ class Store(Protocol):
 class UsesMemory(Protocol):
     """Optional interface of stores and buckets that prepare memory before blocks are moved from it.
 
-    A refusal is a StoreError (of a bucket a BucketError), without effect on later calls. No deadline: a call may pin
-    gigabytes.
+    A store that refuses raises StoreError, a bucket raises BucketError. A refusal does not affect later calls. There is
+    no deadline, because a call may pin gigabytes.
     """
 
     def register(self, memory: memoryview) -> None:
@@ -252,7 +252,7 @@ class UsesMemory(Protocol):
 
 
 def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
-    """Return the bytes of a buffer; ArgumentError if it is not contiguous, or read-only and must be writable."""
+    """Return the bytes of a buffer. Raise ArgumentError if it is not contiguous, or not writable as requested."""
     view = memoryview(buffer)
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
@@ -260,12 +260,12 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
 
 
 def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:
-    """Return the index of the last write of each key, which is the one that counts."""
+    """Return the index of the last write to each key. Only this write is executed."""
     return {write.key: index for index, write in enumerate(writes)}
 
 
 def outcomes_of(writes: Sequence[Write], last: dict[bytes, int], results: Sequence[ObjectResult]) -> list[ObjectResult]:
-    """Return the outcomes of all writes from the results of the last ones; the others moved no bytes."""
+    """Return one result per write. Earlier writes to a key get the result of the last write, with 0 bytes moved."""
     by_key = dict(zip(last, results, strict=True))
     return [by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)]
 
@@ -277,7 +277,7 @@ class Meter:
         self._name = name
         self._lock = threading.Lock()
         self.stats = StoreStats()
-        """The calls; the store adds its contents."""
+        """Counts of calls. The store adds figures about its contents."""
         self.is_closed = False
 
     def begin(self, keys: Sequence[bytes] = ()) -> float:

@@ -1,4 +1,4 @@
-"""The moving side of the cache: executes plans, moves bytes between tiers, reports results."""
+"""Workers execute the plans of the cache manager: they move bytes between tiers and report results."""
 
 from kvtier.worker.controller import CacheController
 

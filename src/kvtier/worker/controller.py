@@ -2,8 +2,8 @@
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-Only `wait`, `release` and `close` wait for copies. A block has arrived when it is in all cache groups. A failed
-transfer reports exactly the blocks it lost.
+Only `wait`, `release` and `close` wait for copies. A block has arrived when its data in all cache groups has.
+A failed transfer reports exactly the blocks it lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvtier.worker.store_io import StoreWorker
 
 @dataclass(slots=True)
 class _CopyInFlight:
-    """One load of a plan, or all its saves: one copy per cache group."""
+    """One load of a plan, or all saves of a plan, with one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
     copies: list[Copy]
@@ -76,12 +76,12 @@ class CacheController:
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
-        self.register(caches)  # before threads start: an error must leave none behind
+        self.register(caches)  # before threads start, so that an error leaves no thread behind
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
         self._under: dict[int, _CopyInFlight] = {}
         self._by_copy: dict[int, _CopyInFlight] = {}
         self._scrubber = Scrubber(self._hosts)
-        self._to_host: dict[int, I32] = {}  # host slots that transfers write
+        self._to_host: dict[int, I32] = {}  # transfer id -> host slots that the transfer writes
         self._done: list[TransferResult] = []
         self._epoch = 0
         self._reported_ready = 0
@@ -89,7 +89,7 @@ class CacheController:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these device tensors. Previous ones must have been released."""
+        """Use these device tensors. Previous tensors must have been released."""
         for group, cache, host in zip(self.layout.groups, caches, self._hosts, strict=True):
             self._transfers.register(DeviceCache.block_first(group, cache), host)
 
@@ -124,7 +124,7 @@ class CacheController:
 
     @property
     def num_host_ready(self) -> int:
-        """Host slots that are ready to use; at least one piece of each group's memory."""
+        """Number of host slots that are ready in all cache groups. The first piece of host memory is always ready."""
         return min(host.num_ready for host in self._hosts)
 
     def _new_hosts(self, num_blocks: int) -> list[HostMemory]:
@@ -133,11 +133,11 @@ class CacheController:
     # ---- plans -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Event | None:
-        """Return the end of the work queued on the current stream, for a plan that is submitted later."""
+        """Return an event after the work queued on the current stream, for a plan that is submitted later."""
         return self._transfers.present()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Start a plan. Copies start after `after`; None: after the work queued on the current stream."""
+        """Start a plan. Copies wait for `after`, or if it is None, for the work queued on the current stream."""
         self._epoch = plan.epoch
         for drop in plan.drops:
             self._stores.drop(drop)
@@ -151,11 +151,11 @@ class CacheController:
                 self._stores.move(transfer)
             elif transfer.route is Route.HOST_TO_DEVICE:
                 self._copy((transfer,), after)
-        # Saves are not urgent, and a step of many rows has many of one block: one copy takes 0.3 ms of this thread.
+        # All saves share one copy. They are not urgent, a step has many, and each copy takes 0.3 ms of this thread.
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:
-        """Return what has finished since the last call, with `loads_only` without saves. Never waits."""
+        """Return the results since the last call, except saves if `loads_only` is True. Never waits."""
         for report in self._transfers.poll(only_urgent=loads_only):
             self._take(report)
         from_stores, lookups = self._stores.take()
@@ -184,16 +184,16 @@ class CacheController:
         return bool(self._under)
 
     def wait(self, timeout: float) -> None:
-        """Wait until something may have finished, loads first. For when there is nothing else to do."""
+        """Wait until a transfer may have finished, loads first. Call it if there is nothing else to do."""
         copies = sorted(self._under.values(), key=lambda under: under.transfers[0].route is not Route.HOST_TO_DEVICE)
         if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):
                 copies[0].copies[0].settle(timeout)
-        else:  # with copies and store calls in flight, return soon
+        else:  # return soon if both copies and store calls are in flight
             self._stores.wait(min(timeout, 0.001) if copies else timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Return the waits of a step that starts before these loads have ended."""
+        """Return the LayerWaits of a step that starts before these loads have ended."""
         copies = [self._under[number].copies for number in transfer_ids if number in self._under]
         failed = any(not result.ok and result.transfer_id in transfer_ids for result in self._done)
         return LayerWaits(copies, self._device, failed=failed)
@@ -238,14 +238,14 @@ class CacheController:
     def _take(self, report: TransferReport) -> None:
         under = self._by_copy.pop(report.id, None)
         if under is None:
-            return  # its transfer failed to start
+            return  # the copy's transfer failed to start
         under.reports.append(report)
         if len(under.reports) < len(under.copies):
             return
         failures = [failure for one in under.reports for failure in one.failures]
         lost = [failure.host_id for failure in failures]
         reason = "; ".join(sorted({str(failure.error) for failure in failures}))
-        # The time of the copies, not until this poll: a step may lie between.
+        # The duration of the copies alone, because a whole step may run between their end and this poll.
         seconds = max(one.seconds for one in under.reports)
         num_bytes = sum(one.nbytes for one in under.reports)
         num_blocks = sum(transfer.num_blocks for transfer in under.transfers)
@@ -264,7 +264,7 @@ class CacheController:
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
     """Return the layout of block-first caches [block, layer, K/V, token, head, head size].
 
-    The first cache is group "main", the others are draft models. These are small: rank 0 has them whole.
+    The first cache is group "main", the others are draft models, which are small and kept whole on rank 0.
     """
     groups = []
     for number, cache in enumerate(caches):

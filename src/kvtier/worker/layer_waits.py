@@ -1,4 +1,4 @@
-"""LayerWaits: starts a forward pass while cached blocks are still being loaded."""
+"""LayerWaits: allows a forward pass to start while cached blocks are still being loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
 class LayerWaits:
-    """Waits of one step: `before_layer` waits for the blocks of a layer, `arrived` for all of them.
+    """Waits of one step: `before_layer` waits for the blocks of a layer, `arrived` for all blocks.
 
-    If a layer fails to load, the step computes with invalid blocks, and `arrived` returns False: its result must be
-    discarded.
+    If a layer fails to load, the step computes with invalid blocks, and `arrived` returns False. The caller must then
+    discard the result of the step.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class LayerWaits:
         failed: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """`loads` has one copy per cache group for each load; `failed` if a load could not be started. Waits for a
-        layer are repeated after `timeout` seconds."""
+        """For each load, `loads` has one copy per cache group. `failed` is True if a load could not be started. Waits
+        for a layer are repeated after `timeout` seconds."""
         self._loads, self._device, self._failed, self._timeout = loads, device, failed, timeout
 
     def before_layer(self, layer: int, group: int = 0) -> None:
@@ -36,8 +36,8 @@ class LayerWaits:
             self._wait(copies[group], layer, stream)
 
     def _wait(self, copy: TransferHandle, layer: int, stream: Stream | None) -> None:
-        """Wait without limit: a layer computed before its blocks arrived would count as valid once they have, for
-        example if the process was suspended for a minute."""
+        """Wait without limit. If a wait timed out, for example when the process was suspended for a minute, the layer
+        would be computed without its blocks, and count as valid when the blocks arrive later."""
         while True:
             try:
                 copy.layers.wait(layer, stream, self._timeout)

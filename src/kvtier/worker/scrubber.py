@@ -14,27 +14,27 @@ from collections.abc import Iterable, Sequence
 from kvtier.transfer import HostMemory, block_checksums
 
 BYTES_PER_SECOND = 64 << 20
-"""64 GiB in a quarter of an hour, for 1 % of a core (CRC-32 at 7 GB/s; Xeon, 2026-11-15)."""
+"""Verifies 64 GiB in a quarter of an hour, with 1 % of a core (CRC-32 at 7 GB/s; Xeon, 2026-11-15)."""
 
 
 class Scrubber:
-    """Checksums of host slots over all groups, and the thread that compares them. Never delays transfers."""
+    """Keeps one checksum per host slot and cache group, and compares it on a thread. Never delays transfers."""
 
     def __init__(self, hosts: Sequence[HostMemory], every_seconds: float = 0.5) -> None:
         self._hosts = hosts
         self._every = every_seconds
-        self._lock = threading.Lock()  # of the metadata
-        self._reading = threading.Lock()  # of the memory
+        self._lock = threading.Lock()  # protects the metadata
+        self._reading = threading.Lock()  # held while host memory is read
         self._stamps: dict[int, int] = {}  # slot -> version of its contents; a checksum of another version is void
         self._new: dict[int, None] = {}
-        self._sums: dict[int, tuple[int, ...]] = {}  # the last verified at the end
+        self._sums: dict[int, tuple[int, ...]] = {}  # the most recently verified slot is last
         self._damaged: set[int] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-scrub", daemon=True)
         self._thread.start()
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Stop verifying slots that are about to be written or free."""
+        """Stop verifying slots that are about to be written or freed."""
         with self._lock:
             for slot in slots:
                 self._stamps[slot] = self._stamps.get(slot, 0) + 1
@@ -47,15 +47,15 @@ class Scrubber:
             self._new.update(dict.fromkeys(slots))
 
     def take_damaged(self) -> list[int]:
-        """Return damaged slots that were not written since."""
-        if not self._damaged:  # called several times per step
+        """Return the slots that were found damaged and not written since."""
+        if not self._damaged:  # avoids the lock, because this method is called several times per step
             return []
         with self._lock:
             taken, self._damaged = sorted(self._damaged), set()
             return taken
 
     def use(self, hosts: Sequence[HostMemory], num_slots: int) -> None:
-        """Switch to other memory with the same contents in its first slots."""
+        """Switch to other memory, whose first `num_slots` slots have the same contents."""
         with self._reading, self._lock:
             self._hosts = hosts
             self._new = {slot: None for slot in self._new if slot < num_slots}
@@ -80,7 +80,7 @@ class Scrubber:
                 slots = list(itertools.islice(self._new or self._sums, limit))
                 stamps = [self._stamps.get(slot, 0) for slot in slots]
             sums = [block_checksums(host, slots) for host in self._hosts] if slots else []
-            with self._lock:  # inside _reading: other memory may have fewer slots
+            with self._lock:  # still inside _reading, because `use` may switch to memory with fewer slots
                 for slot, stamp in zip(slots, stamps, strict=True):
                     if self._stamps.get(slot, 0) == stamp:
                         self._compare(slot, tuple(of_group[slot] for of_group in sums))

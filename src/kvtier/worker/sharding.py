@@ -8,8 +8,8 @@ which rank 0 writes and all ranks read.
                                         token 1  | h0 h1 h2 h3 |       | h0 h1 | of rank 0 and | h2 h3 | of rank 1
     object of shard 2 of 4                            h2 h2 ..         the same bytes for both
 
-An object is the shard's part of each tensor in the order of the block. If a rank has one shard, the object is its
-whole block, and nothing is gathered.
+An object is the shard's part of each tensor, in the order of the tensors in the block. If a rank has one shard, the
+object is the rank's whole block, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Columns [start, start + width) of equal rows in a rank's block; one row if it is contiguous."""
+    """Columns [start, start + width) of equal rows in a rank's block. A contiguous piece has one row."""
 
     offset: int
     num_rows: int
@@ -63,7 +63,6 @@ class Piece:
 
     @classmethod
     def of(cls, offset: int, num_rows: int, row_bytes: int, start: int, width: int) -> Piece:
-        """Return the piece, as one row if it is contiguous."""
         if width < row_bytes and num_rows > 1:
             return cls(offset, num_rows, row_bytes, start, width)
         nbytes = num_rows * width
@@ -74,7 +73,7 @@ class Piece:
         return self.num_rows * self.width
 
     def joined(self, other: Piece) -> Piece | None:
-        """Return both as one piece, if the other continues this one."""
+        """Return both pieces as one, or None if `other` does not continue this piece."""
         if self.offset + self.num_rows * self.row_bytes != other.offset:
             return None
         if self.num_rows == other.num_rows == 1:
@@ -84,23 +83,23 @@ class Piece:
         return None
 
     def rows(self, block: Bytes) -> Bytes:
-        """Return its bytes of a block as a view [row, column]."""
+        """Return the bytes of the piece in a block, as a view [row, column]."""
         whole = block[self.offset : self.offset + self.num_rows * self.row_bytes]
         return whole.reshape(self.num_rows, self.row_bytes)[:, self.start : self.start + self.width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectPart:
-    """The part of a rank's block in one object."""
+    """The part of a rank's block that is stored in one object."""
 
     group: int
     shard: int | None
     """None: replicated on every rank."""
     pieces: tuple[Piece, ...]
     name: bytes
-    """Name among the objects of a block; empty for the first, whose key is that of the block."""
+    """Distinguishes the objects of a block. Empty for the first object, whose key is the key of the block."""
     is_written: bool
-    """True if this rank writes it."""
+    """True if this rank writes the object."""
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +107,7 @@ class ObjectPart:
 
     @property
     def span(self) -> Span | None:
-        """Its place in the block, if it is contiguous."""
+        """Place of the part in the block, or None if the part is not contiguous."""
         (only, *others) = self.pieces
         return Span(only.offset, only.nbytes) if not others and only.num_rows == 1 else None
 
@@ -139,7 +138,7 @@ class ObjectPart:
 
 
 def parts_of(groups: Sequence[CacheGroup], sharding: Sharding) -> tuple[ObjectPart, ...]:
-    """Return the objects of a rank's blocks. `groups` are those of the rank (`KVLayout.of_rank`)."""
+    """Return the objects of a rank's blocks. `groups` are the cache groups of the rank (`KVLayout.of_rank`)."""
     return tuple(part for number, group in enumerate(groups) for part in _parts_of_group(number, group, sharding))
 
 
@@ -164,7 +163,7 @@ def _parts_of_group(number: int, group: CacheGroup, sharding: Sharding) -> Itera
 
 
 def _columns(spec: TensorSpec, span: Span, place: int, count: int) -> Piece:
-    """Return the place-th of `count` equal runs of heads."""
+    """Return the piece of run number `place`, if the heads are divided into `count` equal runs."""
     axis = spec.head_axis
     assert axis is not None
     heads, per_head = spec.shape[axis], math.prod(spec.shape[axis + 1 :])
@@ -178,7 +177,7 @@ def _columns(spec: TensorSpec, span: Span, place: int, count: int) -> Piece:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Merge pieces: equal layers become one."""
+    """Merge adjacent pieces. The pieces of equal layers become one."""
     joined = [pieces[0]]
     for piece in itertools.islice(pieces, 1, None):
         both = joined[-1].joined(piece)

@@ -1,7 +1,7 @@
 """StoreWorker: reads and writes stores for a CacheController, on its own threads.
 
-Each store has one thread for reads and probes, which requests wait for, and one for writes: a hanging store delays no
-other, and a hanging write no read. Stores batch and parallelize on their own, and end every call by their deadline.
+Each store has a thread for reads and probes, which requests wait for, and a thread for writes. A hanging store delays
+no other store, and a hanging write delays no read. Stores run batches in parallel and end every call by their deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096
 _GATHER_BYTES = 16 << 20
-"""Limit of gathered bytes per call of a store: as much as malloc keeps, so that its pages are reused."""
+"""Limit of gathered bytes per call to a store. malloc keeps this much memory, so that its pages are reused."""
 
 
 class StoreWorker:
@@ -82,7 +82,7 @@ class StoreWorker:
             finally:
                 done.release()
 
-        for name, user in self._users.items():  # after its registration, which may still be queued
+        for name, user in self._users.items():  # after the registration, which may still be in the same queue
             self._queues[name, "write"].put(functools.partial(unregister, user))
         for _ in self._users:
             done.acquire()
@@ -101,7 +101,7 @@ class StoreWorker:
             return bool(self._num_open or self._results or self._lookups)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until there is something to take; return False after the timeout."""
+        """Wait until there are results to take. Return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._results or self._lookups), timeout)
 
@@ -120,7 +120,7 @@ class StoreWorker:
     # ---- on the threads --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        """Queue registration before the first write of each store: it may take as long as pinning all memory."""
+        """Queue the registration of host memory before each store's first write. Pinning the memory may take long."""
         for name, user in self._users.items():
             self._queues[name, "write"].put(functools.partial(_for_each_host, user.register, self.hosts))
 
@@ -140,7 +140,7 @@ class StoreWorker:
             self._changed.notify_all()
 
     def _by_store(self, name: str) -> list[tuple[Store, list[ObjectPart]]]:
-        """Return the stores of a tier with their parts: a tier of several folders has one per shard."""
+        """Return the stores of a tier, each with its parts. A tier of several folders has one store per shard."""
         tier = self._stores[name]
         if not isinstance(tier, ShardStores):
             return [(tier, list(self._parts))]
@@ -174,14 +174,14 @@ class StoreWorker:
         is_fetch = transfer.route is Route.STORE_TO_HOST
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
-        # A block's key identifies all tokens up to its end. The keys of its objects differ.
+        # The label has a digest of the block's key, which identifies all tokens up to the block's end.
         digests = [digest_tokens(key, self._secret) for key in split_keys(block_keys)]
         keys = [key for part in parts for key in part.key_list(block_keys)]
         namespaces = [part.namespace(self._namespace) for part in parts]
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
-        # Block by block, while the block is in the CPU cache: part by part takes twice as long.
+        # Gather and scatter block by block, while the block is in the CPU cache. Part by part takes twice as long.
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
@@ -196,7 +196,7 @@ class StoreWorker:
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
-        """Return the memory of a part of each slot's block, or of its gathered copy."""
+        """Return the memory of a part for each slot, either in the slot's block or in the gathered copy."""
         if gathered is not None:
             return [memoryview(row) for row in gathered]
         span, host = part.span, self.hosts[part.group]
@@ -212,14 +212,14 @@ class StoreWorker:
             for store, parts in self._by_store(probe.store) if keys else ():
                 asked = [key for part in parts for key in part.key_list(probe.keys)]
                 found &= _by_block([result.ok for result in store.contains(asked)], parts).all(axis=0)
-        except Exception:  # a store that fails has no blocks
+        except Exception:  # a store that fails counts as empty
             found[:] = False
         present = b"".join(itertools.compress(keys, found.tolist()))
         absent = b"".join(itertools.compress(keys, (~found).tolist()))
         self._report(None, StoreLookup(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
-        """Report page by page the blocks of which a store has all objects."""
+        """Report, page by page, the blocks whose objects are all in the store."""
         lacking: dict[bytes, set[ObjectPart]] = {}  # missing parts of incomplete blocks
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
@@ -257,14 +257,14 @@ class StoreWorker:
 
 
 def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemory]) -> None:
-    """Register or unregister host memory. A store that refuses copies blocks, or keeps the memory registered."""
+    """Register or unregister host memory. If a store refuses, it copies blocks, or keeps the memory registered."""
     for host in hosts:
         with contextlib.suppress(StoreError):
             call(host.view())
 
 
 def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
-    """Yield runs of blocks whose gathered parts stay below the limit; all blocks if nothing is gathered."""
+    """Yield runs of blocks whose gathered parts stay within the limit, or all blocks if nothing is gathered."""
     gathered = sum(part.nbytes for part in parts if part.span is None)
     step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
     for start in range(0, num_blocks if parts else 0, step):
@@ -272,11 +272,11 @@ def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
 
 
 def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return one row per part, one column per block."""
+    """Return the answers as an array with one row per part and one column per block."""
     return np.array(answers, np.bool_).reshape(len(parts), -1)
 
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # a failed drop: the remaining blocks are valid, a probe finds them
+        with contextlib.suppress(Exception):  # blocks that a failed drop leaves are valid, and a probe finds them
             task()

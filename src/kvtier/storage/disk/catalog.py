@@ -1,14 +1,14 @@
-"""Catalog: the metadata of a disk store: objects, their slots, holds and the eviction order. No I/O, no lock.
+"""Catalog: the metadata of a disk store (objects, slots, holds, eviction order). It does no I/O and has no lock.
 
-A slot is in one of these states. Only free slots are handed out, so bytes do not change under a reader:
+A slot is in one of these states. Only free slots are handed out, so the bytes of a held object do not change:
 
     free --take()--> held by a writer --publish()--> an object's --discard(), evict(), replaced--> gone
      ^                    |                                                                          |
      +---- give_back() ---+                                         the last release, after its record is blanked
      +-----------------------------------------------------------------------------------------------+
 
-Eviction removes single objects, the least recently used of the needed slot size. If even the last use of a whole
-segment of another size is older, that segment is evicted instead: so the sizes share the space by use.
+Eviction removes the least recently used object of the needed slot size. If a segment of another slot size was last used
+even earlier, the whole segment is evicted instead. In this way the slot sizes share the space by use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Entry:
     used_at: int = 0
     num_holds: int = 0
     is_gone: bool = False
-    """Removed from the index; its slot becomes free with the last release."""
+    """True if the object was removed from the index. The last release of the object frees its slot."""
 
     @property
     def place(self) -> SlotRef:
@@ -54,9 +54,9 @@ class _Size:
     """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Reused in the order in which they became free: objects written together stay together."""
+    """Slots are reused in the order in which they became free, so that objects written together stay together."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
-    """Free, but reused last, so that they can be examined."""
+    """Free slots that are reused last, so that their bytes can be examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     """From the least to the most recently used."""
 
@@ -79,7 +79,7 @@ class Catalog:
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
     ) -> None:
-        """Add a segment. Its occupied slots are held as if by writers: `publish` their objects."""
+        """Add a segment. Its `occupied` slots are held, as for writers, until the caller publishes their objects."""
         self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
         self.file_bytes += shape.file_bytes
         size = self._sizes.setdefault(shape.slot_bytes, _Size())
@@ -102,18 +102,18 @@ class Catalog:
         return self._entries.get(key)
 
     def hold(self, entry: Entry) -> None:
-        """Keep the bytes of an object until `release`. Counts as a use."""
+        """Keep the bytes of an object until `release`. A hold counts as a use."""
         self._use(entry)
         entry.num_holds += 1
         self._segments[entry.record.segment].num_holds += 1
 
     def release(self, entry: Entry, *, keep_slot: bool = False) -> None:
-        """End a hold. `keep_slot`: never reuse the slot, because blanking its record failed."""
+        """End a hold. With `keep_slot` the slot is never reused, because blanking its record failed."""
         segment = self._segments[entry.record.segment]
         segment.num_holds -= 1
         entry.num_holds -= 1
         if keep_slot:
-            entry.num_holds = -1  # a release never makes it 0
+            entry.num_holds = -1  # later releases do not make it 0
         if entry.is_gone and entry.num_holds == 0:
             segment.slots[entry.record.slot] = None
             size = self._sizes[entry.slot_bytes]
@@ -130,19 +130,19 @@ class Catalog:
         return place
 
     def give_back(self, place: SlotRef) -> None:
-        """Free a writer's slot that was not published. Its record is blank."""
+        """Free a writer's slot that was not published. The slot's record must be blank."""
         segment = self._segments[place.segment]
         segment.num_holds -= 1
         self._sizes[segment.shape.slot_bytes].free.appendleft(place)
 
     def retire(self, place: SlotRef) -> None:
-        """Give up a writer's slot whose record could not be blanked. It is not reused."""
+        """Give up a writer's slot whose record could not be blanked. The slot is not reused."""
         self._segments[place.segment].num_holds -= 1
 
     def publish(self, record: Record) -> Entry | None:
-        """Add the object in a writer's slot. Return the one it replaces, to be blanked and released.
+        """Add the object in a writer's slot. Return the key's outdated object, which the caller blanks and releases.
 
-        That is the previous object of the key; or the new one, if a later write was published first.
+        The outdated object is the previous one, or the new one if a later write was published first.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)
@@ -168,8 +168,8 @@ class Catalog:
         return entry
 
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
-        """Select a victim for a slot of this size: an object (removed; blank its record and release it), or with
-        `by_segment` possibly the number of a segment to remove. None if everything is held."""
+        """Evict for a slot of this size. Return an object, which the caller blanks and releases, or with `by_segment`
+        possibly the number of a segment, which the caller removes. Return None if everything is held."""
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
         other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None
@@ -187,7 +187,7 @@ class Catalog:
         return coldest.shape.number if coldest else None
 
     def after(self, segment: int, slot: int) -> Iterator[Record]:
-        """Yield objects in the order of their slots, from this slot on."""
+        """Yield records in the order of their slots, starting with this slot."""
         for number in sorted(n for n in self._segments if n >= segment):
             entries = self._segments[number].slots
             for entry in entries[slot if number == segment else 0 :]:

@@ -1,4 +1,4 @@
-"""File operations of the disk store, in one place: tests record, delay, fail and replay them."""
+"""File operations of the disk store, in one class, so that tests can record, delay, fail and replay them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FOLDER_MODE = 0o700
 
 
 class Files:
-    """File operations by descriptor. All raise OSError; reads and writes are complete or an error."""
+    """File operations by descriptor. All raise OSError. Partial reads and writes are continued."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
-        """Open for reading and writing; `direct` bypasses the page cache or is an error."""
+        """Open a file for reading and writing. `direct` bypasses the page cache, or raises if that is not supported."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
@@ -47,13 +47,13 @@ class Files:
                 left[0] = left[0][count:]
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Set the length of a file and reserve its space if the filesystem supports it."""
+        """Set the length of a file, and reserve the space if the filesystem supports that."""
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(descriptor, nbytes)  # a full disk then shows when a slot is written
+            os.ftruncate(descriptor, nbytes)  # without a reservation, writing a slot may fail on a full disk
 
     def sync(self, descriptor: int) -> None:
         os.fdatasync(descriptor)
@@ -82,6 +82,6 @@ class Files:
         return sizes
 
     def free_bytes(self, folder: str) -> int:
-        """Return the free bytes of the filesystem that unprivileged users may take."""
+        """Return the bytes of the filesystem that are free for unprivileged users."""
         stats = os.statvfs(folder)
         return stats.f_bavail * stats.f_frsize

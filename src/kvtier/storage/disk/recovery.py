@@ -1,12 +1,12 @@
 """Opening the folder of a disk store: lock it, check versions, and rebuild the index.
 
     LOCK                  locked, like the folder, by the process that has the store open; contains its process id
-    segment-00000012.*    segments (segment.py); one without a table was being created or deleted: its file is deleted
+    segment-00000012.*    segments (segment.py); slots without a table, and a table without slots, are deleted
     quarantine/           segments with unreadable tables, unchanged; kept until the operator deletes them
     anything else         is not touched
 
-The index is rebuilt from the tables of the segments; no payload is read. Of two records with one key the later one
-counts, and the other is blanked, so that it cannot reappear.
+The index is rebuilt from the tables of the segments; no payload is read. If two records have the same key, the later
+record counts. The earlier record is blanked, so that its object cannot reappear.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno
 class FolderLock:
     """The lock of a store's folder, held until `release` or the end of the process.
 
-    The folder itself is locked, so that deleting the file LOCK admits no second owner. LOCK is locked as well: it has
-    the owner's process id, and earlier versions lock only it. Both locks are flock(2), which also excludes two stores
-    of one process; POSIX locks do not, and any `close` of the file would drop them. A forked child shares flock locks,
-    so a fork hook closes its copies, and `release` unlocks before it closes: a child never keeps the folder of its
-    parent. Python cannot unregister a fork hook; it holds a weak reference.
+    The folder itself is locked, so that deleting the file LOCK admits no second owner. LOCK is locked as well, because
+    it has the owner's process id, and earlier versions lock only LOCK. Both locks are flock(2), which also excludes
+    a second store in the same process. POSIX locks would not, and any `close` of the file would drop them. A forked
+    child shares flock locks. So that it does not keep its parent's folder locked, a fork hook closes the child's
+    descriptors, and `release` unlocks before it closes. The hook cannot be unregistered, so it has a weak reference.
     """
 
     def __init__(self, folder: str) -> None:
@@ -125,7 +125,7 @@ class Recovered:
     quarantined: list[Record] = field(default_factory=list)
     """Objects that an earlier process found corrupt."""
     num_bad: int = 0
-    """Unreadable records and files."""
+    """Number of unreadable records and tables."""
     quarantine_bytes: int = 0
     last_number: int = 0
     """Highest segment number, unreadable segments included."""
@@ -152,13 +152,13 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
                 found.quarantine_bytes += _set_aside(files, folder, number, names)
                 found.num_bad += 1
                 continue
-            if slots_name(number) not in names:  # was being deleted, and the slots were deleted on disk first
+            if slots_name(number) not in names:  # only the deletion of the slots reached the disk
                 files.unlink(os.path.join(folder, table_name(number)))
                 continue
             if shape.file_bytes > max_bytes:
                 for path in (table_name(number), slots_name(number)):
                     files.unlink(os.path.join(folder, path))
-                files.sync_folder(folder)  # or its objects could reappear after a power failure
+                files.sync_folder(folder)  # otherwise its objects could reappear after a power failure
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
             records, num_bad = segment.read_table(names[slots_name(number)])
@@ -178,7 +178,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return the header of a segment; None if it is invalid. One of the two files may be truncated, not both."""
+    """Return the header of a segment, or None if it is invalid. Only one of the segment's files may be truncated."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

@@ -3,7 +3,7 @@
     segment-00000012.kv      slots: payload | token ids | old bytes, up to the size of the slot
     segment-00000012.table   superblock of 4096 bytes | the record of each slot, 256 bytes (record.py)
 
-Two files, because a small write through the page cache locks its file against concurrent direct writes.
+The files are separate, because a small write through the page cache locks its file against concurrent direct writes.
 
 Superblock, little-endian:
 
@@ -17,10 +17,10 @@ Superblock, little-endian:
      32   4060  zeros
    4092      4  CRC-32 of the 4092 bytes before
 
-The payload is written before the record, so that an object interrupted by the end of the process has no record; and
-the record is blanked before another payload is written. If the disk reordered these writes before a power failure, the
-payload's checksum in the record differs. A table gets its name when its superblock and all slots are on disk: slots
-without a table, or a table without slots, are left from a segment that was being created or deleted.
+The payload is written before the record, so that a write interrupted by the end of the process leaves no record. The
+record is blanked before another payload is written. If the disk reordered these writes before a power failure, the
+checksum in the record does not match the payload. A table gets its name when its superblock and all slots are on disk.
+So slots without a table, or a table without slots, are left from an interrupted creation or deletion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAGIC = b"\x89KVSEG\r\n"
 VERSION = 1
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
-"""Per segment: 64 GiB of the smallest slots. Limits the memory that a damaged superblock can cost at opening."""
+"""Per segment; 64 GiB of the smallest slots. Limits the memory that opening a damaged superblock can take."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _Memory = TypeVar("_Memory")
@@ -83,7 +83,7 @@ class SegmentHeader:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of both files."""
+        """Bytes of the slots file and the table file."""
         return self.table_bytes + self.slots_bytes
 
     @classmethod
@@ -115,7 +115,7 @@ class SegmentHeader:
 
 
 class Segment:
-    """The open files of a segment. No lock: the holder of a slot accesses it."""
+    """The open files of a segment. They need no lock, because only the holder of a slot accesses the slot."""
 
     def __init__(self, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> None:
         self._files, self._folder = files, folder
@@ -145,13 +145,13 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
-        """Create a segment, which is on disk before it gets its name. Leftover files are deleted here or at opening."""
+        """Create a segment on disk, then give it its name. After an error, its files are deleted here or at opening."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []
         try:
             for path, nbytes, content in (
                 (slots, shape.slots_bytes, b""),
-                # Written as a whole, so that later syncs of the table have no extents to record.
+                # The table is written as a whole, so that later syncs of it have no new extents to record.
                 (table + ".new", shape.table_bytes, shape.pack().ljust(shape.table_bytes, b"\0")),
             ):
                 descriptor = files.open(path, create=True)
@@ -181,7 +181,7 @@ class Segment:
 
     def unlink(self) -> None:
         self.close()
-        for name in (table_name, slots_name):  # in this order: the next opening deletes slots without a table
+        for name in (table_name, slots_name):  # table first: the next opening deletes slots without a table
             self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
 
     def sync_slots(self) -> None:
@@ -191,9 +191,9 @@ class Segment:
         self._files.sync(self._table)
 
     def read_table(self, slots_bytes: int) -> tuple[list[Record], int]:
-        """Return the valid records of slots within a file of `slots_bytes`, and the number of invalid ones.
+        """Return the valid records, and the number of invalid ones, which are blanked.
 
-        A truncated file is extended to its full size, so that its slots can be used.
+        `slots_bytes` is the length of the slots file. A truncated file is extended, so that its slots are usable.
         """
         shape = self.shape
         table = bytearray(shape.num_slots * RECORD_BYTES)
@@ -222,7 +222,7 @@ class Segment:
         return record if here and record.total_bytes <= self.shape.slot_bytes else None
 
     def write_records(self, slot: int, data: bytes) -> None:
-        """Write records or blanks of this slot and the following ones into the table.
+        """Write records or blanks for this slot and the following slots into the table.
 
         No record crosses a page, so a killed process has written each record completely or not at all.
         """
@@ -233,7 +233,7 @@ class Segment:
         self._transfer(self._files.write, slot, buffers)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
-        """Read the first bytes of a slot; fewer at the end of the file. Alignment as for `write_slot`."""
+        """Fill the buffer from a slot, aligned as for `write_slot`. Return fewer bytes only at the end of the file."""
         return self._transfer(self._files.read, slot, buffer)
 
     def _transfer(self, operation: Callable[[int, _Memory, int], _Result], slot: int, memory: _Memory) -> _Result:

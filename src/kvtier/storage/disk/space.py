@@ -1,4 +1,4 @@
-"""SlotAllocator: the slots of a disk store, metadata and files together. Bounded in bytes, and thread-safe."""
+"""SlotAllocator: manages the slots of a disk store, metadata and files. It is bounded in bytes, and thread-safe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvtier.storage.store import StoreStats
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is healthy but full."""
 _MAX_NAMES = 100
-"""Numbers that one write tries for a new segment; the next write continues after them."""
+"""Limit of segment numbers that one write tries. The next write continues with the following number."""
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return the slot size of an object: rounded up by at most a sixteenth, so that there are few sizes."""
+    """Return the slot size for an object. Sizes are rounded up by at most a sixteenth, so that there are few sizes."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
@@ -50,7 +50,7 @@ class SlotAllocator:
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments with blanked records that may not be on disk."""
+        """Segments whose blanked records may not be on disk yet."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
@@ -75,7 +75,7 @@ class SlotAllocator:
             self._catalog.add_segment(segment.shape, occupied, bad)
         for record in found.records:
             self._catalog.publish(record)
-        if sync:  # writes that an earlier process left in the page cache count as durable from now on
+        if sync:  # an earlier process may have left writes in the page cache, which must be durable from now on
             self.sync_slots(self._segments)
             self.sync_tables(self._segments)
         while self._catalog.file_bytes + self._quarantine_bytes > self._max_bytes and self._segments:
@@ -91,7 +91,7 @@ class SlotAllocator:
             return entry.record if entry else None
 
     def hold(self, key: bytes) -> Entry | None:
-        """Return the object of this key; its bytes do not change until `release`."""
+        """Return the object of this key. The object's bytes do not change until `release`."""
         with self._lock:
             entry = self._catalog.find(key)
             if entry is not None:
@@ -99,7 +99,7 @@ class SlotAllocator:
             return entry
 
     def hold_same(self, record: Record) -> bool:
-        """True if an equal object is stored. Counts as a use."""
+        """True if an equal object is stored. The check counts as a use."""
         with self._lock:
             entry = self._catalog.find(record.key)
             if entry is None or not record.is_same_object(entry.record):
@@ -124,7 +124,7 @@ class SlotAllocator:
             return range(self._sequence - count + 1, self._sequence + 1)
 
     def reserve(self, nbytes: int) -> SlotRef | str:
-        """Return a slot with a blank record, or the reason why there is none. Evicts if space is short."""
+        """Return a slot with a blank record, after eviction if space is short, or the reason why there is no slot."""
         slot_bytes = slot_bytes_for(nbytes)
         with self._lock:
             place = self._catalog.take(slot_bytes)
@@ -134,7 +134,7 @@ class SlotAllocator:
             return self._make_room(slot_bytes)
 
     def publish(self, records: Iterable[Record]) -> list[Entry]:
-        """Add written objects to the index. Return those they replace: `wipe` them."""
+        """Add written objects to the index. Return the objects that they replace, which the caller must `wipe`."""
         with self._lock:
             replaced = [self._catalog.publish(record) for record in records]
             going = [entry for entry in replaced if entry is not None]
@@ -142,12 +142,12 @@ class SlotAllocator:
         return going
 
     def discard(self, key: bytes) -> Entry | None:
-        """Remove an object from the index: `wipe` it."""
+        """Remove an object from the index. The caller must `wipe` it."""
         with self._lock:
             return self._catalog.discard(key)
 
     def wipe(self, entries: Sequence[Entry]) -> None:
-        """Blank the records of removed objects and free their slots. On OSError the slots are not reused."""
+        """Blank the records of removed objects and free their slots. After an OSError the slots are not reused."""
         self._free(entries, lambda: self._blank(entry.place for entry in entries))
 
     def _free(self, entries: Sequence[Entry], write: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ class SlotAllocator:
         self._free([entry], lambda: self.write_records({entry.place: entry.record.pack()}))
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Free reserved slots that were not published. Those whose records cannot be blanked are not reused."""
+        """Free reserved slots that were not published. A slot whose record cannot be blanked is not reused."""
         for place in places:
             try:
                 self._blank([place])
@@ -187,13 +187,13 @@ class SlotAllocator:
         blanks = dict.fromkeys(places, BLANK)
         try:
             self.write_records(blanks)
-        finally:  # not before: a concurrent sync would be too early, and count them as synced
+        finally:  # after the write, or else a concurrent sync would count unwritten blanks as synced
             with self._lock:
                 self._blanked.update(place.segment for place in blanks)
 
     def sync_blanks(self) -> None:
-        """Flush blanked records to the disk, including those of replaced objects: these would reappear if the power
-        failed after their successor was removed. Waits for threads that are blanking such records."""
+        """Flush blanked records to the disk, after waiting for threads that blank records of replaced objects.
+        A replaced object would otherwise reappear if the power failed after its successor was removed."""
         with self._wiped:
             before = frozenset(self._going)
             self._wiped.wait_for(lambda: before.isdisjoint(self._going))
@@ -213,9 +213,9 @@ class SlotAllocator:
         return self._segments[place.segment]
 
     def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
-        """Write packed records, or blanks, into their tables. They then survive the end of the process.
+        """Write packed records, or blanks, into their tables, where they survive the end of the process.
 
-        Adjacent slots share one write: at the end of a batch the disk has nothing else to do.
+        Adjacent slots share one write, because no other I/O of the batch overlaps with these writes.
         """
         places = sorted(records)
         starts = [i for i, (number, slot) in enumerate(places) if not i or places[i - 1] != (number, slot - 1)]
@@ -224,12 +224,12 @@ class SlotAllocator:
             self.segment(places[first]).write_records(places[first].slot, data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
-        """Flush payloads of these segments. The caller holds slots of them."""
+        """Flush the payloads of these segments. The caller prevents their deletion, for example by holding slots."""
         for number in numbers:
             self._segments[number].sync_slots()
 
     def sync_tables(self, numbers: Iterable[int]) -> None:
-        """Flush records of these segments. The caller holds slots of them."""
+        """Flush the records of these segments. The caller prevents their deletion, for example by holding slots."""
         for number in numbers:
             self._segments[number].sync_table()
 
@@ -265,7 +265,7 @@ class SlotAllocator:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, quarantined ones included."""
+        """Bytes of all files, including those in quarantine."""
         return self._catalog.file_bytes + self._quarantine_bytes
 
     @property
@@ -294,13 +294,13 @@ class SlotAllocator:
                 self.wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
-        """True if there would be room for a segment without all others."""
+        """True if a new segment would fit after the deletion of all others."""
         needed = SegmentHeader.fitting(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes
 
     def _grow(self, slot_bytes: int) -> bool:
-        """Add a segment if there is room; the last may be smaller, down to an eighth."""
+        """Add a segment if there is room. The last segment may be smaller, down to an eighth of the normal size."""
         room = self._max_bytes - self.used_bytes
         segment_bytes = room if self._segment_bytes // 8 <= room < self._segment_bytes else self._segment_bytes
         shape = SegmentHeader.fitting(self._last_number + 1, slot_bytes, segment_bytes)
@@ -320,7 +320,7 @@ class SlotAllocator:
         return True
 
     def _create(self, shape: SegmentHeader) -> Segment:
-        """Create a segment with the next number whose file names are free: links and folders may have them."""
+        """Create a segment with the next number whose file names are free. Links or folders may have the same names."""
         while True:
             self._last_number += 1
             try:
@@ -337,7 +337,7 @@ class SlotAllocator:
             self._catalog.remove_segment(number)
             segment = self._segments.pop(number)
         segment.unlink()
-        self._files.sync_folder(self._folder)  # or its objects could reappear after a power failure
+        self._files.sync_folder(self._folder)  # otherwise its objects could reappear after a power failure
 
     def _why_no_room(self, slot_bytes: int) -> str:
         aside = f", {self._quarantine_bytes} of them in quarantine" if self._quarantine_bytes else ""

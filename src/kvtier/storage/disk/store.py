@@ -38,16 +38,16 @@ class Sync(Enum):
     """When bytes are flushed from the operating system to the disk."""
 
     CLOSE = "close"
-    """When the store is closed. Stored objects survive any end of the process; a power failure may damage objects
-    stored since the store was opened, which the checksums detect."""
+    """When the store is closed. Stored objects survive any end of the process. A power failure may damage objects
+    that were stored since the store was opened; the checksums detect the damage."""
     WRITE = "write"
-    """When `write` and `remove` return: their results survive a power failure."""
+    """Before `write` and `remove` return, so that their results survive a power failure."""
 
 
 def default_threads() -> int:
-    """Return two per core, from 8 to 16: some wait for the disk while others verify.
+    """Return two threads per core, from 8 to 16, so that some verify while others wait for the disk.
 
-    On 2 cores 8 threads read at 89 % of the bare calls of as many threads, 4 at 71 % (virtual disk, 2026-11-15).
+    On 2 cores, 8 threads reach 89 % of the rate of 8 threads that only read, 4 threads 71 % (virtual disk, 2026-11-15).
     """
     return min(16, max(8, 2 * len(os.sched_getaffinity(0))))
 
@@ -57,8 +57,8 @@ class DiskStore:
 
         store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
-    `max_bytes` limits all files of the folder. `direct` bypasses the page cache if the filesystem supports it: hot
-    blocks are in the host tier. `num_threads` threads do the I/O (None: two per core, from 8 to 16), one object each.
+    `max_bytes` limits all files of the folder. `direct` bypasses the page cache if the filesystem supports that, since
+    hot blocks are in the host tier. `num_threads` threads do the I/O, one object each (None: two per core, 8 to 16).
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class DiskStore:
         return self._meter.end("writes", outcomes, begin, is_durable=self._is_synced)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Delete objects. Unless the breaker refuses the call they are missing from now on, even if the outcome is
-        FAILED; with Sync.WRITE they stay missing after a power failure."""
+        """Delete objects. Unless the breaker refuses the call, the objects are missing from now on, even if the result
+        is FAILED. With Sync.WRITE they stay missing after a power failure."""
         begin = self._meter.begin(keys)
 
         def plan(batch: Batch) -> list[Job]:
@@ -174,7 +174,7 @@ class DiskStore:
         """Finish running calls, flush everything to the disk, end the threads and unlock the folder.
 
         Waiting for calls and flushing take at most the deadline each. If the disk hangs, the files stay open and the
-        folder locked until the process ends. Raises StoreError if the disk fails.
+        folder stays locked until the process ends. Raises StoreError if the disk fails.
         """
         with self._close_lock:
             if self._meter.is_closed:
@@ -199,7 +199,7 @@ class DiskStore:
 
     @property
     def is_direct(self) -> bool:
-        """True if I/O bypasses the page cache: requested, and supported by the filesystem."""
+        """True if I/O bypasses the page cache, as requested and supported by the filesystem."""
         return self._space.is_direct
 
     # --- jobs, on the threads
@@ -207,7 +207,7 @@ class DiskStore:
     def _load(self, batch: Batch, index: int, entry: Entry, into: memoryview, scratch: Scratch) -> None:
         try:
             if batch.is_expired:
-                return  # it waited for a read that hung
+                return  # the job waited behind a read that hung
             record = entry.record
             room = scratch.take(round_up(record.total_bytes))
             count = self._space.segment(entry.place).read_slot(record.slot, room)
@@ -228,7 +228,7 @@ class DiskStore:
     def _stage(
         self, batch: Batch, staged: _Staged, index: int, sequence: int, write: Write, view: memoryview, scratch: Scratch
     ) -> None:
-        """Write one object; the last one of the batch publishes all of them."""
+        """Write one object. The last write of a batch publishes all objects of the batch."""
         try:
             if not batch.is_expired:
                 staged.outcomes[index] = self._put(staged, sequence, write, view, scratch)
@@ -254,12 +254,12 @@ class DiskStore:
         except OSError:
             self._space.give_back([place])
             raise
-        staged.packed[place] = record.pack()  # here, in parallel with other writes, not at the end of the batch
+        staged.packed[place] = record.pack()  # packed here, in parallel with other writes
         staged.records.append(record)
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
-        """Publish all objects of a batch, unless the call has returned and the caller may have changed the memory."""
+        """Publish all objects of a batch. After the call returned, publish none, as the memory may have changed."""
         records = sorted(staged.records, key=lambda record: record.sequence)
         segments = sorted({record.segment for record in records})
         is_sound = False

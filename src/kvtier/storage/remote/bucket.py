@@ -1,7 +1,7 @@
-"""Bucket: the interface of a RemoteStore to a server: named values of bytes, in batches.
+"""Bucket: the interface between a RemoteStore and a server, which reads and writes named values in batches.
 
 One file per server implements it (redis.py, s3.py, mooncake.py). A bucket has no records, checksums or deadlines. It
-may lose, change or swap values: RemoteStore detects that.
+may lose, change or swap values, which RemoteStore detects.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 from kvtier.storage.codec import Scratch
 
 Parts = Sequence[memoryview]
-"""A value in pieces, which may be in different memory."""
+"""The pieces of a value, which need not be contiguous in memory."""
 
 
 class BucketError(Exception):
-    """A request to a server failed. Internal to the storage package: stores return outcomes."""
+    """A request to a server failed. Callers of a store do not see this error, but a FAILED result."""
 
     def __init__(self, message: str, *, is_transient: bool = True) -> None:
         super().__init__(message)
@@ -37,13 +37,13 @@ class Put(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """How to split a batch into requests, which run in parallel on threads."""
+    """Limits for splitting a batch into requests, which run in parallel on threads."""
 
     max_names: int
     max_put_bytes: int = 4 << 20
-    """Of one write."""
+    """Bytes of one write request."""
     num_puts: int | None = None
-    """Requests per batch of writes, more if they would be too large; None: one per thread."""
+    """Write requests per batch, or more if requests would exceed `max_put_bytes`. None: one per thread."""
 
 
 class Bucket(Protocol):
@@ -54,26 +54,26 @@ class Bucket(Protocol):
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Return values, at most as many bytes as their rooms; longer values are not read beyond. None: missing.
+        """Return each value, or None if it is missing. If a value is longer than its room, return its first bytes.
 
-        Entries of another type count as empty values and do not fail the others. Values may be in the scratch memory,
-        and are valid until it is taken again.
+        An entry of another type counts as an empty value and does not fail the other names. Values may be in the
+        scratch memory, and are valid until the next `scratch.take`.
         """
         ...
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:
-        """Return the first bytes of values. None: missing."""
+        """Return the first `nbytes` bytes of each value, or None if the value is missing."""
         ...
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
         """Write values. Without `replace` a bucket may skip existing names.
 
-        `values[i]` computes the value, which may raise a BucketError.
+        Access to `values[i]` computes the value, and may raise a BucketError.
         """
         ...
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete values; return which of them existed."""
+        """Delete values. Return True for each value that existed."""
         ...
 
     def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
@@ -81,7 +81,7 @@ class Bucket(Protocol):
         ...
 
     def reset(self) -> None:
-        """Drop idle connections, whose next reply may belong to another request."""
+        """Drop idle connections, because the next reply on one of them may belong to another request."""
         ...
 
     def close(self) -> None:

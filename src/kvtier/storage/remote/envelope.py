@@ -3,12 +3,12 @@
     plain     [record 256 | payload]
     sealed    [nonce 12 | record, encrypted 256 | tag 16] [nonce 12 | payload, encrypted | tag 16]
 
-With encryption, the name of an object is a keyed digest of its block key. The name is authenticated with both parts,
-which detects objects under a wrong name; the record's tag is authenticated with the payload, which detects parts of two
-versions. Readers of the server see sizes, times and repeated blocks. Nonces are random: one key is good for 2^32
-objects (NIST SP 800-38D), which at 1 MiB is 4 PiB.
+With encryption, the name of an object is a keyed digest of its block key. Both parts authenticate the name, so that an
+object under a wrong name is detected. The payload also authenticates the record's tag, so that parts of two versions
+are detected. Readers of the server still see sizes, times and repeated blocks. Nonces are random, so one key is good
+for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
 
-Token ids are not sent to servers: records have their digest, which is keyed if the operator sets a secret.
+Token ids are not sent to servers. A record has only their digest, which is keyed if the operator sets a secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.storage.store import MISSING, Label, ObjectResult, ObjectStatus, Rea
 SECRET_BYTES = 32
 NONCE_BYTES, TAG_BYTES = 12, 16
 SEAL_BYTES = NONCE_BYTES + TAG_BYTES
-"""Added to a part by sealing."""
+"""Bytes that sealing adds to a part."""
 
 EXPIRED = ObjectResult(ObjectStatus.MISSING, reason="expired")
 Packed = tuple[Record, Parts]
@@ -59,12 +59,12 @@ class Cipher:
         return hashlib.blake2b(key, digest_size=32, key=self._name_key).hexdigest()
 
     def seal(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Encrypt, and authenticate with `bound`, which `open` needs as well."""
+        """Encrypt `data` and authenticate it together with `bound`, which `open` needs as well."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._gcm.encrypt(nonce, data, bound)
 
     def open(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Decrypt; FormatError if the bytes or `bound` differ."""
+        """Decrypt `data`. Raise FormatError if `data` or `bound` differ from those of `seal`."""
         if len(data) < SEAL_BYTES:
             raise FormatError(f"too short for a sealed part: {len(data)} bytes")
         try:
@@ -107,7 +107,7 @@ class Envelope:
         return [self.pack(write, payload, total) for (write, payload), total in zip(objects, known, strict=True)]
 
     def pack(self, write: Write, payload: memoryview, known: int | None = None) -> Packed:
-        """Pack an object. `known` is the checksum of the payload, if it is not compressed."""
+        """Pack an object. `known` is the payload's checksum; pass it only without compression."""
         label = Label(write.label.namespace, write.label.token_digest)
         record, stored = encode(write.key, label, payload, self._compression, known)
         if self._ttl_s is not None:
@@ -133,7 +133,7 @@ class Envelope:
         return 0 < record.expires_s <= self._clock()
 
     def is_fresh(self, record: Record) -> bool:
-        """True if an equal object need not be sent again: more than half of its lifetime is left."""
+        """True if more than half of a record's lifetime is left, so that an equal object need not be sent again."""
         if self._ttl_s is None or not record.expires_s:
             return not record.expires_s
         return record.expires_s - self._clock() > self._ttl_s / 2

@@ -1,8 +1,8 @@
-"""MooncakeBucket: blocks in a Mooncake Store, the memory of many machines with one master. Needs the extra `mooncake`.
+"""MooncakeBucket: blocks in a Mooncake Store, a pool of memory on many machines. Needs the extra `mooncake`.
 
-Blocks are sent in place: over TCP from any memory, over RDMA from registered memory (`register`), such as the host
-tier; other memory is copied to registered memory first. Mooncake's objects are immutable, so a replacement is a removal
-and a put. The client cannot list names; the master's administration port can.
+Over TCP, blocks are sent in place from any memory. Over RDMA, blocks are sent in place from registered memory
+(`register`), such as the host tier, and copied to registered memory otherwise. Mooncake's objects are immutable, so a
+replacement is a removal and a put. The client cannot list names, so they come from the master's administration port.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvtier.storage.checksum import address_of
 from kvtier.storage.codec import Scratch
 from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize, join
 
-# Return codes of the client, below 0 where it otherwise returns a number of bytes.
+# Return codes of the client. Errors are negative, because some functions return a number of bytes on success.
 _OK = 0
 _TOO_SMALL = -600
 _NO_ROOM = -200
 _NOT_FOUND = -704
-_GONE = (-703, _NOT_FOUND, -710, -712)  # incomplete, missing, or its memory left the pool
+_GONE = (-703, _NOT_FOUND, -710, -712)  # the object is incomplete or missing, or its memory left the pool
 _TCP = "tcp"
 
 
@@ -33,8 +33,8 @@ class MooncakeBucket:
     """Objects in a Mooncake Store. Raises BucketError if the master does not respond.
 
     master          host:port
-    local_host      address of this machine for others
-    metadata        how clients find each other: by handshake, or the URL of a metadata server
+    local_host      address at which other machines reach this one
+    metadata        P2PHANDSHAKE, or the URL of a metadata server through which clients find each other
     protocol        tcp or rdma
     device          for rdma: the network devices, such as mlx5_0
     segment_bytes   memory that this process lends to the pool while it runs
@@ -42,9 +42,9 @@ class MooncakeBucket:
     admin_port      the master's administration port (its --metrics_port), needed for inventories
     """
 
-    # One request moves its objects in parallel: 32 of 1 MiB at 1,117 MiB/s in one request, 799 in two parallel halves,
-    # 769 in four quarters (2026-11-15, TCP, loopback, 2 cores). So one thread is the default, and a batch of puts,
-    # which takes three calls of the master, is one request.
+    # One request moves its objects in parallel. 32 objects of 1 MiB reach 1,117 MiB/s in one request, 799 MiB/s in two
+    # parallel requests and 769 MiB/s in four (2026-11-15, TCP, loopback, 2 cores). So one thread is the default, and a
+    # batch of puts is one request, which takes three calls to the master.
     request_size = RequestSize(max_names=1024, max_put_bytes=64 << 20)
 
     def __init__(
@@ -65,8 +65,8 @@ class MooncakeBucket:
         self._admin_port = admin_port
         self._admin_url = f"http://{master.rpartition(':')[0]}:{admin_port}/get_all_keys"
         self._registered: dict[int, memoryview] = {}  # the views keep the memory alive
-        self._lock = threading.Lock()  # of the dictionary
-        self._changing = threading.Lock()  # held while gigabytes are pinned, which must not block others
+        self._lock = threading.Lock()  # protects the dictionary
+        self._changing = threading.Lock()  # held while gigabytes are pinned, which must not delay requests
         _check_reachable(master, timeout_s)
         self._client = MooncakeDistributedStore()
         code = self._client.setup(local_host, metadata, segment_bytes, buffer_bytes, protocol, device, master)
@@ -74,8 +74,8 @@ class MooncakeBucket:
             raise BucketError(f"the setup of the client failed with code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        # Over TCP there is no such device: blocks are sent from any memory. And unlike over RDMA, the client would let
-        # any peer read and write registered memory.
+        # Only RDMA needs registered memory. Over TCP, blocks are sent from any memory, and the client would let any
+        # peer read and write registered memory.
         if not self._is_tcp:
             with self._changing:
                 self._add(memory)
@@ -90,7 +90,7 @@ class MooncakeBucket:
             code = self._client.unregister_buffer(at)
             if code != _OK:
                 with self._lock:
-                    self._registered[at] = view  # still mapped: its address must not be reused
+                    self._registered[at] = view  # the memory is still mapped, so its address must not be reused
                 raise BucketError(f"unregistering {len(view)} bytes failed with code {code}", is_transient=False)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -121,7 +121,7 @@ class MooncakeBucket:
         heads: list[bytes | None] = []
         for name, at, (count,) in zip(full, offsets, counts[0], strict=True):
             if count < 0 and count not in _GONE:
-                count = self._part(name, room[at : at + nbytes])  # shorter than a head
+                count = self._part(name, room[at : at + nbytes])  # the object may be shorter than a head
             heads.append(bytes(room[at : at + count]) if count >= 0 else None)
         return heads
 
@@ -145,14 +145,14 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects, by force: a read leases an object, 10 s by default, and the master would refuse until then.
-        A concurrent read may get the bytes of another object that is put into that memory."""
+        """Delete objects by force. A read leases its object, by default for 10 s, and the master would not delete a
+        leased object otherwise. A concurrent read may get the bytes of a new object that reuses the memory."""
         codes = self._client.batch_remove(self._full(names), True)
         self._check(codes, (_OK, *_GONE))
         return [code == _OK for code in codes]
 
     def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
-        """Return names in order. The master sends all of them every time."""
+        """Return names in order. Every call fetches all names from the master."""
         if not self._admin_port:
             raise BucketError(
                 "the Mooncake client cannot list objects; set the master's administration port, admin=9003",
@@ -175,9 +175,9 @@ class MooncakeBucket:
         self._client.close()
 
     def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
-        """Return registered scratch memory, which range reads need, even over TCP."""
+        """Return registered scratch memory. Range reads need registered memory even over TCP."""
         room = scratch.take(nbytes)
-        self._add(memoryview(room.obj))  # all of it: the next take may be longer
+        self._add(memoryview(room.obj))  # register all of it, because the next take may be longer
         return room
 
     def _add(self, memory: memoryview) -> None:
@@ -195,7 +195,7 @@ class MooncakeBucket:
         return [self._prefix + name for name in names]
 
     def _part(self, name: str, place: memoryview) -> int:
-        """Read the first bytes of an object, as many as fit; return their number or an error code."""
+        """Read the first bytes of an object, as many as fit into `place`. Return their number or an error code."""
         stored = self._client.get_size(name)
         count = min(stored, len(place))
         if count <= 0:
@@ -204,7 +204,7 @@ class MooncakeBucket:
         return int(counts[0][0][0])
 
     def _pieces(self, values: Sequence[Parts], scratch: Scratch) -> list[list[memoryview]]:
-        """Return the parts of values, copied to scratch memory if the network device cannot read them in place."""
+        """Return the parts of values. Parts that the device cannot read in place are copied to scratch memory."""
         if self._is_tcp:
             return [[part for part in parts if len(part)] for parts in values]
         others = [part for parts in values for part in parts if not self._is_registered(part)]
@@ -232,7 +232,7 @@ class MooncakeBucket:
 
 
 def _check_reachable(master: str, timeout_s: float) -> None:
-    """Raise BucketError if no server listens there: the client would retry for 90 seconds."""
+    """Raise BucketError if no server listens at this address. Without this check, the client retries for 90 seconds."""
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()

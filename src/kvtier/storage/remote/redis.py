@@ -1,7 +1,7 @@
 """RedisBucket: blocks on a Redis or Valkey server, or a cluster. Needs the extra `redis`.
 
-Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK; on a cluster one per node. Redis evicts on its own
-(set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
+Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK, or one pipeline per node of a cluster. Redis evicts on
+its own (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TRANSIENT = (
 )
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # subclasses of ConnectionError
 _ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, ValueError, TypeError, IndexError)
-"""Errors of the client; the last three for replies that violate the protocol."""
-_SMALL_BYTES = 1 << 14  # pieces up to this are joined, larger ones sent in place
-_READ_BYTES = 1 << 18  # per recv: 576 MiB/s for values of 1 MiB instead of 493 with 64 KiB (2026-11-15, loopback)
+"""Errors that the client raises. It raises the last three if a reply violates the protocol."""
+_SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are sent in place
+_READ_BYTES = 1 << 18  # per recv; 1 MiB values arrive at 576 MiB/s, but at 493 with 64 KiB (2026-11-15, loopback)
 
 
-# A server runs one command after another, so parallel puts only take cores from it. On two cores, one of them the
-# server's, 32 x 1 MiB in one request reached .87 to .97 of the raw client's rate, in eight requests on four threads .78
-# to .87; on a cluster .76 and .86 (2026-11-15).
+# A server runs one command after another, so parallel puts only take cores from it. Fractions of the raw client's rate
+# for 32 x 1 MiB, on two cores, one of them the server's (2026-11-15):
+# one request .87 to .97, eight requests on four threads .78 to .87; on a cluster, one request .76, eight requests .86.
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
@@ -48,9 +48,9 @@ _ONE_SERVER = RequestSize(
 class RedisBucket:
     """Strings on a Redis server. Raises BucketError if the server does not respond.
 
-    With `is_cluster`, `host` is one of the nodes. With `is_encrypted` (TLS), the server's certificate and host name are
-    verified, against `ca_file` instead of the system's certificates if it is set; `cert_file` and `key_file` are the
-    client's. Names start with `prefix`; deployments that share a server need different ones.
+    With `is_cluster`, `host` is one of the nodes. `is_encrypted` enables TLS and verifies the server's certificate and
+    host name, with the system's certificates or with those in `ca_file`. `cert_file` and `key_file` identify the
+    client. Names start with `prefix`; deployments that share a server need different prefixes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RedisBucket:
         return self._ranges(names, [nbytes] * len(names))
 
     def _ranges(self, names: Sequence[str], sizes: Sequence[int]) -> list[bytes | None]:
-        """Return the first bytes of each value; empty for other types, None for missing or empty values."""
+        """Return the first bytes of each value, no bytes for another type, and None for a missing or empty value."""
         commands = [("GETRANGE", self._prefix + n, 0, size - 1) for n, size in zip(names, sizes, strict=True)]
         replies = self._pipe(commands, _is_wrong_type)
         return [b"" if isinstance(reply, Exception) else reply or None for reply in replies]
@@ -118,7 +118,7 @@ class RedisBucket:
                 raise
             replies = dict.fromkeys(range(len(names)), error)
         moved = [index for index, reply in replies.items() if isinstance(reply, (*_MOVED, BucketError))]
-        if moved and self._is_cluster:  # the client follows moved slots, but needs values in one piece
+        if moved and self._is_cluster:  # the client's pipeline follows moved slots, but needs values in one piece
             replies |= self._send_joined(moved, names, values, scratch)
         _raise_errors(replies.values(), _is_out_of_memory)
         return [Put.STORED if not isinstance(replies[i], Exception) else Put.FULL for i in range(len(names))]
@@ -127,7 +127,7 @@ class RedisBucket:
         return [bool(reply) for reply in self._pipe([("UNLINK", self._prefix + name) for name in names])]
 
     def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
-        """SCAN, on a cluster node by node. A cursor is node:position."""
+        """Return names from SCAN, one node of a cluster after the other. A cursor is node:position."""
         node, _, at = (cursor or "0:0").partition(":")
         nodes = self._nodes()
         if not node.isdecimal() or not at.isdecimal() or int(node) >= len(nodes):
@@ -173,10 +173,10 @@ class RedisBucket:
         return replies
 
     def _send(self, names: Sequence[str], values: Sequence[Parts]) -> dict[int, Any]:
-        """SET on one connection per node, all sent before the first reply. Return replies and errors by number.
+        """Send SET commands on one connection per node, then read all replies. Return replies and errors by index.
 
-        Written out because a pipeline of the client needs a value in one piece, and joining the pieces costs as much as
-        the checksum: half of our overhead budget over plain Redis.
+        The client's pipeline is not used, because it needs each value in one piece. Joining the pieces costs as much as
+        the checksum, which is half of our overhead budget over plain Redis.
         """
         nodes: dict[Any, list[int]] = {}
         used: list[Any] = []
@@ -205,7 +205,7 @@ class RedisBucket:
     def _send_joined(
         self, chosen: Sequence[int], names: Sequence[str], values: Sequence[Parts], scratch: Scratch
     ) -> dict[int, Any]:
-        """Set values through a pipeline of the client, which follows moved slots."""
+        """Set values through the client's pipeline, which follows moved slots."""
         sizes = [sum(map(len, values[index])) for index in chosen]
         room, commands = scratch.take(sum(sizes)), []
         for index, nbytes in zip(chosen, sizes, strict=True):
@@ -216,7 +216,7 @@ class RedisBucket:
     def _packed(
         self, names: Sequence[str], values: Sequence[Parts], chosen: Sequence[int]
     ) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of SET commands. A value is computed when those before it have been sent."""
+        """Yield the bytes of SET commands. Each value is computed after the previous values have been sent."""
         text = bytearray()
         for index in chosen:
             parts = values[index]
@@ -249,14 +249,14 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _is_wrong_type(error: Exception) -> bool:
-    """True if the key holds a list, a set or another type that has no bytes of its own."""
+    """True if the key holds a list, a set or another type that is not a string."""
     return isinstance(error, exceptions.ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 def _explain(error: Exception) -> BucketError:
     if isinstance(error, _REFUSED):
         return BucketError(f"access denied: {error}", is_transient=False)
-    if isinstance(error, exceptions.MovedError):  # a cluster client follows them
+    if isinstance(error, exceptions.MovedError):  # a cluster client would follow the redirection
         return BucketError("the server is a node of a cluster; add cluster=yes", is_transient=False)
     if isinstance(error, _TRANSIENT):
         return BucketError(f"{type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 S3 has one request per object, so requests run in parallel, one per thread. A put is conditional: it fails if the name
 exists, and RemoteStore replaces the object only if it differs. Expired objects are deleted when they are read; use a
-lifecycle rule of the bucket for the rest.
+lifecycle rule of the bucket for objects that are not read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 class S3Bucket:
     """Objects in S3. Raises BucketError if the bucket cannot be read.
 
-    Empty arguments come from AWS_* in the environment. Names start with `prefix` and a slash. `endpoint` is the http://
-    or https:// URL of a server other than Amazon's; the bucket is then in the path.
+    Empty arguments default to AWS_* in the environment. Names start with `prefix` and a slash. `endpoint` is the URL,
+    http:// or https://, of a server other than Amazon's; the bucket's name is then part of the path.
     """
 
     request_size = RequestSize(max_names=1)

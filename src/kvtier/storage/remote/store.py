@@ -37,19 +37,19 @@ from kvtier.storage.store import (
 Arguments = ParamSpec("Arguments")
 Response = TypeVar("Response")
 Work = Callable[[Sequence[int], Batch, Scratch], None]
-"""Handles the objects of one request, by their numbers."""
+"""Handles the objects of one request, given their indices in the batch."""
 DEFAULT_RETRIES = 2
 _MIN_SHARE_BYTES = 1 << 20
 _MAX_READ_BYTES = 4 << 20
-"""Small enough that values are in the CPU cache when verified, that threads hold little memory and that late ones stop
-soon; large enough that the round trip does not matter."""
+"""Small enough that values are in the CPU cache when they are verified, that threads hold little memory and that late
+requests end soon. Large enough that the round trip does not matter."""
 
 
 class RemoteStore:
     """A store on a server, shared by any number of processes.
 
     At most `num_threads` requests run in parallel. `where` names the server in messages. Transient errors are retried
-    `num_retries` times, the first time after up to `first_wait_s`. `stats` has no contents, only calls.
+    `num_retries` times, the first time after up to `first_wait_s`. `stats` counts calls, not stored objects.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RemoteStore:
         self._num_quarantined = 0
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Look up objects. A damaged or expired one may be FOUND here, and not when it is read."""
+        """Look up objects. A damaged or expired object may be FOUND here, although a read rejects it."""
         begin = self._meter.begin(keys)
         outcomes = self._run_by_name(keys, self._bucket.exists, ObjectResult(ObjectStatus.FOUND), timeout_s)
         return self._meter.end("lookups", outcomes, begin)
@@ -88,7 +88,7 @@ class RemoteStore:
         names = [self._envelope.name(read.key) for read in reads]
 
         def fetch(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
-            """Settle objects, except damaged and expired ones: return these, to be deleted first."""
+            """Settle objects. Return damaged and expired objects unsettled, because they must be deleted first."""
             rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
             values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
             useless = {}
@@ -106,8 +106,8 @@ class RemoteStore:
             doubtful = [index for index, outcome in useless.items() if outcome.status is ObjectStatus.CORRUPT]
             self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
             if doubtful:
-                # The object may be intact: a concurrent removal may have replaced the memory (Mooncake), a bit may
-                # have flipped in transit, the connection may be out of step. Read again: real damage persists.
+                # The stored object may be intact: a concurrent removal may have reused its memory (Mooncake), a bit
+                # may have flipped in transit, or the connection may be out of step. Read again; real damage persists.
                 self._bucket.reset()
                 self._run_chunk(confirm, doubtful, batch, scratch)
 
@@ -117,7 +117,7 @@ class RemoteStore:
         return self._meter.end("reads", self._run([len(view) for view in views], load, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects. Equal objects that exist are not always sent again."""
+        """Store objects. An object is not always sent if an equal object exists."""
         begin = self._meter.begin([write.key for write in writes])
         last = last_writes(writes)
         chosen = [writes[index] for index in last.values()]
@@ -133,7 +133,7 @@ class RemoteStore:
         return self._meter.end("writes", outcomes, begin)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Delete objects. If a failed attempt has deleted one, its retry reports MISSING."""
+        """Delete objects. If a failed attempt has deleted an object, the retry reports it as MISSING."""
         begin = self._meter.begin(keys)
         outcomes = self._run_by_name(keys, self._bucket.delete, ObjectResult(ObjectStatus.REMOVED), timeout_s)
         return self._meter.end("removals", outcomes, begin)
@@ -145,7 +145,7 @@ class RemoteStore:
         done: ObjectResult,
         timeout_s: float | None,
     ) -> Sequence[ObjectResult]:
-        """Run a request that returns True or False per name; True becomes `done`, False MISSING."""
+        """Run a request that returns a bool per name. True becomes the result `done`, False becomes MISSING."""
         names = [self._envelope.name(key) for key in keys]
 
         def work(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
@@ -183,7 +183,7 @@ class RemoteStore:
         return Page(objects, following, time.perf_counter() - begin, num_unreadable=records.count(None))
 
     def register(self, memory: memoryview) -> None:
-        """Send blocks from this memory without copies, if the client of the server supports it."""
+        """Send blocks from this memory without copies, if the server's client library supports that."""
         self._meter.begin()
         if isinstance(self._bucket, UsesMemory):
             self._translate(self._bucket.register, memory)
@@ -227,13 +227,13 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
-        """Split objects into requests: equal shares of bytes, one per thread, more if they would be too large."""
+        """Split objects into one request per thread, with equal shares of bytes. Split shares that are too large."""
         limits = self._bucket.request_size
         max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
         share = max(sum(sizes) / num_requests, _MIN_SHARE_BYTES)
         chunks: list[list[int]] = [[]]
-        nbytes, taken = 0, 0.0  # bytes of the last chunk, and of its share: an excess reduces the next share
+        nbytes, taken = 0, 0.0  # bytes of the last chunk, without and with the previous chunk's excess over its share
         for index, size in enumerate(sizes):
             is_full = taken >= share or nbytes + size > max_bytes or len(chunks[-1]) == limits.max_names
             if is_full and chunks[-1]:
@@ -247,7 +247,7 @@ class RemoteStore:
 
     def _run_chunk(self, work: Work, chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
         if batch.is_expired:
-            return  # it waited for a request that hung
+            return  # the chunk waited behind a request that hung
         try:
             work(chunk, batch, scratch)
         except BucketError as error:
@@ -294,7 +294,7 @@ class RemoteStore:
         return parcels.only([index for index, put in done.items() if put is Put.EXISTS])
 
     def _record(self, name: str, head: bytes | None) -> Record | None:
-        """Return the record of a value; None if it is missing or invalid."""
+        """Return the record in a value's head, or None if the head is missing or invalid."""
         try:
             return self._envelope.read_head(name, head) if head is not None else None
         except FormatError:
@@ -304,7 +304,7 @@ class RemoteStore:
         return stored is not None and stored.is_same_object(record) and self._envelope.is_fresh(stored)
 
     def _quarantine(self, batch: Batch, useless: dict[int, tuple[str, ObjectResult]]) -> None:
-        """Delete useless objects before the call reports them."""
+        """Delete damaged and expired objects, then settle them."""
         if not useless:
             return
         corrupt = sum(outcome.status is ObjectStatus.CORRUPT for _, outcome in useless.values())
@@ -321,13 +321,13 @@ class RemoteStore:
 
 
 class _Parcels(Sequence[Parts]):
-    """The values of one request, packed on access: checksums are computed while earlier objects are sent, and the bytes
-    to send are in the CPU cache. `indices` are the numbers of the objects in the batch.
+    """The values of one request, packed on access, so that checksums are computed while earlier objects are sent, and
+    the bytes to send are in the CPU cache. `indices` are the positions of the objects in the batch.
 
     Memory that the caller may have changed must not get a valid checksum:
 
-        memory read, call still open   the checksum is the block's; if other bytes are sent later, a read detects it
-        memory read, call returned     the checksum may be of other bytes: nothing is sent
+        call open after packing       the checksum is that of the block; if other bytes are sent, a read detects this
+        call returned while packing   the checksum may be that of other bytes, so nothing is sent
     """
 
     def __init__(self, envelope: Envelope, writes: Mapping[int, tuple[Write, memoryview]], batch: Batch) -> None:
@@ -336,7 +336,7 @@ class _Parcels(Sequence[Parts]):
         self.indices = list(writes)
 
     def only(self, indices: list[int]) -> _Parcels:
-        """Return some of the objects; what is packed is shared."""
+        """Return some of the objects. Both sequences share the packed values."""
         part = copy.copy(self)
         part.indices = indices
         return part
