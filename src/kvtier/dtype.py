@@ -1,7 +1,7 @@
 """Element types of KV data, torch-free. `kvtier.memory` holds the mapping to torch.
 
-A type is a name and a number of bits. Types below 8 bits are packed, the first element in the lowest bits of its byte;
-byte sizes round up, and an offset into packed data must fall on a byte boundary.
+A type is a name and a number of bits. Types below 8 bits are packed, with the first element in the lowest bits of a
+byte. Sizes in bytes are rounded up, and an offset into packed data must fall on a byte boundary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError, UnavailableErro
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type. Compare with `==`; look up by any of its names with `dtype("bf16")`."""
+    """An element type. `dtype("bf16")` finds one by any of its names."""
 
     name: str
     """The name in messages and files."""
@@ -51,7 +51,7 @@ class DType:
         return (count * self.bits + 7) // 8
 
     def offset_bytes(self, count: int) -> int:
-        """Return the byte offset of element `count`; an error if it starts inside a byte."""
+        """Return the byte offset of element `count`. ArgumentError if the element starts inside a byte."""
         if count * self.bits % 8:
             raise ArgumentError(
                 f"element {count} of {self} starts at bit {count * self.bits}, inside a byte: "
@@ -77,7 +77,7 @@ class DType:
 
 
 null = DType("null", 8, "void")
-"""The type of an empty Buffer without one; memory never has it."""
+"""The type of an empty Buffer that was made without a type. No memory has this type."""
 bool_ = DType("bool", 8, "bool")
 u8, u16, u32, u64 = (DType(f"u{bits}", bits, f"uint{bits}") for bits in (8, 16, 32, 64))
 i8, i16, i32, i64 = (DType(f"i{bits}", bits, f"int{bits}") for bits in (8, 16, 32, 64))
@@ -97,7 +97,7 @@ _BY_NAME: Mapping[str, DType] = MappingProxyType({name: each for each in ALL for
 
 
 def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
-    """Return the element type of a name ("bf16", "bfloat16"), numpy or ml_dtypes type."""
+    """Return the element type for a name ("bf16", "bfloat16"), or for a numpy or ml_dtypes type."""
     if isinstance(name, DType):
         return name
     element = _BY_NAME.get(name if isinstance(name, str) else _numpy_name(name))
@@ -108,7 +108,7 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
 
 
 def _numpy_name(name: object) -> str:
-    """Return numpy's name of a type; for others, a text that is not a type name."""
+    """Return numpy's name of a type. If numpy does not have the type, return a text that matches no type name."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

@@ -15,7 +15,7 @@ BytesLike = bytes | bytearray | memoryview
 def cache_dir() -> Path:
     """Return the cache directory: $KVTIER_CACHE_DIR, else $XDG_CACHE_HOME/kvtier, else ~/.cache/kvtier.
 
-    It is created if missing; UnavailableError if that fails.
+    Create the directory if it is missing. UnavailableError if that fails.
     """
     named = os.environ.get("KVTIER_CACHE_DIR")
     try:
@@ -27,11 +27,11 @@ def cache_dir() -> Path:
 
 
 def distrust(path: Path) -> str:
-    """Return why a user other than this one and root could have changed this path; empty if none could.
+    """Return why another user (except root) could have changed this path; empty if none could.
 
-    The path and all folders above it must belong to this user or root and be writable for them only. Folders above with
-    the sticky bit, such as /tmp, may be writable: entries of others cannot be replaced there. A symbolic link is
-    rejected; use `Path.resolve` on the folder first.
+    The path and all parent folders must belong to this user or root, and only the owner may have write permission. A
+    parent folder with the sticky bit, such as /tmp, may be writable, because users cannot replace each other's entries
+    there. A symbolic link is rejected; call `Path.resolve` on the folder first.
     """
     trusted = (0, os.geteuid())
     for each in (path, *path.parents):
@@ -47,7 +47,7 @@ def distrust(path: Path) -> str:
 
 
 def write_atomically(path: Path, *parts: BytesLike) -> None:
-    """Write a file atomically: complete and on disk when this returns, unchanged if it fails."""
+    """Write a file atomically: it is complete and on disk when this returns, and unchanged if this raises."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:

@@ -1,15 +1,15 @@
 """The layout of a block of KV data: sizes and offsets of its layers and tensors. Torch-free.
 
-A *cache group* is the layers that share block tables. A block of a group is `block_tokens` tokens of all its layers:
+A *cache group* is a set of layers that share block tables. A block holds `block_tokens` tokens of all these layers:
 
     block of "main"   [ layer 0              | layer 1              | ... | draft layer          ]
                         key | value | scales   key | value | scales         key | value
                         tensor_offset(0, "value") ^
     host slot         [ block, then padding up to a multiple of 4 KiB ]
 
-A block has this order, without gaps, in host memory, on disk and on the wire, for any layout of the device cache.
-Layers of one group may differ (a draft layer, an indexer); layers with other block tables (a sliding window) are
-another group, with slots of another size.
+In host memory, on disk and on the wire, a block has this order without gaps, whatever the layout of the device cache.
+The layers of a group may differ in size (a draft layer, an indexer). Layers with separate block tables (a sliding
+window) form another group, with another slot size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtier.dtype import DType, dtype
 from kvtier.errors import ArgumentError, RangeError
 
 SLOT_ALIGNMENT = 4096
-"""Slots begin on pages, for direct disk I/O and memory registration."""
+"""Host slots are page-aligned, for direct disk I/O and memory registration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class TensorSpec:
     """One tensor of a layer, for the tokens of one block."""
 
     name: str
-    """Its role: "key", "value", "latent", "key_scale", ..."""
+    """Role of the tensor: "key", "value", "latent", "key_scale", ..."""
     dtype: DType
     shape: tuple[int, ...]
-    """Elements of one block, such as (tokens, heads, head size)."""
+    """Shape of the part in one block, such as (tokens, heads, head size)."""
     head_axis: int | None = None
-    """The axis of KV heads, which is split among tensor-parallel ranks; None: every rank has the whole tensor."""
+    """The axis of KV heads, which is split among tensor-parallel ranks. None if every rank has the whole tensor."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape or min(self.shape) <= 0:
@@ -49,7 +49,7 @@ class TensorSpec:
         return self.dtype.nbytes(math.prod(self.shape))
 
     def of_rank(self, num_ranks: int) -> TensorSpec:
-        """Return the share of each of `num_ranks` ranks."""
+        """Return the spec of the part that each of `num_ranks` ranks stores."""
         if self.head_axis is None:
             return self
         heads = self.shape[self.head_axis]
@@ -61,7 +61,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The tensors of one layer, in the order of the block."""
+    """The tensors of one layer, in the order in which a block stores them."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -72,7 +72,7 @@ class LayerSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block of this layer."""
+        """Bytes of this layer in one block."""
         return sum(each.nbytes for each in self.tensors)
 
 
@@ -97,9 +97,9 @@ class CacheGroup:
     name: str
     layers: tuple[LayerSpec, ...]
     window_tokens: int | None = None
-    """Tokens a sliding window looks back; None: all."""
+    """Length of the sliding window in tokens; None for full attention."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Offset of each layer in a block, and the block's size. Cached: each transfer needs it."""
+    """Offset of each layer in a block, followed by the size of the block. Cached, because each transfer needs it."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -120,7 +120,7 @@ class CacheGroup:
         extra: Sequence[TensorSpec] = (),
         window_tokens: int | None = None,
     ) -> CacheGroup:
-        """Equal layers with keys and values."""
+        """Return a group of equal layers with keys and values."""
         shape = (block_tokens, num_kv_heads, head_dim)
         tensors = (*(TensorSpec(role, dtype(element), shape, head_axis=1) for role in ("key", "value")), *extra)
         return cls(name, (LayerSpec(tensors),) * num_layers, window_tokens)
@@ -136,7 +136,7 @@ class CacheGroup:
         *,
         extra: Sequence[TensorSpec] = (),
     ) -> CacheGroup:
-        """Equal layers with one compressed tensor each (multi-head latent attention)."""
+        """Return a group of equal layers with one compressed tensor each (multi-head latent attention)."""
         latent = TensorSpec("latent", dtype(element), (block_tokens, latent_dim))
         return cls(name, (LayerSpec((latent, *extra)),) * num_layers)
 
@@ -144,7 +144,7 @@ class CacheGroup:
         return replace(self, layers=(*self.layers, *layers))
 
     def of_rank(self, num_ranks: int) -> CacheGroup:
-        """Return the share of each of `num_ranks` tensor-parallel ranks: all layers, a part of the heads."""
+        """Return the group that each of `num_ranks` tensor-parallel ranks stores: all layers, a part of the heads."""
         layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
         return replace(self, layers=layers)
 
@@ -167,7 +167,7 @@ class CacheGroup:
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def check_layers(self, layers: range | None) -> range:
-        """Return these layers (None: all). RangeError unless they are consecutive ones of this group."""
+        """Return `layers`, or all layers if None. RangeError unless they are consecutive layers of this group."""
         if layers is None:
             return range(self.num_layers)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
@@ -175,7 +175,7 @@ class CacheGroup:
         return layers
 
     def span(self, layers: range | None = None) -> Span:
-        """Return the position of these layers (None: all) in a block."""
+        """Return the position of `layers` (None: all layers) in a block."""
         chosen = self.check_layers(layers)
         start, stop = self._starts[chosen.start], self._starts[chosen.stop]
         return Span(start, stop - start)
@@ -196,10 +196,10 @@ class CacheGroup:
         raise ArgumentError(f"group {self.name!r} has no tensor {name!r} in a layer {layer}")
 
     def layer_groups(self, layers: range | None, piece_bytes: int, min_groups: int) -> list[range]:
-        """Split layers into runs of about equal bytes: at least `min_groups` if there are enough layers, and more while
-        a run has at least `piece_bytes` of a block.
+        """Split layers into consecutive runs of about equal size.
 
-        The first run is never larger than its share, which limits the wait for it.
+        There is one run per `piece_bytes` of a block, but at least `min_groups` runs and at most one per layer. The
+        model waits for the first run, so this run does not exceed an equal share, unless it is a single layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes
@@ -208,7 +208,7 @@ class CacheGroup:
         start, done = chosen.start, 0
         for index in chosen:
             size = self.layers[index].nbytes
-            # a layer that would exceed the share of a run begins the next one
+            # a layer that would make the run exceed its share begins the next run
             if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
                 groups.append(range(start, index))
                 start = index
@@ -218,7 +218,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All cache groups of a model, and the tokens of a block."""
+    """All cache groups of a model, and the number of tokens per block."""
 
     block_tokens: int
     groups: tuple[CacheGroup, ...]
@@ -241,7 +241,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes per token, over all groups."""
+        """Bytes per token, summed over all groups."""
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:

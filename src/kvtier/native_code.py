@@ -1,7 +1,7 @@
-"""C code of kvtier: compiled with the machine's compiler on first use and kept in the cache directory.
+"""Compile kvtier's C code with the machine's compiler on first use, and keep the library in the cache directory.
 
-The wheel is pure Python. Without a compiler, or if the library does not work, there is a reason instead of code, and
-Python equivalents are used.
+The wheel is pure Python. Without a compiler, or if the library does not work, `load` returns the reason instead of
+code, and callers use Python equivalents.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvtier.errors import UnavailableError
 from kvtier.files import cache_dir, distrust
 
 Code = TypeVar("Code")
-_SECONDS = 120  # more than any compiler took here
+_SECONDS = 120  # compiler timeout: longer than any compilation took here
 
 
 @dataclass(frozen=True, slots=True)
 class Native(Generic[Code]):
-    """The compiled functions, or the reason there are none."""
+    """The compiled functions, or the reason why there are none."""
 
     code: Code | None
     reason: str
@@ -37,12 +37,12 @@ class Native(Generic[Code]):
 def load(
     package: str, files: Sequence[str], flags: Sequence[str], make: Callable[[Path], Code], *, made_for: str = ""
 ) -> Native[Code]:
-    """Compile the first of these files of a package, and return what `make` makes of the library.
+    """Compile the first of `files` in a package, and return the object that `make` creates from the library.
 
-    `made_for` is what else the library depends on, such as processor features: one home directory serves many machines.
-    `make` raises OSError or AttributeError for an incomplete library, which is then compiled again, and
-    UnavailableError if this machine cannot run it. A library that another user could have written is not loaded, since
-    it runs with all rights of this process; the code is then compiled for this process alone.
+    `made_for` names other things that the library depends on, such as processor features, because several machines may
+    share a home directory. `make` raises OSError or AttributeError if the library is incomplete (it is then compiled
+    again), and UnavailableError if this machine cannot run it. A library that another user could have written is not
+    loaded, because it would have all rights of this process. The code is then compiled for this process alone.
     """
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
     texts = {name: resources.files(package).joinpath(name).read_text() for name in files}
@@ -70,7 +70,7 @@ def load(
 
 
 def _load_cached(path: Path, make: Callable[[Path], Code]) -> Code | None:
-    """Load the library of an earlier process, if it exists, is trusted and complete."""
+    """Load the library that an earlier process compiled, if it exists, is trusted and is complete."""
     if not path.exists() or distrust(path):
         return None
     try:
@@ -102,5 +102,5 @@ def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: P
         built = Path(folder) / "built.so"
         command = [*compiler.split(), str(Path(folder) / next(iter(texts))), *flags, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-        built.chmod(0o755)  # for any umask: a library that a group can write would not be loaded again
+        built.chmod(0o755)  # whatever the umask is: a group-writable library would not be loaded again
         os.replace(built, path)  # atomic for other processes

@@ -34,7 +34,7 @@ class BatchOp(Enum):
     | UPDATE  | kUpdate  | batch -> request cache                             | host          | engine   |
     | REMOVE  | kDel     | request cache -> session                           | host          | engine   |
 
-    ADD and REMOVE concern requests, once each; the six between them concern a batch, once per step.
+    ADD and REMOVE run once per request. The six ops between them run once per step, for a batch.
     """
 
     ADD = "add"
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Key(Generic[T]):
-    """Name and type of an entry. Keys of equal name and type are equal."""
+    """Name and type of an entry in an Environment."""
 
     name: str
     type: type[T]
@@ -80,7 +80,7 @@ class Environment:
         self._entries: dict[str, tuple[Key[Any], Any]] = {}
 
     def produce(self, key: Key[T], value: T) -> T:
-        """Add an entry, which must not be there yet. Returns the value."""
+        """Add an entry and return the value. StateError if the entry exists."""
         if key.name in self._entries:
             raise StateError(f"{key} already exists: an entry is produced once")
         if not isinstance(value, key.type):
@@ -89,7 +89,7 @@ class Environment:
         return value
 
     def at(self, key: Key[T]) -> T:
-        """Return the value of an entry. StateError lists the existing ones if there is none."""
+        """Return the value of an entry. If it does not exist, StateError lists the existing entries."""
         entry = self._entries.get(key.name)
         if entry is None:
             known = ", ".join(str(known) for known, _ in self._entries.values()) or "nothing"
@@ -120,8 +120,8 @@ _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 class BatchData:
     """The slot of one phase: filled for a step, passed through the ops, and free again after UPDATE.
 
-    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this one. `ready` is recorded by the engine
-    when SETUP's copies are enqueued, `done` by the executor when all of its work is.
+    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this one. The engine records `ready` after it
+    has enqueued the copies of SETUP; the executor records `done` after it has enqueued all of its work.
     """
 
     def __init__(self, phase: int) -> None:
@@ -159,7 +159,7 @@ class BatchData:
         return sum(self.local_token_num)
 
     def begin(self, sequence: int, perm: Permutation, requests: Sequence[Any], local_token_num: Sequence[int]) -> None:
-        """Fill a free slot for a step: one request per row of the new order, tokens per rank."""
+        """Fill a free slot for a step, with one request per row of the new order and one token count per rank."""
         if self.state != "free":
             raise StateError(f"phase {self.phase} is {self.state}: step {self.sequence} is not finished")
         if len(requests) != len(perm):
@@ -172,7 +172,7 @@ class BatchData:
         self.state = "begun"
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment of an op: one for SETUP, one for the executor's three, one for FETCH and UPDATE."""
+        """Return the environment of an op. The executor's three ops share one, and so do FETCH and UPDATE."""
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
@@ -234,11 +234,11 @@ class Module:
         """Use the results, which have arrived. Host."""
 
     def remove(self, requests: Sequence[Any]) -> None:
-        """Remove requests, of which no batch is in flight, including those that any module rejected in `add`. Host."""
+        """Remove requests that are in no batch in flight, including requests that a module rejected in `add`. Host."""
 
 
 def check_modules(modules: Sequence[Module], given: Sequence[Key[Any]]) -> None:
-    """Raise unless every entry a module reads is given or written by a module, and none is written twice."""
+    """Raise unless each entry that a module reads is in `given` or written by a module, and none is written twice."""
     producers: dict[str, str] = {key.name: "the pipeline" for key in given}
     for module in modules:
         for key in sorted(module.writes, key=str):

@@ -1,4 +1,4 @@
-"""Executors, which run the device side of batches, and the streams of both sides with the events between them."""
+"""Executors run the device side of batches. Streams has a stream for each side and records the events between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.memory import Placement, Stream, context
 
 
 class Streams:
-    """One stream for each side; none without threads and GPU, where all work is done at once."""
+    """One stream for each side. Without threads and GPU there are no streams, and all work is done at once."""
 
     def __init__(self, placement: Placement, *, threads: bool) -> None:
         wanted = threads or placement.is_device
@@ -30,7 +30,7 @@ class Streams:
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
-        """Inside the block, the executor's stream is the current one; its work is between `ready` and `done`."""
+        """Inside the block, the executor's stream is current. It waits for `ready` before, and records `done` after."""
         if self._executor is not None:
             self._executor.wait(batch.ready)
         with _current(self._executor):
@@ -39,12 +39,12 @@ class Streams:
             self._executor.record(batch.done)
 
     def record_ready(self, batch: BatchData) -> None:
-        """Record the end of SETUP's work."""
+        """Record the end of the work that SETUP enqueued."""
         if self._engine is not None:
             self._engine.record(batch.ready)
 
     def wait_done(self, batch: BatchData) -> None:
-        """Make FETCH's work wait for the batch's work on the device."""
+        """Make the copies of FETCH wait for the executor's work on this batch."""
         if self._engine is not None:
             self._engine.wait(batch.done)
 
@@ -55,12 +55,12 @@ class Streams:
         try:
             self._engine.synchronize()
         except Exception:
-            with contextlib.suppress(Exception):  # the same error, still on its own stream
+            with contextlib.suppress(Exception):  # clears the same error on the other stream
                 self._executor.synchronize()
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for a side's stream after a failure. Its error is not cleared: it may be another batch's."""
+        """Wait for a side's stream after a failure. The stream keeps its error, which may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()
@@ -73,7 +73,7 @@ class Streams:
 
 @contextlib.contextmanager
 def _current(stream: Stream | None) -> Iterator[None]:
-    """Make it the current stream of kvtier and, on a GPU, of torch: a module uses both."""
+    """Make `stream` the current stream of kvtier and, on a GPU, of torch, because modules use both."""
     if stream is None:
         yield
         return
@@ -86,7 +86,7 @@ Work = Callable[[BatchData], None]
 
 
 class ThreadExecutor:
-    """Runs batches in order on a thread: the host prepares the next batch while this one runs on the device."""
+    """Runs batches in order on a thread, so that the host can prepare the next batch while a batch runs."""
 
     def __init__(self, work: Work) -> None:
         self._inbound: SimpleQueue[BatchData | None] = SimpleQueue()

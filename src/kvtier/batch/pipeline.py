@@ -30,7 +30,7 @@ class TicketStatus(Enum):
     ACTIVE = "active"
     """In the latest batch."""
     RETIRING = "retiring"
-    """Outcome decided; leaves when none of its batches is in flight."""
+    """The outcome is decided. The request leaves when none of its batches is in flight."""
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -53,7 +53,7 @@ class Ticket:
         self.status = TicketStatus.WAITING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if it was in a batch before: then its next row is resumed, not new."""
+        """True if the request was in a batch before. Its next row is then resumed, not new."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -63,12 +63,12 @@ class Ticket:
 
     @property
     def num_in_flight(self) -> int:
-        """Batches in flight with this request. Looked up: a counter would change for every row in every step."""
+        """Batches in flight with this request. Not a counter, which would change for every row in every step."""
         return sum(self in rows for rows in self._in_flight)
 
     @property
     def is_running(self) -> bool:
-        """True if it may still be put into a batch."""
+        """True if the request may still be put into a batch."""
         return self.status in (TicketStatus.WAITING, TicketStatus.ACTIVE)
 
     def finish(self) -> None:
@@ -96,9 +96,9 @@ class Ticket:
 
 
 class RowOrder:
-    """The rows of a batch. Made when rows change, and shared by the batches in which they do not.
+    """The rows of a batch. Consecutive batches with the same rows share one RowOrder.
 
-    Generating rows come first; in both groups, existing rows keep their order, then come resumed ones, then new ones.
+    Generating rows come first. In both groups, existing rows keep their order and precede resumed rows, then new rows.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -110,7 +110,7 @@ class RowOrder:
         """The permutation of a batch with the same rows as the previous one."""
 
     def next(self, chosen: dict[Ticket, None], generating: Collection[Ticket]) -> tuple[RowOrder, Permutation]:
-        """Return the order of a batch of the chosen requests, and the permutation from this order."""
+        """Return the order of a batch of the chosen requests, and the permutation from this order to that one."""
         first = chosen.keys() & generating
         if chosen.keys() == self.row_of.keys() and self._begins_with(first):
             return self, self.stay
@@ -134,9 +134,9 @@ class Pipeline:
         step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
         step t+1         SETUP ──ready──> ...          up to `phases` in flight; results lag by phases - 1 steps
 
-    All methods are for one thread, the engine's. The requests of a BatchData are Tickets. An error in a module fails
-    only the requests of its batch. After an error on the device side, the order of the rows there is unknown: later
-    batches in flight do not run, their other requests return to WAITING, and all rows are new in the next batch.
+    Call all methods on one thread, the engine's. The requests of a BatchData are Tickets. An error in a module fails
+    only the requests of its batch. After an error on the device side, the order of rows on the device is unknown. Later
+    batches in flight then do not run, their other requests return to WAITING, and all rows of the next batch are new.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Pipeline:
         self._order = RowOrder()  # the rows of the latest batch
         self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch in flight
         self._running: dict[Ticket, None] = {}  # may be put into a batch
-        self._retiring: list[Ticket] = []  # decided, and still in a batch in flight
+        self._retiring: list[Ticket] = []  # outcome decided, but still in a batch in flight
         self._broken_at: int | None = None  # the step that failed on the device; later results are invalid
         self._closed = False
 
@@ -192,9 +192,9 @@ class Pipeline:
     def step(
         self, tickets: Iterable[Ticket], *, generating: Collection[Ticket] = (), tokens: Sequence[int] = ()
     ) -> None:
-        """Submit a batch of these requests in the order of RowOrder, and collect the oldest if all phases are in use.
+        """Submit a batch of `tickets` in the order of RowOrder. Collect the oldest batch if all phases are in use.
 
-        Requests left out are preempted and may be resumed later. Those that are retiring are left out silently.
+        Requests not in `tickets` are preempted and may be resumed later. Retiring requests in `tickets` are ignored.
         """
         self._check_open()
         chosen, tokens = dict.fromkeys(tickets), tuple(tokens)
@@ -205,7 +205,7 @@ class Pipeline:
             self.drain()
         while not self._free:
             self.collect()
-        for ticket in chosen.keys() - self._running.keys():  # some may have left with the batches just collected
+        for ticket in chosen.keys() - self._running.keys():  # collecting may have retired some
             del chosen[ticket]
         order, perm = self._order.next(chosen, generating)
         batch = self._free.pop()
@@ -231,7 +231,7 @@ class Pipeline:
         del self._in_flight[0]
         rows: Sequence[Ticket] = batch.requests
         if batch.error is None and self._broken_at is not None and batch.sequence > self._broken_at:
-            batch.error = StateError("an earlier batch failed on the device")  # it ran on unknown rows
+            batch.error = StateError("an earlier batch failed on the device")  # this batch ran on unknown rows
         try:
             if batch.error is not None:
                 self._after_failure(batch, rows)
@@ -368,7 +368,7 @@ class Pipeline:
         self._retiring.append(ticket)
 
     def _release(self) -> None:
-        """Remove decided requests that are in no batch in flight. The first error in REMOVE is raised at the end."""
+        """Remove retiring requests that are in no batch in flight. The first error in REMOVE is raised at the end."""
         if not self._retiring:
             return
         leaving = [ticket for ticket in self._retiring if not ticket.num_in_flight]

@@ -38,8 +38,8 @@ class TimelineSpan:
 class Timeline:
     """Records spans, from any thread.
 
-    `spans` are those of the host: work for a stream appears when it is enqueued. `stream_spans` are the same ops and
-    copies when their stream ran them, measured by events; CUDA's clock is aligned with the host's once, to some 10 us.
+    `spans` has times of the host, at which work is enqueued. `stream_spans` has the times at which the stream ran the
+    same ops and copies, measured by events. CUDA's clock is aligned with the host's clock once, to about 10 us.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ class Timeline:
             return tuple(self._spans)
 
     def stream_spans(self) -> tuple[TimelineSpan, ...]:
-        """Wait for and return the spans of streams, in the order of enqueueing, without those of failed work."""
+        """Wait for the work on streams and return its spans, in the order of enqueueing, without failed work."""
         with self._lock:
             recorded = tuple(self._on_streams)
         spans = []
         for span, origin, origin_time, begin, end in recorded:
-            with contextlib.suppress(Exception):  # an error of the stream, raised where it is synchronised
+            with contextlib.suppress(Exception):  # the error is raised where the stream is synchronised
                 start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
                 spans.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
         return tuple(spans)
@@ -97,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return an event and its time on the host; the first span of a placement waits for it."""
+        """Return the reference event of a placement and its host time. The first span records the event and waits."""
         if stream is None:
             return None
         with self._lock:

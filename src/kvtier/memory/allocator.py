@@ -1,4 +1,4 @@
-"""Allocator: counts and reports the memory of one placement, which two functions allocate and free."""
+"""Allocator: allocates and frees memory of one placement with two given functions, and counts it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _nothing(*_: object) -> None:
 class Allocator:
     """Allocates uninitialised memory of one placement and counts it. Thread-safe.
 
-    `allocate(nbytes)` returns an address, or a tensor whose memory is freed with it; MemoryError or RuntimeError if
-    there is none. `deallocate(address, nbytes)` frees it, `trim()` returns cached memory to the system, and
-    `free_bytes()` is the free memory of the system, if known. They may be called from several threads.
+    `allocate(nbytes)` returns an address, or a tensor that owns the memory. It raises MemoryError or RuntimeError if
+    there is no memory. `deallocate(address, nbytes)` frees it, `trim()` returns cached memory to the system, and
+    `free_bytes()` returns the free memory of the system, or None. Several threads may call these functions.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Allocator:
         return f"Allocator({str(self.placement)!r}, {self.stats})"
 
     def allocate(self, nbytes: int) -> MemoryRef:
-        """Allocate `nbytes`, which are freed with the last reference to the result."""
+        """Allocate `nbytes` bytes. They are freed when the last reference to the result is dropped."""
         if nbytes < 0:
             raise RangeError(f"cannot allocate {nbytes} bytes of {self.placement} memory")
         pointer, owner = self._allocate_memory(nbytes) if nbytes else (0, None)
@@ -117,8 +117,8 @@ class Allocator:
 
 # Scattered 4 KiB reads over 4 KiB pages always miss the TLB, so large host allocations use huge pages.
 _HUGE_PAGE_BYTES = 2 << 20
-# torch's pinned pool rounds up to a power of two and never shrinks by itself: right for staging, wrong for a host tier
-# of 33 GiB. Larger memory is mapped at its exact size and registered with the driver.
+# torch's pinned pool rounds up to a power of two and never shrinks by itself. This suits staging memory, but not a host
+# tier of 33 GiB. Allocations above this size are mapped at their exact size and registered with the driver.
 _PINNED_POOL_BYTES = 32 << 20
 
 
@@ -147,9 +147,9 @@ def _free_pinned(pointer: int, nbytes: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
-@functools.cache  # one per placement, so that its statistics cover every Buffer without an allocator
+@functools.cache  # one per placement, so that its counters cover all Buffers that use the default
 def default_allocator(placement: Placement) -> Allocator:
-    """Return the allocator for calls and contexts that name none."""
+    """Return the allocator that is used if neither the call nor the context gives one."""
     placement.require()
     if placement == CPU:
         return Allocator(placement, _allocate_host, free_bytes=_free_host_bytes)

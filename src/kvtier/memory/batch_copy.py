@@ -32,10 +32,10 @@ def copy(src: Buffer, n: Buffer, dst: None = None, stream: Stream | None = None)
 @overload
 def copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None = None) -> Buffer: ...
 def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream | None = None) -> Buffer:
-    """Copy all elements, `copy(src, dst)`, or the first n, `copy(src, n, dst)`. Returns the rest of dst.
+    """Copy all elements with `copy(src, dst)`, or the first n with `copy(src, n, dst)`. Returns the rest of dst.
 
-    Runs in the order of `stream`, else of the current one; host memory without a stream is copied before this returns.
-    Overlapping ranges are copied as if the source were read first.
+    Runs in the order of `stream` (default: the current stream). Without any stream, host memory is copied before this
+    returns. Overlapping ranges are copied as if the source were read first.
     """
     if isinstance(n, Buffer):
         if dst is not None:
@@ -59,7 +59,7 @@ def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream
         if mask == 0xFF:
             _copy_bytes(a, b, on_device)
             return
-        # the last byte also holds elements past n, which are not changed
+        # the last byte also holds elements past n, which must not change
         last = (a[-1:].to(b.device) & mask) | (b[-1:] & (0xFF ^ mask))
         _copy_bytes(a[:-1], b[:-1], on_device)
         b[-1:].copy_(last)
@@ -69,7 +69,7 @@ def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream
 
 
 def rest(dst: Buffer, n: int) -> Buffer:
-    """Return the elements of `dst` from `n` on; none if a packed one starts inside a byte and has no address."""
+    """Return the elements of `dst` from `n` on, or an empty Buffer if element `n` starts inside a byte."""
     if n * dst.dtype.bits % 8:
         return Buffer(dtype=dst.dtype, placement=dst.placement)
     return dst.slice(n)
@@ -106,7 +106,7 @@ def _copy_bytes(a: torch.Tensor, b: torch.Tensor, on_device: bool) -> None:
         ctypes.memmove(b.data_ptr(), a.data_ptr(), nbytes)
 
 
-@dataclass(slots=True)  # not frozen: four times the cost, once per batch
+@dataclass(slots=True)  # made once per batch; a frozen class would cost four times as much
 class CopyResult:
     """Result of `BatchCopy.run()`."""
 
@@ -122,7 +122,7 @@ class CopyResult:
 
     @property
     def merge_ratio(self) -> float:
-        """Copies added per copy made; 1.0 if nothing merged."""
+        """Copies added, divided by copies after merging; 1.0 if nothing merged."""
         return self.num_calls / self.num_entries if self.num_entries else 1.0
 
     @property
@@ -136,7 +136,7 @@ class CopyResult:
 
 
 class BatchCopy:
-    """A batch of copies (not: the copy of a batch).
+    """A batch of copies that are collected, merged and run together.
 
         with BatchCopy() as copy:              # runs when the block ends, discards if it raises
             with copy.group():                 # pieces that continue each other become one
@@ -145,10 +145,10 @@ class BatchCopy:
             copy.pieces(src, src_at, 64, dst, dst_at)       # many at once: arrays of element offsets
         print(copy.result.path, copy.result.merge_ratio)
 
-    The result equals running the copies one after another, on every path: pieces that depend on each other run in
-    ordered waves. `path` forces one ("host", "loop", "driver", "gather") where it is usable; otherwise the cheapest by
-    the machine's cost table runs. Buffers are kept alive until the copy is done; the caller keeps memory given by
-    address. Not thread-safe.
+    The result is the same as if the copies ran one after another, because pieces that depend on each other run in
+    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") where it is usable; otherwise the machine's
+    cost table selects the cheapest path. Buffers are kept alive until their copies are done; the caller keeps memory
+    alive that is given by address. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None) -> None:
@@ -174,7 +174,7 @@ class BatchCopy:
     @overload
     def __call__(self, src: int, n: int, dst: int) -> int: ...
     def __call__(self, src: Buffer | int, n: int, dst: Buffer | int) -> Buffer | int:
-        """Add one copy: n elements of a Buffer, or n bytes at an address. Returns the end of the destination."""
+        """Add a copy of n elements, or of n bytes at addresses. Returns the rest of the destination, or its end."""
         n = operator.index(n)
         if isinstance(src, Buffer) and isinstance(dst, Buffer):
             check_copy(src, n, dst)
@@ -197,9 +197,9 @@ class BatchCopy:
         )
 
     def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
-        """Add many copies: n elements (one number or one each) from offsets `src_at` of `src` to `dst_at` of `dst`.
+        """Add many copies of n elements each, from offsets `src_at` in `src` to offsets `dst_at` in `dst`.
 
-        The offsets are arrays (numpy, torch, list); pieces merge in any order.
+        The offsets are arrays (numpy, torch, list); n is one number or an array. Adjacent pieces merge, in any order.
         """
         check_copy(src, 0, dst)
         table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")
@@ -234,10 +234,10 @@ class BatchCopy:
         dst_placement: Placement | str | None = None,
         keep: Iterable[Buffer] = (),
     ) -> None:
-        """Add many copies, given as arrays of addresses and byte counts (one number or one each).
+        """Add many copies, given as arrays of addresses. `nbytes` is one number or an array.
 
-        All sources have one placement and all destinations have one; if not given, the driver finds it for the first
-        address. Bounds are not checked; `pieces` does that. Buffers in `keep` are kept alive until the copy is done.
+        All sources must have one placement, and so must all destinations. By default, the driver finds the placement
+        of the first address. Bounds are not checked. Buffers in `keep` are kept alive until the copy is done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:
@@ -261,11 +261,11 @@ class BatchCopy:
         keep: Iterable[MemoryRef] = (),
         nbytes: int | None = None,
     ) -> None:
-        """Add many copies as the rows of one array: source addresses, destination addresses, byte counts.
+        """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
-        Nothing is checked, and the array is kept, not copied. A caller that gives `nbytes`, the total, guarantees that
-        no copy is empty, none writes bytes that another reads or writes, none continues the previous one, and that
-        destinations ascend; a batch of one such table needs no plan.
+        Nothing is checked, and the array is not copied. With `nbytes` (the total) the caller guarantees that no copy is
+        empty, writes bytes that another copy reads or writes, or continues the previous copy, and that destinations
+        ascend. A batch of one such table needs no plan.
         """
         count = table.shape[1]
         if count:
@@ -276,7 +276,7 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge the copies of this block that are adjacent in source and destination, in any order."""
+        """Merge the copies added in this block that are adjacent in both source and destination, in any order."""
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
         self._scope = next(self._scopes)
@@ -369,7 +369,7 @@ class BatchCopy:
 
     def _check_tail(self, src: Buffer, n: int, dst: Buffer) -> None:
         _writable(dst)
-        # the last byte is not shared only at the end of both the Buffer and its memory
+        # no other element can share the last byte if that is the end of both the Buffer and its memory
         at_the_end = n == dst.size and dst.raw_data() + dst.nbytes == dst.holding.pointer + dst.holding.nbytes
         if n * src.dtype.bits % 8 and not at_the_end:
             raise ArgumentError(
@@ -391,7 +391,7 @@ def _integers(name: str, values: Any) -> I64:
 
 
 def _table(src: Any, n: Any, dst: Any, src_name: str, n_name: str, dst_name: str) -> I64:
-    """Return a new table (rows SRC, DST, NBYTES); one size may apply to all."""
+    """Return a new table (rows SRC, DST, NBYTES). `n` is one size for all pieces, or one size per piece."""
     sources, targets = _integers(src_name, src), _integers(dst_name, dst)
     sizes = int(n) if isinstance(n, int | np.integer) else _integers(n_name, n)
     count = len(sources)

@@ -32,7 +32,7 @@ class Buffer:
         Buffer(dtype="bf16")                  empty, typed                     falsy
         Buffer(1024, "bf16", "pinned")        memory of that placement, from the context's allocator
         Buffer(1024, "bf16", allocator=a)     memory from this allocator
-        Buffer.from_pointer(p, 1024, "bf16")  borrowed; with owner=..., shared
+        Buffer.from_pointer(p, 1024, "bf16")  memory at an address; owner=... keeps it alive
         Buffer.wrap(array)                    zero-copy over numpy, torch, DLPack, CUDA arrays, bytes
 
     Contents start uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal if they
@@ -81,7 +81,7 @@ class Buffer:
     def from_pointer(
         cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
-        """Use memory at an address. Without `owner` the caller keeps it alive; with it, this Buffer does."""
+        """Use memory at an address. The Buffer keeps `owner` alive; without it the caller keeps the memory alive."""
         element, where = memory_type(dtype), Placement.parse(placement).require()
         size = operator.index(size)
         nbytes = element.nbytes(size)
@@ -98,9 +98,9 @@ class Buffer:
         """Use the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
 
         The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. On CUDA the
-        producer's pending work is ordered before the current stream.
+        current stream waits for the producer's pending work.
         """
-        if isinstance(source, Buffer):  # a separate Region: closing one does not close the other
+        if isinstance(source, Buffer):  # a separate Region, so that closing one Buffer does not close the other
             region = Region(source.holding, readonly=source.readonly)
             return cls._make(region, source._offset_bytes, source.size, source.dtype, source.placement)
         region, size, dtype = interop.adopt(source)
@@ -139,7 +139,7 @@ class Buffer:
 
     @property
     def holding(self) -> MemoryRef:
-        """The reference that keeps the memory alive, for code that makes its own copies."""
+        """The reference that keeps the memory alive, for code that submits its own copies."""
         return self._open().holding
 
     def __bool__(self) -> bool:
@@ -168,7 +168,7 @@ class Buffer:
         raise TypeError("a Buffer is not pickled: use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
-        """Release the memory, for this Buffer and every slice and view. Exports and copies in flight keep theirs."""
+        """Close this Buffer and every slice and view. Exports and copies in flight still keep the memory alive."""
         if self._region is not None:
             self._region.close()
 
@@ -181,7 +181,7 @@ class Buffer:
         return self.raw_data()
 
     def raw_data(self, offset: int = 0) -> int:
-        """Return the address of element `offset` (0 to size; packed types only on a byte boundary)."""
+        """Return the address of element `offset`, 0 to size. A packed element must start on a byte boundary."""
         region = self._open()
         if not 0 <= offset <= self.size:
             raise RangeError(f"offset {offset} is outside 0..{self.size}")
@@ -194,7 +194,7 @@ class Buffer:
     # ---- slices and views ----
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
-        """Return elements `base` to `base + size` (to the end without `size`), sharing memory."""
+        """Return `size` elements from `base` on (without `size`: all elements from `base` on), sharing memory."""
         base = operator.index(base)
         count = self.size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self.size:
@@ -207,7 +207,7 @@ class Buffer:
         return Buffer._make(self._region, offset, count, self.dtype, self.placement)
 
     def view(self, dtype: AnyDType) -> Buffer:
-        """Return the same bytes as elements of another type. They must divide evenly and be aligned."""
+        """Return the same bytes as elements of another type. Raise unless their number and address fit the type."""
         element = element_type(dtype)
         if self._region is None:
             return Buffer(dtype=element, placement=self.placement)
@@ -227,7 +227,7 @@ class Buffer:
         return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
 
     def borrow(self) -> Buffer:
-        """Return the same elements without keeping the memory alive. ClosedError if used after it is freed."""
+        """Return the same elements without keeping the memory alive. Use after the memory is freed is a ClosedError."""
         if self._region is None:
             return self
         return Buffer._make(self._region.borrow(), self._offset_bytes, self.size, self.dtype, self.placement)
@@ -336,11 +336,11 @@ class Buffer:
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:
-        """Return a torch tensor over this memory. Packed integers are their bytes, fp4 is torch's pairs."""
+        """Return a torch tensor over this memory. Packed integers appear as bytes, fp4 as torch's type of pairs."""
         return self.bytes_tensor(write=True).view(torch_dtype(self.dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return a numpy array over this host memory, read-only if the Buffer is. Packed types are their bytes."""
+        """Return a numpy array over this host memory, read-only if the Buffer is. Packed types appear as bytes."""
         array = self._host_bytes("numpy()")
         return array if self.dtype.is_packed else array.view(self.dtype.numpy)
 
@@ -375,7 +375,7 @@ class Buffer:
         if not self.dtype.is_packed and self.dtype.numpy.isbuiltin != 1:
             raise AttributeError(f"the array protocols have no name for {self.dtype}; use numpy(), torch() or DLPack")
         region = self._open()
-        # the consumer keeps the Buffer alive, not the memory: so the Buffer must, even closed
+        # the consumer keeps only the Buffer alive, so the Buffer must keep the memory alive, even when closed
         self._exported = region.holding
         count, typestr = (self.nbytes, "|u1") if self.dtype.is_packed else (self.size, self.dtype.numpy.str)
         return array_interface(self.raw_data(), count, typestr, readonly=region.readonly)

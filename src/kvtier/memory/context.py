@@ -48,16 +48,16 @@ def context(
 def current_stream(placement: Placement) -> Stream | None:
     """Return the stream for work on memory at `placement`.
 
-    The context's, else torch's current stream for a GPU, else None: host work without a stream is done at once.
+    This is the context's stream, else torch's current stream for a GPU, else None (host work is then done at once).
     """
     return choose_stream(None, placement)
 
 
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
-    """Allocate memory from `allocator`, else the current one, for use on the current stream.
+    """Allocate memory from `allocator` (default: the current one) for use on the current stream.
 
-    torch's pool returns memory that work on torch's current stream may still use, so our stream is made torch's current
-    one for the allocation.
+    torch's pool may return memory that pending work on torch's current stream still uses. Our stream is therefore
+    made torch's current stream during the allocation.
     """
     source, stream = allocator or current_allocator(placement), _stream.get()
     if stream is None or not placement.is_device or stream.placement != placement:
@@ -72,7 +72,7 @@ def current_allocator(placement: Placement) -> Allocator:
 
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
-    """Return the stream for work on memory at `placements`: the given or the current one; None: run at once."""
+    """Return `stream`, or the current stream for work on memory at `placements`. None: the work is done at once."""
     stream, devices = stream or _stream.get(), [each for each in placements if each.is_device]
     if stream is None:
         return Stream.wrap(torch.cuda.current_stream(devices[-1].torch)) if devices else None
@@ -87,9 +87,9 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
 def launch(
     task: Callable[[], object], stream: Stream | None, *, on_device: bool, holdings: Iterable[MemoryRef]
 ) -> None:
-    """Run `task` in the order of `stream`. `on_device`: it accesses GPU memory.
+    """Run `task` in the order of `stream`. `on_device`: the task accesses GPU memory.
 
-    On a host stream, `task` must keep its memory alive (its closure does); on CUDA the holdings are kept.
+    On a host stream, the closure of `task` must keep the memory alive. On CUDA, `holdings` are kept until it is done.
     """
     if stream is None:
         task()
@@ -99,15 +99,15 @@ def launch(
         try:
             with torch.cuda.stream(stream.native):
                 task()
-        finally:  # if it fails, a part may be in flight
-            if not is_capturing(stream):  # the caller keeps the memory of a graph, which may replay
+        finally:  # if the task fails, a part of its work may be in flight
+            if not is_capturing(stream):  # a graph may be replayed, so the caller keeps its memory
                 hold(stream, holdings)
     else:
         run_after(stream, task)
 
 
 def run_after(stream: Stream, task: Callable[[], object]) -> None:
-    """Run host work in the order of a CUDA stream: wait for the stream, then run it here."""
+    """Run host work in the order of a CUDA stream: wait for the stream, then run the task on this thread."""
     if is_capturing(stream):
         raise StateError("a copy between host memories cannot be captured in a CUDA graph: do it outside the capture")
     stream.synchronize()
@@ -115,7 +115,7 @@ def run_after(stream: Stream, task: Callable[[], object]) -> None:
 
 
 def hold(stream: Stream, holdings: Iterable[MemoryRef]) -> None:
-    """Keep this memory from being reused until the current work of `stream` is done."""
+    """Prevent reuse of this memory until the current work of `stream` is done."""
     event: Event | None = None
     for holding in holdings:
         if not holding.used_in_pool(stream):

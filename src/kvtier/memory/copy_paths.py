@@ -1,7 +1,7 @@
-"""Copy paths: how to run independent pieces, and which paths are usable for a job.
+"""Copy paths: the ways to run independent pieces, and the checks for which paths a job can use.
 
 host     compiled copier, several threads           host memory only
-loop     one copy after another                     any memory; the only one that keeps the order of its pieces
+loop     one copy after another                     any memory; the only path that keeps the order of pieces
 driver   cuMemcpyBatchAsync                         a GPU; not while capturing a graph
 gather   a kernel that reads and writes all pieces  one GPU and pinned memory; capturable
 """
@@ -31,14 +31,14 @@ Direction = tuple[Placement, Placement]
 
 @dataclass(slots=True)
 class CopyContext:
-    """Source, destination and stream of pieces (no stream: at once, on the host)."""
+    """Source, destination and stream of a set of pieces. Without a stream, the host copies them at once."""
 
     src: Placement
     dst: Placement
     stream: Stream | None
     capturing: bool = False
     blocks: int | None = None
-    """Thread blocks of the gather kernel; None: the fastest number on an idle GPU."""
+    """Maximum number of thread blocks of the gather kernel; None: the number that is fastest on an idle GPU."""
 
     @property
     def on_device(self) -> bool:
@@ -60,7 +60,7 @@ class Pieces:
     table: I64
     plan: CopyPlan | None = None
     ids: I64 | None = None
-    """The number of each piece in `plan`; None: all of its pieces, in order."""
+    """The index of each piece in `plan`; None if these are all pieces of the plan, in order."""
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -73,7 +73,7 @@ class Pieces:
 
     def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
         ids = np.arange(len(self)) if self.ids is None else self.ids
-        # numpy returns a masked selection in column order; native code needs contiguous rows
+        # indexing with a mask would return columns that are contiguous; native code needs contiguous rows
         table = self.table[:, chosen] if isinstance(chosen, slice) else self.table.compress(chosen, axis=1)
         return Pieces(table, self.plan, ids[chosen])
 
@@ -114,7 +114,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Run independent pieces and return the path that did. CopyError names an entry that could not be copied."""
+    """Run independent pieces. Return the path that ran them. CopyError names an entry that could not be copied."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
@@ -131,7 +131,7 @@ def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
 
 
 def run_in_order(job: CopyContext, pieces: Pieces) -> None:
-    """Run one piece after another, each reading its source before writing: correct for any pieces, fast for few."""
+    """Run one piece after another. This is correct for dependent and overlapping pieces too, but fast only for few."""
     columns = zip(*pieces.table.tolist(), strict=True)
     if not job.on_device:
         for src, dst, nbytes in columns:
@@ -150,16 +150,16 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
     assert job.stream is not None
     if abs(src - dst) >= nbytes:
         return cuda.memcpy_async(dst, src, nbytes, job.stream)
-    # device copies do not support a piece that overlaps itself: copy it through scratch memory
-    with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only after these copies
+    # device copies do not support a source that overlaps its destination: copy through scratch memory
+    with torch.cuda.stream(job.stream.native):  # torch's pool reuses the scratch only after these copies
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch).data_ptr()
     return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)
 
 
 def _retry_parts(job: CopyContext, pieces: Pieces, k: int) -> None:
-    """Copy the entries of piece k, which the driver refused, and name the one that fails.
+    """Copy the entries of piece k one by one, after the driver refused the piece. CopyError names an entry that fails.
 
-    The driver refuses a copy across two allocations, even if they are adjacent; the single entries succeed then.
+    The driver refuses a copy across two allocations, even if they are adjacent. The entries of such a piece succeed.
     """
     plan = pieces.plan
     if plan is None:
@@ -182,15 +182,15 @@ def _run_driver(job: CopyContext, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
-        # The call reports at most the chunk. The pieces are independent, so repeating them one by one is safe, and
-        # finds the wrong one, or succeeds where the batch does not (a piece merged across two allocations).
+        # The call reports at most the chunk that failed. The pieces are independent, so it is safe to repeat them one
+        # by one. This finds the invalid piece, or succeeds if a piece was merged across two allocations.
         run_in_order(job, pieces.part(slice(failed, None)))
         return "loop"
     return "driver"
 
 
 def _run_with_torch(job: CopyContext, pieces: Pieces) -> None:
-    """Make the same copies with torch, without cuda-bindings, at a higher cost per call."""
+    """Copy with torch, at a higher cost per call. Used if cuda-bindings is missing."""
     assert job.stream is not None
     with torch.cuda.stream(job.stream.native):
         for src, dst, nbytes in zip(*pieces.table.tolist(), strict=True):

@@ -1,6 +1,6 @@
-"""Plan a batch of copies: merge pieces, and order those that depend on each other. numpy only, copies nothing.
+"""Plan a batch of copies: merge pieces, and order pieces that depend on each other. Uses numpy and copies no data.
 
-The result of a plan equals running its entries one after another, each reading its source before writing:
+The result is the same as if the entries ran one after another, each reading its whole source before it writes:
 
     entry      0        1        2        3         sorted by destination, checked for conflicts, then
     writes  [100,104)[104,108)[ 40, 44)[100,104)    wave 0: entries 0+1 merged (source and destination both continue), 2
@@ -8,11 +8,11 @@ The result of a plan equals running its entries one after another, each reading 
 
 Pieces of one wave are independent, so any path may run them in any order; waves run one after another.
 
-A table has the rows SRC, DST and NBYTES: addresses of sources and destinations, and positive sizes in bytes. One array,
-because a batch of a few hundred pieces spends its time on calls, not on elements. For the same reason the records here
-are not frozen, though never changed (0.4 us to create one, 1.5 frozen), and the first scan may be compiled (native.py).
-The scope of an entry limits merging: entries of one scope >= 0 (a group, an array) may merge, ALONE never merges. No
-scopes: all entries are of one scope.
+A table has the rows SRC, DST and NBYTES: addresses of sources and destinations, and positive sizes in bytes. It is one
+array, because calls dominate the time of a batch of a few hundred pieces. For the same reason the dataclasses here are
+not frozen, although they never change (0.4 us to create one, 1.5 us if frozen), and native.py can compile the first
+scan. The scope of an entry limits merging: entries of the same scope >= 0 (a group, an array) may merge, entries of
+scope ALONE never merge. Without scopes, all entries have the same scope.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SRC, DST, NBYTES = 0, 1, 2
 ALONE = -1
 """Scope of an entry that merges with no other."""
 
-# Beyond these limits waves do not pay, and entries run one by one in their order: each wave is a launch (5-20 us on any
-# path), and conflicting pairs are listed one by one.
+# Beyond these limits, entries run one by one in their order, because waves would cost more: each wave is a launch
+# (5-20 us on any path), and every conflicting pair is listed.
 MAX_WAVES = 64
 MAX_PAIRS_PER_ENTRY = 16
 
 
 @dataclass(slots=True)
 class Scan:
-    """Properties of entries in their order."""
+    """Properties of a table of entries, in the given order."""
 
     disjoint: bool
-    """The destinations ascend and do not overlap."""
+    """True if destinations ascend and do not overlap."""
     independent: bool
-    """Disjoint, and no source overlaps a destination."""
+    """True if disjoint, and no source overlaps a destination."""
     nbytes: int
     starts: I64 | None
-    """First entry of each piece after merging adjacent entries; None: nothing merges."""
+    """First entry of each piece after merging adjacent entries; None if nothing merges."""
 
 
 @dataclass(slots=True)
@@ -56,17 +56,17 @@ class CopyPlan:
     table: I64
     nbytes: int
     wave_starts: list[int]
-    """First piece of each wave, and the number of pieces at the end."""
+    """First piece of each wave, followed by the number of pieces."""
     entries: I64
     """Table of the entries that the pieces are made of, in the same order."""
     order: I64 | None
-    """The caller's number of each entry; None: they are in the caller's order."""
+    """The caller's index of each entry; None if the entries are in the caller's order."""
     starts: I64 | None = None
-    """First entry of each piece; None: nothing merged, piece k is entry k."""
+    """First entry of each piece; None if nothing merged, so that piece k is entry k."""
     in_order: bool = False
-    """Every piece must wait for the previous one (too many dependencies for waves); there is one wave then."""
+    """True if every piece must wait for the previous one. `wave_starts` then has a single wave."""
     overlapping: bool = False
-    """Source and destination of some piece overlap."""
+    """True if source and destination of some piece overlap."""
 
     @property
     def num_pieces(self) -> int:
@@ -77,7 +77,7 @@ class CopyPlan:
         return self.num_pieces if self.in_order else len(self.wave_starts) - 1
 
     def first_entries(self) -> I64:
-        """Return the caller's number of the first entry of each piece."""
+        """Return the caller's index of the first entry of each piece."""
         starts = np.arange(self.num_pieces) if self.starts is None else self.starts
         return starts if self.order is None else self.order[starts]
 
@@ -118,7 +118,7 @@ def plan_copies(table: I64, scopes: I64 | None = None, scan_with: Callable[..., 
 
 
 def scan(table: I64, scopes: I64 | None = None) -> Scan:
-    """Scan entries, of which there is at least one."""
+    """Scan a table of at least one entry."""
     _, dst, nbytes = table
     disjoint = not any_of(dst[1:] < (dst + nbytes)[:-1])
     independent = disjoint and not _reads_written_bytes(table)
@@ -126,21 +126,21 @@ def scan(table: I64, scopes: I64 | None = None) -> Scan:
 
 
 def any_of(mask: Bools) -> bool:
-    """Return mask.any(), at a third of its cost on short arrays, which dominates in a batch of a few hundred."""
+    """Return mask.any(), at a third of the cost for short arrays, such as batches of a few hundred pieces."""
     return bool(np.count_nonzero(mask))
 
 
 def _reads_written_bytes(table: I64) -> bool:
-    """True if a source overlaps a destination. The destinations ascend and are disjoint."""
+    """True if a source overlaps a destination. The destinations must ascend and be disjoint."""
     src, dst, nbytes = table
-    # the first destination that ends after a source starts must not begin before that source ends
+    # compare each source with the first destination that ends after the source begins
     following = np.searchsorted(dst + nbytes, src, side="right")
     begins = np.append(dst, np.iinfo(np.int64).max)[following]
     return any_of(begins < src + nbytes)
 
 
 def _waves(table: I64) -> I64 | None:
-    """Return the wave of each entry: one more than the last earlier entry it conflicts with. None if too many."""
+    """Return the wave of each entry: one after the last wave with an earlier conflicting entry. None if too many."""
     pairs = _conflicts(table)
     if pairs is None:
         return None
@@ -169,7 +169,7 @@ def _waves(table: I64) -> I64 | None:
 
 
 def _conflicts(table: I64) -> tuple[I64, I64] | None:
-    """Return pairs (earlier, later) of entries of which one writes a byte that the other reads or writes."""
+    """Return pairs (earlier, later) of entries where one writes a byte that the other uses. None if too many."""
     src, dst, nbytes = table
     n = table.shape[1]
     writes, reads = np.argsort(dst), np.argsort(src)
@@ -196,7 +196,7 @@ def _conflicts(table: I64) -> tuple[I64, I64] | None:
 
 
 def _expand(starts: I64, stops: I64) -> I64:
-    """Concatenate the ranges starts[i]..stops[i], of which there is at least one."""
+    """Concatenate the ranges starts[i]..stops[i]. There must be at least one range."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
     expanded: I64 = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
@@ -206,10 +206,10 @@ def _expand(starts: I64, stops: I64) -> I64:
 def _merge(
     table: I64, nbytes: int, order: I64 | None, starts: I64 | None, wave_starts: I64 | None, *, overlapping: bool
 ) -> CopyPlan:
-    """Return the plan of entries sorted by wave, then destination, whose pieces begin at `starts`.
+    """Return the plan for a table that is sorted by wave, then by destination.
 
-    The k-th entry is the caller's `order[k]`. None for `order`, `starts`, `wave_starts`: the caller's order; nothing
-    merges; one wave.
+    Entry k is the caller's entry `order[k]` (None: entry k). Pieces begin at the entries `starts` (None: nothing
+    merges), and waves at the entries `wave_starts` (None: one wave).
     """
     if starts is None:
         count = table.shape[1]
@@ -222,7 +222,7 @@ def _merge(
 
 
 def _piece_starts(table: I64, scopes: I64 | None, wave_starts: I64 | None) -> I64 | None:
-    """Return the entries that do not continue the previous one in source and destination; None if all do not."""
+    """Return the first entry of each piece: it does not continue the previous entry. None if nothing merges."""
     src, dst, nbytes = table
     continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
     if scopes is not None:

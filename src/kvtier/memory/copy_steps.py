@@ -1,4 +1,4 @@
-"""From collected copies to steps: each a set of independent pieces of one direction, on the path chosen for it."""
+"""Turn collected copies into steps. A step is a set of independent pieces of one direction, and the path for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvtier.memory.stream import Stream
 
 @dataclass(slots=True)
 class Chunk:
-    """Copies added together, of one direction and one scope."""
+    """Copies that were added together. They have one direction and one scope."""
 
     table: I64
     direction: Direction
@@ -31,7 +31,7 @@ class Chunk:
     has_empty: bool
     """True if some copy has zero bytes."""
     nbytes: int | None = None
-    """Total bytes, if the copies are known to be independent and sorted, with nothing to merge."""
+    """Total bytes. Set only if the copies are known to be independent and sorted, with nothing to merge."""
 
 
 @dataclass(slots=True)
@@ -42,13 +42,13 @@ class CopyStep:
     pieces: Pieces
     path: PathName
     why: str
-    """The reason without the estimates."""
+    """The reason for the path, without the estimates."""
     estimates_us: Mapping[PathName, float] = field(default_factory=dict)
     """Expected time of each usable path, by the cost table."""
 
     @property
     def reason(self) -> str:
-        """The reason for this path: the estimates, or why the others are not usable."""
+        """The reason for this path: the estimates, or why other paths are not usable."""
         ranked = sorted(self.estimates_us.items(), key=lambda item: item[1])
         estimates = ", ".join(f"{path} {us:.0f} us" for path, us in ranked)
         return (self.why + (estimates and f"estimated {estimates}")).rstrip("; ")
@@ -62,7 +62,7 @@ class CopyStep:
 
 
 Directions = tuple[tuple[Direction, ...], I64 | None]
-"""The directions of a batch and, for each call, its index among them; None if there is only one direction."""
+"""The directions of a batch, and the index of the direction of each copy (None if there is only one direction)."""
 
 
 def plan_chunks(chunks: Sequence[Chunk]) -> tuple[CopyPlan, Directions]:
@@ -88,7 +88,7 @@ def _join(chunks: Sequence[Chunk]) -> tuple[I64, I64 | None, Directions]:
     directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
     lengths = [chunk.table.shape[1] for chunk in chunks]
     kinds = [directions.index(chunk.direction) for chunk in chunks]
-    # pieces of two directions never merge, even if their addresses are adjacent
+    # pieces of different directions never merge, even if their addresses are adjacent
     scopes = np.repeat(
         [
             ALONE if chunk.scope == ALONE else chunk.scope * len(directions) + kind
@@ -126,7 +126,7 @@ def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[M
     if not steps:
         return
     if not any(step.job.on_device for step in steps):
-        # bound, so that a host stream keeps the memory until it has run this
+        # the partial refers to `holdings`, so that a host stream keeps the memory alive until the task has run
         return launch(functools.partial(_run_all, steps, holdings), stream, on_device=False, holdings=())
     assert stream is not None
     try:
@@ -135,7 +135,7 @@ def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[M
                 step.run()
             else:
                 run_after(stream, step.run)
-    finally:  # if one fails, earlier ones are in flight
+    finally:  # if a step fails, earlier steps may be in flight
         if holdings and not steps[0].job.capturing:
             hold(stream, holdings)
 
@@ -146,7 +146,7 @@ def _run_all(steps: Sequence[CopyStep], _kept: list[MemoryRef]) -> None:
 
 
 def _runs(kinds: I64 | None, count: int) -> Iterator[tuple[int, slice]]:
-    """Yield runs of pieces of one direction."""
+    """Yield each run of pieces that have the same direction, as (index of the direction, slice)."""
     if kinds is None:
         yield 0, slice(0, count)
         return
@@ -156,7 +156,7 @@ def _runs(kinds: I64 | None, count: int) -> Iterator[tuple[int, slice]]:
 
 
 def _groups(pieces: Pieces, wave_starts: Sequence[int], kinds: I64 | None) -> Iterator[tuple[int, Pieces]]:
-    """Yield the pieces by wave, then by direction."""
+    """Yield (index of the direction, pieces) for each wave and each direction in it."""
     for start, stop in itertools.pairwise(wave_starts):
         wave = pieces.part(slice(start, stop))
         if kinds is None:
@@ -189,11 +189,11 @@ def _choose(job: CopyContext, pieces: Pieces, forced: PathName | None) -> CopySt
     costs: CostTable | None = None
     if forced is None and job.on_device:
         device = job.dst if job.dst.is_device else job.src
-        costs = saved_costs(device) if job.capturing else cost_table(device)  # nothing can be measured in a capture
+        costs = saved_costs(device) if job.capturing else cost_table(device)  # a capture prevents measuring
     return CopyStep(job, pieces, *_decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), pieces.nbytes))
 
 
-# Cached: batches of one shape recur, and this costs more than the rest of the planning in Python.
+# Cached, because batches of the same shape recur and this costs more than the rest of the planning in Python.
 @functools.lru_cache(maxsize=4096)
 def _decide(
     src: Placement,
@@ -218,7 +218,7 @@ def _decide(
         return usable[0], why or "compiled copier", {}
     if len(usable) == 1:
         return usable[0], why, {}
-    if costs is None:  # in a capture, or another path was forced
+    if costs is None:  # during a capture, or because another path was forced
         return usable[0], f"{why}no costs known", {}
     estimates = costs.estimate_us(job, num_pieces, nbytes)
     return min(usable, key=lambda path: estimates.get(path, math.inf)), why, estimates

@@ -1,8 +1,8 @@
-"""CostTable: the measured cost of every copy path, alone and to the model that runs at the same time, and the rate of
-the link. Measured once per GPU and driver, kept in a file, and used by the choice of paths and strategies.
+"""CostTable: the time of every copy path, the time that a running model loses to it, and the rate of the link. It is
+measured once per GPU and driver, saved in a file, and used to choose paths and strategies.
 
-A path's time for n pieces of one size is fixed + n * per_piece; both are measured at a few sizes and interpolated
-between them on a logarithmic scale. Mixed sizes count as their mean.
+The time of a path for n pieces of one size is fixed + n * per_piece. Both values are measured at a few sizes and
+interpolated on a logarithmic scale. Pieces of mixed sizes are treated as pieces of the mean size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvtier.memory.stream import Stream
 
 _ROUNDS = 3
 _PIECE_BYTES = 1 << 20  # large enough for DMA, and typical for blocks
-_MATRIX = 4096  # bf16, 0.2 ms on an H200
+_MATRIX = 4096  # rows of a square bf16 matrix; a product takes 0.2 ms on an H200
 _PRODUCTS = 12
 _TIMED_PATHS: tuple[PathName, ...] = ("driver", "gather", "loop")
 
@@ -47,14 +47,14 @@ def _measure_links(device: Buffer, host: Buffer, stream: Stream) -> dict[str, fl
 def _measure_lost(
     placement: Placement, device: Buffer, host: Buffer, links: Mapping[str, float]
 ) -> dict[str, dict[PathName, float]]:
-    """Return the share of its time that a matrix product loses while each path copies, by direction."""
+    """Return the share of time that a matrix product loses while a path copies, by direction and path."""
     compute, stream = Stream(placement), Stream(placement)
     with torch.cuda.stream(compute.native):
         a, b = (torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=placement.torch) for _ in range(2))
         out = torch.empty_like(a)
 
     def seconds(*copies: tuple[PathName, CopyContext, Pieces]) -> float:
-        """Time some products while these copies run on the other stream."""
+        """Return the time of `_PRODUCTS` products while these copies run on the other stream."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for copy in copies:
             run_path(*copy)
@@ -72,7 +72,7 @@ def _measure_lost(
     for src, dst in ((device, host), (host, device)):
         job = CopyContext(src.placement, dst.placement, stream)
         pieces = _scattered(src, dst, _PIECE_BYTES, src.nbytes // _PIECE_BYTES)
-        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # a copy is always in flight
+        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # one always in flight
         for path in _TIMED_PATHS:
             if why_not(path, job) is None:
                 shared = min(seconds(*[(path, job, pieces)] * num_copies) for _ in range(_ROUNDS))
@@ -81,7 +81,7 @@ def _measure_lost(
 
 
 def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
-    """Return copies of `count` pieces of `size` bytes between random places."""
+    """Return copies of `count` pieces of `size` bytes between random offsets."""
     random, slots = np.random.default_rng(size), src.nbytes // size
     table = np.empty((3, count), np.int64)
     table[SRC] = src.data() + random.permutation(slots)[:count] * size
@@ -91,10 +91,10 @@ def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
 
 
 _FORMAT = 2
-_SIZE_STEP = 2  # log2 of the ratio of two sizes
+_SIZE_STEP = 2  # log2 of the ratio between consecutive sizes
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
-_POOL_BYTES = 64 << 20  # of each placement, for measuring
-_FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both gives the fixed cost and that per piece
+_POOL_BYTES = 64 << 20  # memory of each placement, for measuring
+_FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both times gives the fixed cost and the cost per piece
 _BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20
 _REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and needs less precision
 
@@ -108,7 +108,7 @@ class Cost:
     per_piece_us: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: it is a key of cached choices
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as a key of cached choices
 class CostTable:
     """Costs by direction ("cuda>pinned") and path, in ascending size. `origin` is the GPU and driver."""
 
@@ -117,8 +117,8 @@ class CostTable:
     links: Mapping[str, float] = field(default_factory=dict)
     """GB/s of one contiguous copy, by direction."""
     lost: Mapping[str, Mapping[PathName, float]] = field(default_factory=dict)
-    """The share of its time that a matrix product loses while a path copies, by direction."""
-    seconds: float = 0.0  # of the calibration
+    """Share of time that a matrix product loses while a path copies, by direction and path."""
+    seconds: float = 0.0  # duration of the calibration
 
     def estimate_us(self, job: CopyContext, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Return the expected microseconds of each measured path for `num_pieces` pieces of `nbytes` in total."""
@@ -140,7 +140,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
-        """Read the text of `to_json`; FormatError if it is anything else."""
+        """Read the output of `to_json`. FormatError for any other text."""
         try:
             content = json.loads(text)
             if content["format"] != _FORMAT:
@@ -164,29 +164,29 @@ class CostTable:
 
 
 def cost_key(job: CopyContext) -> str:
-    """Return the key of a job's costs: kinds of memory, without the index of the GPU."""
+    """Return the key of a job's costs: both kinds of memory, without GPU indices."""
     return f"{job.src.kind}>{job.dst.kind}"
 
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """Return the costs of this GPU, from the cache file of its driver or measured now (a second or two) and saved."""
+    """Return the saved costs of this GPU and driver. If there are none, measure and save them (a second or two)."""
     return saved_costs(placement) or calibrate(placement)
 
 
 def saved_costs(placement: Placement) -> CostTable | None:
-    """Return the saved costs of this GPU and driver, if any can be read."""
+    """Return the saved costs of this GPU and driver, or None if they cannot be read."""
     try:
         path = _file(placement)
         return CostTable.from_json(path.read_text()) if path.exists() else None
     except (FormatError, UnavailableError, OSError, UnicodeDecodeError):
-        return None  # another version, damaged, or no cache directory: measuring again replaces it
+        return None  # the file has another version or is damaged, or there is no cache directory
 
 
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    Otherwise the first copy does it; without a cache directory, the first copy of each process.
+    Without this call, the first copy calibrates; without a cache directory, the first copy of every process does.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):
@@ -194,7 +194,7 @@ def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: 
         pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
         other = Buffer(_POOL_BYTES, "u8", placement)
         for pool in (*pools.values(), other):
-            pool.fill(1, stream if pool.placement.is_device else None)  # present, so that page faults are not measured
+            pool.fill(1, stream if pool.placement.is_device else None)  # so that page faults are not measured
         stream.synchronize()
         costs: dict[str, dict[PathName, tuple[Cost, ...]]] = {}
         over_link = ((placement, PINNED), (PINNED, placement), (placement, CPU), (CPU, placement))
@@ -230,7 +230,7 @@ def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: i
 
 
 def _time_us(path: PathName, job: CopyContext, pieces: Pieces) -> float:
-    """Return the best time of a few runs, from the call to the end of the copy; the first one warms up."""
+    """Return the shortest time from the call to the end of the copy, over a few runs after a warm-up run."""
     assert job.stream is not None
     best = math.inf
     for attempt in range((_PAGEABLE_REPEATS if CPU in (job.src, job.dst) else _REPEATS) + 1):

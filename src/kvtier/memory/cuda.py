@@ -1,4 +1,4 @@
-"""The CUDA driver, through cuda-bindings (the `cuda` extra). Only this file and gather.py call it.
+"""The CUDA driver, through cuda-bindings (the `cuda` extra). Only this file and gather.py call the driver.
 
 Functions raise UnavailableError with the reason if the package, the driver or the entry point is missing.
 """
@@ -53,9 +53,9 @@ def unwrap(result: Any) -> Any:
 
 @functools.cache
 def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callable[..., int]:
-    """Return a driver function of this CUDA version, which returns its status as an int.
+    """Return a driver function of this CUDA version. The function returns its status as an int.
 
-    Found by cuda-bindings and called by ctypes, at a third of the cost of a wrapper that makes an enum of the status.
+    cuda-bindings finds the function and ctypes calls it, at a third of the cost of a wrapper that returns an enum.
     """
     status, address, found = driver().cuGetProcAddress(name.encode(), version, 0)
     if int(status) != _SUCCESS or int(found) != 0 or not int(address):
@@ -65,7 +65,7 @@ def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callab
 
 
 def driver_release() -> str:
-    """Return the driver's release, such as 580.159.04; its CUDA version if the release is unknown."""
+    """Return the driver's release, such as 580.159.04, or the driver's CUDA version if the release is unknown."""
     file = Path("/proc/driver/nvidia/version")
     match = re.search(r"\d+\.\d+(?:\.\d+)?", file.read_text()) if file.exists() else None
     return match[0] if match else str(driver_version())
@@ -85,10 +85,10 @@ def _primary_context(index: int) -> int:
 
 
 def current_context(placement: Placement) -> AbstractContextManager[None]:
-    """Inside the block, driver calls of this thread are for this GPU.
+    """Inside the block, driver calls of this thread use this GPU.
 
-    A new thread has no context; another GPU's context is restored afterwards. Does nothing without cuda-bindings: only
-    torch calls the driver then.
+    A new thread has no context. The context of another GPU is restored afterwards. Without cuda-bindings this does
+    nothing, because only torch calls the driver then.
     """
     if not has_driver():
         return nullcontext()
@@ -108,7 +108,7 @@ def _pushed_context(wanted: int) -> Iterator[None]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Inside the block, this thread may make calls that are unsafe during a capture; they are not captured."""
+    """Inside the block, this thread may make calls that are unsafe during a capture; these are not captured."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -131,7 +131,7 @@ def is_capturing(stream: Stream) -> bool:
     try:
         query = entry_point("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)
     except UnavailableError:
-        with torch.cuda.stream(stream.native):  # ten times the cost, without cuda-bindings
+        with torch.cuda.stream(stream.native):  # without cuda-bindings, at ten times the cost
             return torch.cuda.is_current_stream_capturing()
     capturing = ctypes.c_int(0)
     status = query(stream.handle, ctypes.addressof(capturing))
@@ -167,7 +167,7 @@ def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
 
 
 def launch_kernel(function: int, blocks: int, threads: int, parameters: int, stream: Stream) -> None:
-    """Launch a kernel with one parameter at the address `parameters`, which is copied before this returns."""
+    """Launch a kernel with one parameter. It is at the address `parameters`, and is copied before this returns."""
     addresses = ctypes.c_void_p(parameters)  # an array of one
     status = _launch_function()(
         function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None
@@ -188,14 +188,14 @@ _ATTRIBUTES = (_SRC_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP)
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """cuMemcpyBatchAsync with this driver's signature: 12.8 has one more argument, the entry that failed."""
+    """cuMemcpyBatchAsync of one CUDA version. Version 12.8 has an extra argument for the entry that failed."""
 
     call: Callable[..., int]
     reports_failure: bool
 
     @classmethod
     def of_version(cls, version: int) -> BatchCall:
-        """Return the call of version 12080 or 13000. UnavailableError if the driver has none."""
+        """Return the call of version 12080 or 13000. UnavailableError if the driver does not have it."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         reports_failure = version < 13000
         tail = (pointer, pointer) if reports_failure else (pointer,)
@@ -203,9 +203,9 @@ class BatchCall:
         return cls(entry_point("cuMemcpyBatchAsync", *types, version=version), reports_failure)
 
     def submit(self, table: I64, stream: Stream) -> int | None:
-        """Submit independent pieces (rows SRC, DST, NBYTES). Returns the first piece of a failed chunk, or None."""
+        """Submit independent pieces (rows SRC, DST, NBYTES). Returns the first piece of the failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
-            # the call refuses the legacy default stream: use another one, ordered between its earlier and later work
+            # the call refuses the legacy default stream: use a side stream, between the earlier and the later work
             side = _side_stream(stream.placement)
             side.wait(stream.record())
             failed = self.submit(table, side)
@@ -230,7 +230,7 @@ def _side_stream(placement: Placement) -> Stream:
 
 @functools.cache
 def batch_call(placement: Placement) -> BatchCall:
-    """Return the batch call for a GPU, tested once on it. UnavailableError has the reason if there is none."""
+    """Return the batch call for a GPU, after one self-test. UnavailableError has the reason if it is not usable."""
     version = driver_version()
     if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
         raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")
@@ -253,7 +253,7 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     with torch.cuda.stream(stream.native):
         source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
         target = torch.zeros_like(source)
-    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that are exchanged
+    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that swap places
     bases = np.array([[source.data_ptr()], [target.data_ptr()], [0]])
     failed = call.submit(crossed + bases, stream)
     stream.synchronize()

@@ -58,8 +58,8 @@ template <int N> __device__ __forceinline__ void copy_pieces(const Pieces<N> &pi
     }
 }
 
-// gather.py defines ROWS_SMALL .. PIECES_LARGE: the number that fits 4 KiB of parameters (small) or 32,764 bytes
-// (large, if the driver supports it).
+// gather.py defines ROWS_SMALL .. PIECES_LARGE: the number of pieces that fit 4 KiB of parameters (small) or 32,764
+// bytes (large, if the driver supports it).
 extern "C" __global__ void rows_small(const __grid_constant__ Rows<ROWS_SMALL> rows) { copy_rows(rows); }
 extern "C" __global__ void pieces_small(const __grid_constant__ Pieces<PIECES_SMALL> pieces) { copy_pieces(pieces); }
 #ifdef ROWS_LARGE

@@ -1,8 +1,8 @@
-"""Loads and launches gather.cu, compiled by NVRTC on first use, per GPU architecture, in a fraction of a second.
+"""Load and launch gather.cu. NVRTC compiles it on first use per GPU architecture, in a fraction of a second.
 
-CUDA C rather than Triton, because Triton has no array parameters by value: reading descriptors from pinned memory or
-uploading them costs 1.7x to 5x torch.index_select on an H200, by-value parameters 1.0x to 1.1x (docs/decisions/0007,
-2026-11-15).
+The kernel is CUDA C, because Triton cannot pass arrays as parameters by value. By-value parameters take 1.0x to 1.1x
+the time of torch.index_select on an H200. Descriptors that are uploaded, or read from pinned memory, take 1.7x to 5x
+(docs/decisions/0007, 2026-11-15).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvtier.memory.native import U32, address_of, native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
-_SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the larger since CUDA 12.1
+_SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the large limit exists since CUDA 12.1
 _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N>
 _PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of `parts`, in 4-byte words
 _LARGE_VERSION = 12010
 _THREADS = 256
 # Bytes that a thread block moves before it takes the next part of a piece: 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Thread blocks. Device to device: enough for 132 multiprocessors. Over PCIe a few saturate the link, and more take
-# multiprocessors from the model (H200, 2026-11-15).
+# Thread blocks. Device to device: enough for 132 multiprocessors. Over PCIe a few thread blocks saturate the link, and
+# more would take multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 
@@ -38,7 +38,7 @@ _LINK_BLOCKS = 32
 class _Kernel:
     function: int
     capacity: int
-    """Number of pieces that fit its parameters."""
+    """Number of pieces that fit the parameters."""
     parameter_bytes: int
 
 
@@ -65,7 +65,7 @@ class GatherKernels:
             part = table[:, start : start + kernel.capacity]
             block = np.empty(kernel.parameter_bytes // 4, np.uint32)
             widest = (fill_compact if compact else fill_general)(part, kernel.capacity, block)
-            if not widest:  # different sizes, or too far apart: use the general form from here on
+            if not widest:  # sizes differ, or offsets exceed 32 bits: use the general form from here on
                 compact = False
                 continue
             parts = max(1, min(64, widest // _PART_BYTES))
@@ -76,7 +76,7 @@ class GatherKernels:
 
 
 def fill_rows(table: I64, capacity: int, block: U32) -> int:
-    """Write pieces of one size as Rows<capacity>, except `parts`. Returns the size; 0 if they do not fit the form."""
+    """Write pieces of equal size as Rows<capacity>, except `parts`. Returns the size, or 0 if the pieces do not fit."""
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
         return 0
@@ -95,7 +95,7 @@ def fill_rows(table: I64, capacity: int, block: U32) -> int:
 
 
 def fill_pieces(table: I64, _capacity: int, block: U32) -> int:
-    """Write any pieces as Pieces<capacity>, except `parts`. Returns the largest size."""
+    """Write pieces of any size as Pieces<capacity>, except `parts`. Returns the largest size."""
     count = table.shape[1]
     block[0] = count
     pieces = block[2 : 2 + 6 * count].view(np.int64).reshape(count, 3)

@@ -1,11 +1,11 @@
-"""MappedMemory: host memory near a GPU, made present and pinned piece by piece; NUMA nodes of GPUs.
+"""MappedMemory: host memory near a GPU, which is made present and pinned piece by piece. Also finds NUMA nodes of GPUs.
 
-One mapping of exactly the requested bytes (torch's pinned pool rounds up to a power of two), initially not present:
+The memory is one mapping of exactly the requested size (torch's pinned pool rounds up to a power of two):
 
     [ piece 0 | piece 1 | piece 2 | ... ]      each: bind to the NUMA node, touch, register as pinned
       ready     ready     at work   mapped
 
-Pages are bound by address: no thread's affinity or memory policy changes, so there is nothing to restore.
+Pages are bound by address, so the affinity and memory policy of threads do not change and need no restoring.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.errors import OutOfMemoryError
 from kvtier.memory import cuda
 from kvtier.memory.placement import Placement
 
-_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
+_MBIND = {"x86_64": 237, "aarch64": 235}  # system call number of mbind
 _MPOL_PREFERRED = 1  # fall back to other nodes rather than fail when this one is full
 _ASK_SECONDS = 5.0
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -42,7 +42,7 @@ def pci_address(placement: Placement) -> str:
 def node_of_gpu(
     address: str, ask: Callable[[str], str] | None = None, devices: Path = _PCI_DEVICES
 ) -> tuple[int | None, str]:
-    """Return the NUMA node of the GPU at this PCI address and its source: nvidia-smi, else sysfs."""
+    """Return the NUMA node of the GPU at a PCI address and the source (nvidia-smi, sysfs), or None and the reason."""
     # such as "NUMA IDs of closest CPU: 1", with a number, a list, a range, or N/A
     match = re.search(r":\s*(\d+)", (ask or _ask_nvidia_smi)(address))
     if match:
@@ -86,7 +86,7 @@ class MappedMemory:
     def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
         self._map = map_memory(nbytes, huge_pages=huge_pages)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        """All bytes; keeps the mapping alive."""
+        """All bytes. The tensor keeps the mapping alive."""
         self.nbytes = nbytes
         self._pinned: list[int] = []
 
@@ -95,7 +95,7 @@ class MappedMemory:
         return self.tensor.data_ptr()
 
     def bind(self, node: int) -> str | None:
-        """Prefer this NUMA node for pages that are not present. Returns why not, or None."""
+        """Prefer this NUMA node for pages that are not yet present. Returns None, or the reason of a failure."""
         number = _MBIND.get(platform.machine())
         if number is None or not hasattr(os, "sched_getaffinity"):
             return f"no memory binding known for {platform.system()} {platform.machine()}"

@@ -1,5 +1,5 @@
-"""Zero-copy use of foreign arrays: the first that applies of torch tensor, `__cuda_array_interface__`,
-`__array_interface__`, `__dlpack__`, buffer protocol.
+"""Zero-copy use of foreign arrays, by the first protocol that an array supports: torch tensor,
+`__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer protocol.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvtier.memory.torch_types import from_torch
 _DLPACK_CUDA = 2  # kDLCUDA
 
 Adopted = tuple[Region, int, DType]
-"""Foreign memory, its number of elements and their type."""
+"""Foreign memory, the number of elements in it, and the element type."""
 
 
 def adopt(source: Any) -> Adopted:
-    """Return the memory of a contiguous foreign array, which the result keeps alive."""
+    """Return the memory of a contiguous foreign array. The result keeps the array alive."""
     if isinstance(source, torch.Tensor):
         return _adopt_tensor(source, readonly=False, pooled=True)
     if isinstance(source, np.generic):
@@ -55,7 +55,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
 
 
 def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
-    """Return a reference to the memory of a contiguous tensor. `pooled`: on a GPU it is of torch's pool."""
+    """Return a reference to the memory of a contiguous tensor. `pooled`: GPU memory comes from torch's pool."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
@@ -90,7 +90,7 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
             f"ml_dtypes keeps one {dtype} per byte, kvtier packs {dtype.per_byte}: use Buffer.pack(array), which copies"
         )
     holding = MemoryRef(array.ctypes.data, array.nbytes, CPU, owner=array)
-    if has_gpu():  # numpy does not record if its memory is pinned
+    if has_gpu():  # numpy does not record whether memory is pinned
         holding.placement = placement_of(holding.tensor())
     return Region(holding, readonly=not array.flags.writeable), array.size, dtype
 
@@ -108,7 +108,7 @@ def _adopt_cuda_array(source: Any) -> Adopted:
         )
     Placement("cuda").require()
     where = Placement("cuda", gpu_of(pointer) if size else 0)
-    if interface.get("stream") is not None:  # the producer's pending work comes first
+    if interface.get("stream") is not None:  # our stream waits for the producer's pending work
         ours = current_stream(where)
         if ours is not None and ours.handle != interface["stream"]:
             ours.wait(Stream.wrap(int(interface["stream"]), where).record())
@@ -119,19 +119,19 @@ def _adopt_dlpack(source: Any) -> Adopted:
     kind, index = source.__dlpack_device__()
     stream: int | None = None
     if int(kind) == _DLPACK_CUDA:
-        # the producer orders its work before the given stream (1 is the legacy default stream)
+        # the producer makes the given stream wait for its pending work (1 is the legacy default stream)
         ours = current_stream(Placement("cuda", int(index)).require())
         stream = (ours.handle or 1) if ours is not None else 1
     try:
         capsule = source.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:  # a producer older than version 1 has no max_version
+    except TypeError:  # producers before DLPack 1.0 have no max_version
         capsule = source.__dlpack__(stream=stream)
-    readonly = _is_readonly(capsule)  # torch, which consumes the capsule, ignores the flag
+    readonly = _is_readonly(capsule)  # read here, because torch ignores the flag
     return _adopt_tensor(torch.utils.dlpack.from_dlpack(capsule), readonly=readonly, pooled=False)
 
 
 def _is_readonly(capsule: object) -> bool:
-    """Return the read-only flag of a versioned capsule: the lowest bit of the word after version, context, deleter."""
+    """Return the read-only flag of a versioned capsule: bit 0 of the field after version, context and deleter."""
     if '"dltensor_versioned"' not in repr(capsule):
         return False
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -1,4 +1,4 @@
-"""The functions of native.c. Each has a Python equivalent, for machines without a compiler."""
+"""Python interface of native.c. Each function has a Python equivalent, for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvtier.memory.copy_plan import I64, Scan
 from kvtier.native_code import Native, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
-# Below this a thread (20 to 60 us to start and join) costs more than it saves: cached memory copies at 50 GB/s.
+# With fewer bytes a thread costs more (20 to 60 us to start and join) than it saves (cached memory copies at 50 GB/s).
 _BYTES_PER_THREAD = 2 << 20
-# A few cores saturate a socket's memory; more only take them from the model.
+# A few cores saturate the memory of a socket; more threads would only take cores from the model.
 _MAX_THREADS = 8
 
 U32 = np.ndarray[Any, np.dtype[np.uint32]]
@@ -28,7 +28,7 @@ Strided = tuple[int, int]
 class MemoryNative:
     """The compiled functions. All of them release the GIL.
 
-    They are those of copy_plan, gather, state.warp and transfer.compiled of the same names, in one pass.
+    Methods without a docstring do the same as the Python functions of the same names in other modules, in one pass.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class MemoryNative:
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def copy(self, table: I64, total: int | None = None) -> int:
-        """Copy independent pieces (rows SRC, DST, NBYTES) of `total` bytes. Returns the number of threads used."""
+        """Copy independent pieces (rows SRC, DST, NBYTES), `total` bytes in sum. Returns the number of threads used."""
         if not table.shape[1]:
             return 1
         if total is None:
@@ -74,7 +74,7 @@ class MemoryNative:
         if not n:
             return np.empty((3, 0), np.int64)
         flat = np.empty(3 * n, np.int64)
-        # tobytes: the address of a read-only array costs ten times as much as copying 256 numbers
+        # tobytes, because getting the address of a read-only array costs ten times as much as copying 256 numbers
         count = self._library.kvtier_row_copies(n, index.tobytes(), size0, old, new, out, row_bytes, address_of(flat))
         return flat[: 3 * count].reshape(3, count)
 
@@ -88,7 +88,7 @@ class MemoryNative:
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
     ) -> I64 | None:
-        """Return the rows order, device ids, host ids. None if an id is wrong."""
+        """Return three rows: order, sorted device ids, sorted host ids. None if an id is out of range or duplicate."""
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
@@ -115,7 +115,7 @@ class MemoryNative:
         return flat[: 3 * count].reshape(3, count)
 
     def crc32(self, pointers: I64, nbytes: I64, threads: int) -> U32:
-        """zlib.crc32 of the bytes at each address, with at most `threads` threads."""
+        """Return zlib.crc32 of the bytes at each address, computed by at most `threads` threads."""
         sums = np.zeros(len(pointers), np.uint32)
         if len(sums):
             workers = max(1, min(self._num_threads, threads, len(sums)))
@@ -124,12 +124,12 @@ class MemoryNative:
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return array.ctypes.data at a third of its cost, for arrays that are contiguous, writable and not empty."""
+    """Return array.ctypes.data, at a third of the cost. The array must be contiguous, writable and not empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type] # an ndarray is a buffer
 
 
 def row_addresses(table: I64) -> tuple[int, int, int]:
-    """Return the addresses of the three rows, each of which must be contiguous (as in a slice of columns)."""
+    """Return the addresses of the three rows. Each row must be contiguous; the table may be a slice of columns."""
     between_rows, between_columns = table.strides
     if table.flags.c_contiguous:
         first = address_of(table)

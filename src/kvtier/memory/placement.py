@@ -1,4 +1,4 @@
-"""Placement: `cpu`, `pinned` or `cuda:i`. torch.device has no name for pinned host memory."""
+"""Placement: `cpu`, `pinned` or `cuda:i`. A torch.device cannot express pinned host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str | Placement | torch.device) -> Placement:
-        """Read a placement from text or a torch.device, or return one unchanged."""
+        """Read a placement from text or a torch.device. A Placement is returned unchanged."""
         if isinstance(text, Placement):
             return text
         match = re.fullmatch(r"(cpu)(?::0)?|(pinned)|cuda(?::(\d+))?", str(text))
@@ -77,7 +77,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-@functools.cache  # called for every tensor, where making a Placement would dominate
+@functools.cache  # called for every tensor; making a Placement would dominate the cost
 def gpu(index: int) -> Placement:
     return Placement("cuda", index)
 

@@ -45,10 +45,10 @@ class MemoryRef:
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
-        """Record in torch's pool that the current work of `stream` uses the memory. False if it is not of the pool."""
+        """Record in torch's pool that work on `stream` uses the memory. False if the memory is not from the pool."""
         if not (self._pooled and isinstance(self.owner, torch.Tensor)):
             return False
-        self.owner.record_stream(stream.native)  # the pool waits without blocking the host
+        self.owner.record_stream(stream.native)  # the pool waits for that work, the host does not
         return True
 
     def used_by(self, stream: Stream, event: Event) -> None:
@@ -57,7 +57,7 @@ class MemoryRef:
 
     def wait(self) -> None:
         """Wait until the copies in flight that use this memory are done, or have failed."""
-        for event in tuple(self._in_flight.values()):  # another thread may add one
+        for event in tuple(self._in_flight.values()):  # another thread may add an event
             event.settle()
 
     def tensor(self) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _array_view(holding: MemoryRef) -> SimpleNamespace:
 
 
 def gpu_of(pointer: int) -> int:
-    """Return the GPU of a device address, which torch gets from the driver."""
+    """Return the index of the GPU that a device address belongs to. torch gets it from the driver."""
     view = _array_view(MemoryRef(pointer, 1, Placement("cuda")))
     return int(torch.as_tensor(view).device.index)
 
@@ -134,7 +134,7 @@ class Region:
         return (self._holding if self._borrowed is None else self._borrowed()) is not None
 
     def tensor(self) -> torch.Tensor:
-        """Return all bytes as a uint8 tensor. Cached, except if borrowed, since the tensor keeps the memory alive."""
+        """Return all bytes as a uint8 tensor. A borrowed Region caches none, since it would keep the memory alive."""
         if self._borrowed is not None:
             return self.holding.tensor()
         if self._tensor is None:
@@ -142,5 +142,5 @@ class Region:
         return self._tensor
 
     def close(self) -> None:
-        """Release the memory for every view. It is freed after the last export and copy in flight."""
+        """Release the memory for every view. It is freed when no export and no copy in flight uses it."""
         self._holding = self._tensor = self._borrowed = None

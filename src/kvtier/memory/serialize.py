@@ -40,7 +40,7 @@ from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import choose_stream
 from kvtier.memory.placement import CPU, Placement
 
-MAGIC = b"\x89KVBUF\r\n"  # not valid text, and line ends that a text-mode transfer would change
+MAGIC = b"\x89KVBUF\r\n"  # not valid text; a text-mode transfer would change the line end
 VERSION = 1
 HEADER_BYTES = 4096
 MAX_DIMS = 8
@@ -115,8 +115,8 @@ def saved_nbytes(buffer: Buffer) -> int:
 def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -> int:
     """Write a Buffer of any placement to a path, an open binary file, or writable memory. Returns the bytes written.
 
-    A file at a path is written atomically, and is on disk when this returns. `load` returns `shape`. Waits for the
-    current stream, so that earlier work is included.
+    A file at a path is written atomically, and is on disk when this returns. `shape` is saved for `load` to return.
+    Waits for the current stream, so that the saved data includes earlier work.
     """
     dims = (buffer.size,) if shape is None else tuple(int(extent) for extent in shape)
     if len(dims) > MAX_DIMS or any(extent < 0 for extent in dims) or math.prod(dims) != buffer.size:
@@ -142,8 +142,8 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
 def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool = False) -> Loaded:
     """Read a Buffer into memory of `placement`. FormatError if the record is damaged or invalid.
 
-    From an open file one record is read at its position; a path or memory must contain exactly one record. With
-    `map_file` a path is mapped instead of read: a read-only host Buffer whose pages the system may drop and reload.
+    An open file is read from its current position; a path or memory must contain exactly one record. With `map_file`
+    the file is mapped: the result is a read-only host Buffer, whose pages the system may drop and reload.
     """
     where = Placement.parse(placement).require()
     if map_file and not isinstance(source, str | os.PathLike):
@@ -170,7 +170,7 @@ def _host_bytes(buffer: Buffer) -> memoryview:
     if not buffer:
         if buffer.size == 0 and buffer.dtype != dt.null:
             return memoryview(b"")
-        buffer.holding  # noqa: B018 - raises: closed or without memory
+        buffer.holding  # noqa: B018 - raises, because it is closed or has no memory
     stream = choose_stream(None, buffer.placement)
     if buffer.placement.is_device:
         host = empty_like(buffer, placement=CPU)

@@ -1,9 +1,9 @@
-"""Stream and Event: the order of work on CUDA and on the host, behind one small interface.
+"""Stream and Event: one interface for the order of work on CUDA and on the host.
 
-A host stream is a HostQueue: an in-order queue with a thread, in the shape of torch's CUDA stream. With it asynchrony,
-ordering and overlap are real, and testable, without a GPU. An error in a task poisons the queue: later tasks are
-skipped, marks recorded before the next synchronize() carry the error to their waiters (other queues included), and that
-synchronize() raises it and makes the queue usable again.
+A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. It allows tests
+of asynchrony, ordering and overlap without a GPU. After an error in a task, later tasks are skipped, and marks recorded
+before the next synchronize() raise the error in their waiters, including other queues. That synchronize() also raises
+the error, and makes the queue usable again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Task = Callable[[], object]
 
 
 class HostMark:
-    """A recorded position in a HostQueue, in the shape of torch's CUDA event."""
+    """A recorded position in a HostQueue, with the interface of torch's CUDA event."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self.reached = threading.Event()
@@ -41,7 +41,7 @@ class HostMark:
         return self.reached.is_set()
 
     def settle(self) -> None:
-        """Wait for the position, even if the queue has an error there."""
+        """Wait for the position, without raising the error of the queue."""
         if threading.current_thread() is self._thread and not self.reached.is_set():
             raise StateError("a host stream cannot wait for itself: one of its tasks waits for a later one")
         self.reached.wait()
@@ -53,7 +53,7 @@ class HostMark:
         elif not self.reached.wait(timeout):
             return False
         if self.error is not None:
-            raise self.error.with_traceback(self.traceback)  # the original one: it does not grow with each waiter
+            raise self.error.with_traceback(self.traceback)  # the original, which does not grow with each waiter
         return True
 
     def elapsed_time(self, end: HostMark) -> float:
@@ -67,9 +67,9 @@ class HostQueue:
     """Runs tasks one after another on a thread. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        # (task or None, the mark after it, True if that clears the error); None ends the thread
+        # (task or None, the mark after the task, True if the mark clears the error); None ends the thread
         self._entries: SimpleQueue[tuple[Task | None, HostMark, bool] | None] = SimpleQueue()
-        self._unfinished: deque[None] = deque()  # its length is the number of unfinished entries; both ends are atomic
+        self._unfinished: deque[None] = deque()  # one item per unfinished entry; append and pop are atomic
         # re-entrant: submitting may start a garbage collection, which may submit on the same thread
         self._lock = threading.RLock()
         self._closed = False
@@ -79,7 +79,7 @@ class HostQueue:
         atexit.register(self.close)  # finish submitted tasks at exit
 
     def submit(self, task: Task | None, *, clear: bool = False) -> HostMark:
-        """Return a mark that is reached when the task and all earlier ones are done. `clear`: it clears the error."""
+        """Return a mark that is reached when this and all earlier tasks are done. With `clear` it clears the error."""
         mark = HostMark(self._thread)
         with self._lock:
             if self._closed:
@@ -100,7 +100,7 @@ class HostQueue:
 
     def synchronize(self) -> None:
         """Wait until all submitted tasks are done, and raise their first error."""
-        if threading.current_thread() is self._thread:  # check first: putting a mark would clear the error
+        if threading.current_thread() is self._thread:  # check first, because the mark would clear the error
             raise StateError("a host stream cannot wait for itself: synchronize() was called from one of its own tasks")
         mark = self.submit(None, clear=True)
         mark.settle()
@@ -109,10 +109,10 @@ class HostQueue:
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame: a cycle would keep the task's memory alive
+                del error  # its traceback refers to this frame, and the cycle would keep the task's memory alive
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish submitted tasks and end the thread; with `wait`, wait for it and raise an error not raised before."""
+        """Finish submitted tasks and end the thread. With `wait`, join the thread and raise an error not yet raised."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -141,14 +141,14 @@ class HostQueue:
             mark.reached.set()
             del mark
         self._unseen = error
-        if error is None:  # else it is raised at exit at the latest
+        if error is None:  # else close() raises the error at exit
             atexit.unregister(self.close)
 
 
 _host_ids = itertools.count(1)
 _POLL_INTERVAL = 20e-6  # seconds: short compared with any transfer, and the core is free in between
-# A thread that sleeps in the driver wakes 0.13 to 0.27 ms late, one that polls 0.03 to 0.06 (H200 in a virtual machine,
-# 2026-11-15): a large share of a short transfer, a negligible one of a long one.
+# Waits poll this long before they sleep. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late, a polling
+# thread 0.03 to 0.06 ms (H200 in a virtual machine, 2026-11-15). The difference matters for short transfers only.
 _POLL_SECONDS = 3e-3
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 
@@ -168,12 +168,12 @@ class Stream:
         else:
             self.handle = -next(_host_ids)
             self._native = HostQueue(f"kvtier-stream{self.handle}")
-            # a dropped stream finishes by itself; waiting here could deadlock with the thread that drops it
+            # a dropped stream still finishes its tasks; waiting for it here could deadlock with the dropping thread
             self._finalizer = weakref.finalize(self, self._native.close, wait=False)
 
     @classmethod
     def wrap(cls, foreign: torch.cuda.Stream | int, placement: Placement | str | None = None) -> Stream:
-        """Wrap a torch.cuda.Stream, or a raw CUDA handle of the GPU `placement`, which the caller keeps alive."""
+        """Wrap a torch.cuda.Stream, or a raw CUDA handle on the GPU `placement`. The caller keeps the handle valid."""
         if isinstance(foreign, int):
             if placement is None:
                 raise ArgumentError(
@@ -224,7 +224,7 @@ class Stream:
         return event
 
     def wait(self, event: Event) -> None:
-        """Make later work wait for `event`. On a CUDA stream, a host event blocks the caller."""
+        """Make later work wait for `event`. A host event blocks the caller if this is a CUDA stream."""
         event.wait(self)
 
     def query(self) -> bool:
@@ -232,7 +232,7 @@ class Stream:
         return bool(self.native.query())
 
     def synchronize(self) -> None:
-        """Wait until all enqueued work is done; raises the error of a failed host task, once."""
+        """Wait until all enqueued work is done. Raises the error of a failed host task, but only once."""
         self.native.synchronize()
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Event:
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 
     def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
-        """`timing`: for elapsed(). `blocking`: long host waits sleep instead of spinning."""
+        """`timing`: allow elapsed(). `blocking`: long host waits sleep instead of spinning."""
         self._timing = timing
         self._blocking = blocking
         self._native: Any = None  # a HostMark or torch.cuda.Event, set by record()
@@ -267,7 +267,7 @@ class Event:
         self._native.record(native)
 
     def wait(self, stream: Stream) -> None:
-        """Make later work on `stream` wait for this event; an unrecorded event does not wait."""
+        """Make later work on `stream` wait for this event. An unrecorded event has no effect."""
         if self._native is None:
             return
         if self._on_device == stream.placement.is_device:
@@ -278,11 +278,11 @@ class Event:
             self._native.synchronize()
 
     def query(self) -> bool:
-        """True if the event is reached; an unrecorded one is."""
+        """True if the event is reached or was never recorded."""
         return self._native is None or bool(self._native.query())
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Block until the event is reached, at most `timeout` seconds; True if it is. Raises its stream's error."""
+        """Block until the event is reached; False after `timeout` seconds. Raises the error of the event's stream."""
         if self._native is None:
             return True
         if not self._on_device:
@@ -294,7 +294,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Block until the event is reached, even after an error. Polling reacts faster, but holds the interpreter."""
+        """Block until the event is reached; host errors are not raised. Polling reacts faster, but needs the GIL."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:
@@ -312,7 +312,7 @@ class Event:
         return True
 
     def elapsed(self, end: Event) -> float:
-        """Return the milliseconds from this event to `end`: both recorded, with timing=True, on one kind of stream."""
+        """Return the milliseconds to `end`. Both events need timing=True and must be on streams of the same kind."""
         if self._native is None or end._native is None:
             raise StateError("elapsed() needs both events recorded on a stream first")
         if self._on_device != end._on_device:

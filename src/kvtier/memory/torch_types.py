@@ -1,4 +1,4 @@
-"""Element types in torch: conversion of types, and packing of sub-byte types, the first element in the lowest bits."""
+"""Conversion to and from torch types, and packing of sub-byte types (the first element is in the lowest bits)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def encode(dtype: DType, value: float) -> int:
-    """Return the bits of one element of a packed type. RangeError if it cannot hold the value exactly."""
+    """Return the bits of one element of a packed type. RangeError if the type cannot hold the value exactly."""
     if dtype == dt.fp4:
         code = _FP4_CODES.get(repr(float(value)))
         if code is None:
@@ -47,19 +47,19 @@ def decode(dtype: DType, codes: Bytes) -> list[Any]:
 
 
 def tail_mask(dtype: DType, size: int) -> int:
-    """Return the bits of the last byte that `size` elements use; 0xFF if they end on a byte boundary."""
+    """Return a mask of the bits that `size` elements use in the last byte; 0xFF if they end on a byte boundary."""
     used = size * dtype.bits % 8
     return (1 << used) - 1 if used else 0xFF
 
 
 def unpack_codes(dtype: DType, packed: Bytes, size: int) -> Bytes:
-    """Return the bits of each of `size` elements, one per byte."""
+    """Return the bits of each of `size` elements, one element per byte."""
     shifts = np.arange(0, 8, dtype.bits, dtype=np.uint8)
     return ((packed[:, None] >> shifts) & ((1 << dtype.bits) - 1)).reshape(-1)[:size].astype(np.uint8)
 
 
 def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
-    """Invert `unpack_codes`; unused bits of the last byte are zero."""
+    """Pack one element per byte into packed bytes. Unused bits of the last byte are zero."""
     padded = np.zeros(dtype.nbytes(codes.size) * dtype.per_byte, np.uint8)
     padded[: codes.size] = codes & ((1 << dtype.bits) - 1)
     shifts = np.arange(0, 8, dtype.bits, dtype=np.uint8)
@@ -69,7 +69,7 @@ def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
 
 AnyDType = DType | str | torch.dtype
 
-# Packed integers are bytes in torch, whose uint2 and uint4 have no operations; its fp4 is a pair of elements.
+# Packed integers become uint8, because torch's uint2 and uint4 have no operations. torch's fp4 is a pair of elements.
 _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
     {
         **{each: getattr(torch, each.numpy_name) for each in dt.ALL if not each.is_packed},
@@ -81,7 +81,7 @@ _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
 _FROM_TORCH: Mapping[torch.dtype, DType] = MappingProxyType(
     {torch_dtype: each for each, torch_dtype in _TO_TORCH.items() if each not in (dt.u2, dt.u4)}
 )
-# Integer types that every torch operation supports, by their bytes, for filling with bits of any type.
+# Integer types by size in bytes. Every torch operation supports them, so they can fill memory with bits of any type.
 BITS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 

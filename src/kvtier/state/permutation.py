@@ -14,11 +14,11 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 Runs = tuple[I64, I64, I64]
-"""Runs of neighbours, as (new, old, length): rows new[k]..new[k]+length[k] come from old[k]..old[k]+length[k]."""
+"""Runs of adjacent rows as (new, old, length): the length[k] rows from new[k] on were the old rows from old[k] on."""
 
 
 class Permutation:
-    """For each row of the new order, its row in the old order of `size0` rows; from `size0` on, a new row.
+    """The old row of each row of the new order. The old order has `size0` rows; an index >= `size0` is a new row.
 
         Permutation([2, 0, 5], size0=3)     new row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 

@@ -32,7 +32,7 @@ class State:
             raise ArgumentError(f"a State needs rows: a shape of at least one dimension, got {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
-        # with the Buffers' own references: those of tensors made from them would not record which copies use the memory
+        # pass the references of the Buffers: references to their tensors would not record the copies in flight
         self._front, self._back = (
             Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
         )
@@ -44,15 +44,15 @@ class State:
 
     @property
     def back(self) -> torch.Tensor:
-        """The tensor the next order is written to."""
+        """The tensor that receives the next order."""
         return self._back.tensor
 
     def swap(self) -> None:
-        """Exchange front and back. Tensors taken before keep their memory, so their roles change."""
+        """Exchange front and back. A tensor obtained before keeps its memory, so its role changes."""
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Copy front to back in the new order and swap; front is valid once `copy` has run. False for an identity."""
+        """Copy front to back in the new order and swap. Front is valid after `copy` has run. False if nothing moves."""
         if perm.is_identity:
             return False
         warp_rows(self._front, perm, self._back, copy, new=new)
@@ -63,12 +63,12 @@ class State:
 class RowMap:
     """Stable rows and an index: sequences keep their row, and `rows[i]` is the stable row of batch row i.
 
-    Comparison (benchmarks/state.py, 256 rows of which a tenth changes): State makes rows dense for every kernel, for
-    twice the memory and one launch in a step whose rows change: 50 us on an H200, for rows of 8 bytes and of 64 KiB
-    alike. On a CPU that is 60 us for 8 bytes and 1 ms for 64 KiB. RowMap moves nothing and takes 15 us for any size, at
-    the price of an index vector to upload and one indirection in every kernel. Use State for a few bytes per row that
-    many kernels read; RowMap for large rows, and on the CPU from some KiB on. A row is freed when its sequence leaves;
-    with batches in flight, apply the permutation after the last one that uses the row.
+    Comparison (benchmarks/state.py, 256 rows of which a tenth changes): State keeps rows dense for every kernel. It
+    needs twice the memory, and a launch in each step in which rows change. This takes 50 us on an H200, for rows of 8
+    bytes and of 64 KiB; on a CPU 60 us for 8 bytes and 1 ms for 64 KiB. RowMap moves nothing and takes 15 us for any
+    size, but uploads an index vector and adds an indirection to every kernel. Use State for rows of a few bytes that
+    many kernels read. Use RowMap for large rows, on a CPU from a few KiB on. A row is freed when its sequence leaves.
+    With batches in flight, apply the permutation after the last batch that uses the row.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -90,9 +90,9 @@ class RowMap:
         return len(self._free)
 
     def apply(self, perm: Permutation) -> I64:
-        """Apply the new order: kept sequences keep their rows, new ones get free rows, rows of dropped ones are freed.
+        """Apply the new order: new sequences get free rows, and the rows of dropped sequences are freed.
 
-        Returns the stable rows of new sequences, in the new order. Nothing changes if there are too few.
+        Returns the stable rows of new sequences, in the new order. If there are too few, raise and change nothing.
         """
         if perm.size0 != len(self._rows):
             raise ArgumentError(f"this permutation is of {perm.size0} rows, the map has {len(self._rows)}")

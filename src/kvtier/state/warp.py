@@ -1,6 +1,6 @@
-"""warp and append: copy rows from one batch's order to the next one's (the names are TurboMind's).
+"""warp and append: copy rows from the order of one batch to the order of the next (the names are TurboMind's).
 
-Suffix 0 is the old order, 1 the new one. The copies are arrays that a BatchCopy runs; no code loops over rows.
+Names that end in 0 are in the old order, names that end in 1 in the new order. No Python code loops over rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.state.permutation import I64, Permutation, find_runs
 
 
 class Rows:
-    """A tensor as rows of memory. `name` is for messages; `holding` keeps all of its memory alive, if known."""
+    """A tensor as rows of memory. `name` is for messages; `holding` keeps the memory alive (None: a new reference)."""
 
     __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
@@ -51,7 +51,7 @@ class Rows:
         raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, those of {other.name} {tuple(their_shape)}")
 
     def must_be_apart(self, other: Rows) -> None:
-        """Raise if both share memory: a row would be read after it was overwritten."""
+        """Raise if both share memory, because a row could be read after it was overwritten."""
         if self.address < other.end and other.address < self.end:
             raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor, or in_place=True")
 
@@ -69,10 +69,10 @@ def warp(
     new: torch.Tensor | None = None,
     in_place: bool = False,
 ) -> None:
-    """Set b1[i] = a0[perm[i]] for old rows and new[i] for new ones; without `new`, those are left unchanged.
+    """Set b1[i] = a0[perm[i]] for old rows, and b1[i] = new[i] for new rows (without `new`, they are left unchanged).
 
-    With `in_place`, a0 and b1 are the same tensor and rows that keep their place are not copied; otherwise they must
-    not overlap.
+    With `in_place`, a0 and b1 must be the same tensor, and rows that keep their place are not copied. Otherwise a0 and
+    b1 must not overlap.
     """
     if (a0.data_ptr() == b1.data_ptr()) != in_place and a0.numel() and b1.numel():
         raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
@@ -118,9 +118,9 @@ def warp_ragged(
     new: torch.Tensor,
     new_offset: Any,
 ) -> I64:
-    """Warp packed rows of different lengths: row j of a0 is a0[offset0[j]:offset0[j+1]], row i of `new` likewise.
+    """Warp packed rows of different lengths into `out`. Returns the offsets of the rows in `out`, and their end.
 
-    Packs the new order into `out` and returns its offsets, one more than rows.
+    Row j of a0 is a0[offset0[j]:offset0[j+1]], and row i of `new` is new[new_offset[i]:new_offset[i+1]].
     """
     old, fresh, packed = Rows("a0", a0), Rows("new", new), Rows("out", out)
     for rows_in in (old, fresh):
@@ -149,10 +149,10 @@ def append(
     d1: torch.Tensor,
     copy: BatchCopy,
 ) -> I64:
-    """Append one element to each old row, or copy a new row; return the sizes of the rows of d1.
+    """Append one element to each old row, and copy each new row. Return the sizes of the rows of d1.
 
-    a0 and d1 have rows of a fixed capacity, filled up to a size. Old row: d1[i] = a0[j][:a0_size[j]] then b0[j]; new
-    row: d1[i] = c1[c1_offset[i]:c1_offset[i+1]].
+    Rows of a0 and d1 have a fixed capacity and are filled up to a size. For an old row j, d1[i] is a0[j][:a0_size[j]]
+    followed by b0[j]. For a new row, d1[i] is c1[c1_offset[i]:c1_offset[i+1]].
     """
     if a0.dim() < 2 or d1.dim() < 2 or a0.shape[1:] != d1.shape[1:]:
         raise ArgumentError(f"a0 and d1 must have rows of one capacity, got {tuple(a0.shape)} and {tuple(d1.shape)}")
@@ -161,7 +161,7 @@ def append(
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
     capacity = a0.shape[1]
-    # elements of a row, addressed one by one: the same memory with rows and elements as one dimension
+    # the same memory with rows and elements as one dimension, to address single elements
     olds, outs = Rows("a0", a0.flatten(0, 1)), Rows("d1", d1.flatten(0, 1))
     last, fresh = Rows("b0", b0), Rows("c1", c1)
     old.must_be_apart(out)
@@ -196,7 +196,7 @@ def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows
 
 
 def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: BatchCopy) -> None:
-    """Add all rows that come from `old` or `new`, which are in one kind of memory, as one table."""
+    """Add the rows that come from `old` and `new` as one table. Both must have the same placement."""
     code, sources = native().code, [rows for rows in (old, new) if rows is not None]
     num_new = perm.num_new
     num_rows = (0 if old is None else len(perm) - num_new) + (0 if new is None else num_new)
@@ -212,16 +212,16 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
 
 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-    """Return the copies (rows SRC, DST, NBYTES) of rows at `old` or `new` (0: none) into the order `index`."""
+    """Return the copies (rows SRC, DST, NBYTES) that bring rows at `old` and `new` (0: absent) into order `index`."""
     is_new, rows = index >= size0, np.arange(len(index))
-    # new rows have numbers apart from old ones, so that no run contains both
+    # new rows get numbers from size0 + 1 on, so that no run contains both old and new rows
     at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
     src = np.where(source < size0, old + source * row_bytes, new + at * row_bytes)
     return np.stack((src, out + at * row_bytes, length * row_bytes))
 
 
 def _warp_in_place(rows: Rows, perm: Permutation, new: Rows | None, copy: BatchCopy) -> None:
-    """Copy rows that move to scratch memory, then back, so that every row is read before any is written.
+    """Copy moved rows into scratch memory and back, so that every row is read before any row is written.
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
     """

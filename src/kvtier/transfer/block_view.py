@@ -47,7 +47,7 @@ class BlockView:
     num_blocks: int
     holding: MemoryRef
     run_blocks: int = 0
-    """No copy spans a multiple of this many blocks, since memory is registered piece by piece; 0: no limit."""
+    """No copy crosses a multiple of this number of blocks, since memory is registered in pieces; 0: no limit."""
 
     @property
     def placement(self) -> Placement:
@@ -60,7 +60,7 @@ class BlockView:
 
     @classmethod
     def of(cls, source: torch.Tensor | Buffer | BlockView, block_bytes: int | None = None) -> BlockView:
-        """View the blocks along the first dimension of a tensor, or those of `block_bytes` in a Buffer."""
+        """View the blocks along the first dimension of a tensor, or the blocks of `block_bytes` bytes in a Buffer."""
         if isinstance(source, BlockView):
             return source
         if isinstance(source, Buffer):

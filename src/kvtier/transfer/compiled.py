@@ -1,11 +1,11 @@
-"""Compile block ids into tables of copies, in numpy: ids are checked and sorted once per transfer, tables are made
-per slice.
+"""Compile block ids into tables of copies, with numpy. Ids are checked and sorted once per transfer. Tables are made
+for each slice.
 
 A transfer is split into slices: all layers of some blocks, or a group of layers of some blocks. A slice is submitted,
 waited for, and reported as done or failed as a unit.
 
     blocks, in the order of their destination   0 ........ 31 | 32 ........ 63 | ...        slice_bytes each
-    layer-wise: layers 0-7 of all of them, then layers 8-15, ...
+    layer-wise: layers 0-7 of all blocks, then layers 8-15 of all blocks, ...
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SortedBlockIds:
 
 def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device: int, num_host: int) -> SortedBlockIds:
     """Check the ids (see check_moves) and sort them by destination."""
-    # copied, because they outlive this call and the caller may change its arrays
+    # copied, because the ids outlive this call and the caller may change its arrays
     on_device, on_host = np.array(device_ids, order="C"), np.array(host_ids, order="C")
     code, usual = native().code, on_device.dtype == on_host.dtype == np.int64 and on_device.ndim == 1
     if code is not None and usual and on_device.shape == on_host.shape != (0,):
@@ -79,7 +79,7 @@ def block_copies(
 
 
 def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Direction) -> I64:
-    """Return copies (rows SRC, DST, NBYTES) between addresses. "Host side" is the one nearer to the host."""
+    """Return copies (rows SRC, DST, NBYTES) between addresses. `host_side` may be in staging memory on the device."""
     table = np.empty((3, device_side.size), np.int64)
     near, far = (SRC, DST) if direction is Direction.D2H else (DST, SRC)
     table[near] = device_side.reshape(-1)
@@ -89,20 +89,20 @@ def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Directi
 
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
-_FIRST_SHARE = 16  # of a large transfer, in the first chunk
+_FIRST_SHARE = 16  # the first chunk of a large transfer has 1/16 of the blocks
 
 
 Tables = tuple[I64, I64 | None]
 """Copies over the link and, if staged, copies between cache and staging memory: rows SRC, DST, NBYTES. Addresses in
-staging memory are relative to its start."""
+staging memory are relative to the start of a slot."""
 
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """Blocks that are submitted together. Its tables are made on first use, while the previous slice is copied."""
+    """Blocks that are submitted together. The tables are made on first use, while the previous slice is copied."""
 
     blocks: I64
-    """Positions in the ids of the transfer."""
+    """Positions of the blocks in the ids of the transfer."""
     layer_group: int
     nbytes: int
     make: Callable[[], Tables]
@@ -121,7 +121,7 @@ class CompiledTransfer:
 
     direction: Direction
     device_ids: I64
-    """In the caller's order."""
+    """In the caller's order, like `host_ids`."""
     host_ids: I64
     layer_groups: list[range]
     slices: list[Slice]
@@ -132,7 +132,7 @@ class CompiledTransfer:
 
     @property
     def num_copies(self) -> int:
-        """Copies over the link, of the submitted slices."""
+        """Number of copies over the link in the submitted slices."""
         return sum(each.made[0].shape[1] for each in self.slices if each.made is not None)
 
 
@@ -187,13 +187,13 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
-    """Return the blocks per chunk; a chunk fits a slot of the staging ring. With `ramp`, the first one is small."""
+    """Return the number of blocks per chunk (a slot of the staging ring). With `ramp`, the first chunk is small."""
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride
     if step < 1:
         raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {chunk_bytes}")
     first = min(count, step, max(FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
-    # equal chunks: a short one would not hide the kernel of the next
+    # equal chunks, because a short chunk would not hide the kernel of the next chunk
     left = count - first
     num_full = -(-left // step)
     sizes = [first, *(left * (k + 1) // num_full - left * k // num_full for k in range(num_full))]

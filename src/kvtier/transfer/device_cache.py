@@ -18,23 +18,23 @@ from kvtier.transfer.block_view import BlockView
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRange:
-    """Some layers of a block, and their contiguous segments in the device cache: one if the cache is block-first."""
+    """Some layers of a block, and their contiguous segments in the device cache (one if the cache is block-first)."""
 
     span: Span
-    """Position in the block."""
+    """Position of the layers in the block."""
     pointer: I64
-    """One column per segment, as in the following arrays."""
+    """Address of each segment in block 0. This and the following arrays have one element per segment."""
     stride: I64
     nbytes: I64
     offset: I64
-    """In the host's block."""
+    """Offset of each segment in the block on the host."""
 
     def __len__(self) -> int:
         return len(self.pointer)
 
 
 class DeviceCache:
-    """One group's cache tensors, owned by the engine. `release()` drops the references to them.
+    """One group's cache tensors, owned by the engine. `release()` drops the references to the tensors.
 
         DeviceCache.block_first(group, tensor)              [block, layer, K/V, ...]: a block is contiguous
         DeviceCache.layer_first(group, [{"key": k, "value": v}, ...])   a tensor per layer and role, blocks first
@@ -43,7 +43,7 @@ class DeviceCache:
     """
 
     def __init__(self, group: CacheGroup, views: Sequence[tuple[int, int, BlockView]]) -> None:
-        """`views`: layer, offset in the block, and blocks of each part, in the order of the block."""
+        """`views`: (layer, offset in the block, view) of each part, in the order of the block."""
         first = views[0][2]
         if any(view.placement != first.placement for _, _, view in views):
             raise ArgumentError("the tensors of one cache group must be on one device")
@@ -57,12 +57,12 @@ class DeviceCache:
         self.placement: Placement = first.placement
         self._views: list[tuple[int, int, BlockView]] = list(views)
         self.holdings: list[MemoryRef] = list({id(view.holding): view.holding for _, _, view in views}.values())
-        """References that keep the tensors alive; copies hold them."""
+        """References that keep the tensors alive. Copies in flight hold them too."""
         self._parts: dict[range, LayerRange] = {}
 
     @classmethod
     def block_first(cls, group: CacheGroup, tensor: torch.Tensor) -> DeviceCache:
-        """Use a tensor whose first dimension is blocks, each with the bytes of a block of the group."""
+        """Use a tensor whose first dimension is blocks. Each block contains all layers of the group."""
         view = BlockView.of(tensor)
         if view.block_bytes != group.block_bytes:
             raise ArgumentError(
@@ -105,12 +105,12 @@ class DeviceCache:
         return [(view.pointer, view.end) for _, _, view in self._views]
 
     def release(self) -> None:
-        """Drop the tensors, so that the engine can free them. Copies in flight keep theirs."""
+        """Drop the tensors, so that the engine can free them. Copies in flight keep their references."""
         self._views, self.holdings = [], []
         self._parts = {}
 
     def part(self, layers: range) -> LayerRange:
-        """Return the segments of these layers, in the order of the block. Cached: each transfer needs one."""
+        """Return the segments of these layers, in the order of the block. Cached, because each transfer needs them."""
         part = self._parts.get(layers)
         if part is None:
             if self.is_released:
@@ -121,9 +121,9 @@ class DeviceCache:
 
 
 def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:
-    """Join parts that are adjacent in one allocation; in the host's block all are. Rows as in LayerRange."""
+    """Join parts that are adjacent in one allocation. Returns rows for LayerRange: pointer, stride, nbytes, offset."""
     columns: list[list[int]] = []
-    expected = None  # what continues the last segment: allocation, address, stride
+    expected = None  # allocation, address and stride of a part that would continue the last segment
     for _, offset, view in views:
         if (_memory(view), view.pointer, view.stride) == expected:
             columns[-1][2] += view.block_bytes
@@ -135,6 +135,6 @@ def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:
 
 
 def _memory(view: BlockView) -> int:
-    """Return an id of the allocation: the driver refuses a copy across two, even if they are adjacent."""
+    """Return an id of the allocation. The driver refuses a copy across two allocations, even if they are adjacent."""
     owner = view.holding.owner
     return owner.untyped_storage().data_ptr() if isinstance(owner, torch.Tensor) else id(view.holding)

@@ -1,9 +1,9 @@
 """TransferHandle: a transfer in flight, and the report at its end.
 
 QUEUED ──> RUNNING ──────────────> DONE
-  │           ├─(a slice failed)──> FAILED       Submitted slices are waited for before the report, so that no copy
-  ├───────────┼─(cancel)──────────> CANCELLED    touches a block after it. Blocks whose slices all arrived are
-  └───────────┴─(deadline)────────> LATE         reported as moved, even if others failed.
+  │           ├─(a slice failed)──> FAILED       The report waits for submitted slices, so that no copy touches a
+  ├───────────┼─(cancel)──────────> CANCELLED    block after the report. Blocks whose slices all arrived are
+  └───────────┴─(deadline)────────> LATE         reported as moved, even if other blocks failed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TransferReport:
     direction: Direction
     status: TransferStatus
     device_ids: I64
-    """In the caller's order."""
+    """In the caller's order, like `host_ids`."""
     host_ids: I64
     failures: tuple[BlockFailure, ...]
     """The blocks that did not arrive."""
@@ -66,7 +66,7 @@ class TransferReport:
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """(device id, host id) of each block that arrived. Computed on demand: an engine reads only the failures."""
+        """(device id, host id) of each block that arrived. Computed on demand; an engine reads only the failures."""
         lost = {(failure.device_id, failure.host_id) for failure in self.failures}
         pairs = zip(self.device_ids.tolist(), self.host_ids.tolist(), strict=True)
         return tuple(pair for pair in pairs if pair not in lost)
@@ -95,7 +95,7 @@ class TransferHandle:
         self._compiled: CompiledTransfer | None = compiled
         self._deadline = deadline
         self._keep = keep
-        self._next_slice = 0  # to be claimed
+        self._next_slice = 0  # the next slice to claim
         self._num_claimed = 0  # slices claimed and not yet submitted
         self._ends: list[Event] = []
         self._errors: dict[int, BaseException] = {}  # by slice
@@ -128,7 +128,7 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report like `wait`; the manager's poll() still returns it."""
+        """Wait for the report like `wait`. The manager's poll() will still return the report."""
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -146,7 +146,7 @@ class TransferHandle:
         return report
 
     def cancel(self) -> bool:
-        """Drop the slices not yet submitted; submitted ones finish. False if there were none to drop."""
+        """Drop the slices that are not yet submitted; submitted slices finish. False if there was none to drop."""
         error = CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved")
         return self._drop_rest(error, TransferStatus.CANCELLED)
 
@@ -154,7 +154,7 @@ class TransferHandle:
 
     @property
     def compiled(self) -> CompiledTransfer:
-        """The compiled transfer; an error after the end."""
+        """The compiled transfer. Not available after the transfer has ended."""
         assert self._compiled is not None
         return self._compiled
 
@@ -166,7 +166,7 @@ class TransferHandle:
             return None if self._is_claimed() else self.compiled.slices[self._next_slice].nbytes
 
     def claim(self) -> int | None:
-        """Return the next slice to submit, which `cancel` no longer stops; `submitted` must follow."""
+        """Return the next slice to submit. `cancel` no longer drops it, and the caller must call `submitted`."""
         with self._changed:
             if self._is_claimed():
                 return None
@@ -175,7 +175,7 @@ class TransferHandle:
             return self._next_slice - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
-        """Record that slice `index` was submitted and ends with `end`; with an error, only a part may be submitted."""
+        """Record that slice `index` was submitted and ends with `end`. After an error, only a part may be submitted."""
         with self._changed:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:
@@ -190,7 +190,7 @@ class TransferHandle:
             self._changed.notify_all()
 
     def failed(self, index: int, error: BaseException) -> None:
-        """Record that slice `index` did not arrive. May be called while it runs, before its event."""
+        """Record that slice `index` did not arrive. May be called before the end event of the slice is reached."""
         with self._changed:
             if self._compiled is not None:
                 self._errors.setdefault(index, error)
@@ -229,7 +229,7 @@ class TransferHandle:
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
-        """Return the end of the `step`-th submitted slice; None on timeout, or if there will be none."""
+        """Return the end event of submitted slice `step`. If there is none, wait for a change and return None."""
         with self._changed:
             if step < len(self._ends):
                 return self._ends[step]

@@ -26,7 +26,7 @@ from kvtier.memory.native import native
 from kvtier.memory.region import MemoryRef
 from kvtier.transfer.block_view import BlockView, Ids, check_ids
 
-# Touching 1 GiB takes 0.8 s and pinning it 0.06 s (H200, 2026-11-15): the first slots are there after 0.2 s.
+# Touching 1 GiB takes 0.8 s and pinning it 0.06 s (H200, 2026-11-15), so the first slots are usable after 0.2 s.
 PIECE_BYTES = 256 << 20
 
 
@@ -40,10 +40,10 @@ class GrowthState(Enum):
 
 
 class HostMemory:
-    """`num_slots` slots for blocks of `group`, contiguous and block-first, near the GPU `device` (or plain, on "cpu").
+    """Memory with `num_slots` slots for blocks of `group`: pinned, near the GPU `device`, or plain if that is "cpu".
 
-    Usable at once: slots below `num_ready` are present, the others follow. It outlives the device cache: a sleeping
-    engine frees its tensors and finds its blocks here when it wakes. `free()` releases the memory.
+    Slots below `num_ready` are usable; the others become usable in the background. The memory outlives the device
+    cache, so that a sleeping engine can free its tensors and load its blocks again. `free()` releases the memory.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostMemory:
         self.device = Placement.parse(device).require()
         self.placement: Placement = PINNED if self.device.is_device else CPU
         self.trouble = ""
-        """The reason why it stopped growing, or is not on the GPU's NUMA node; else empty."""
+        """The reason why the memory stopped growing, or is not on the GPU's NUMA node; empty if neither."""
         memory = self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self.pointer = memory.pointer
         """The address of slot 0. A transfer keeps the memory alive from its submission to its report."""
@@ -111,7 +111,7 @@ class HostMemory:
     # ---- the slots ----
 
     def block_view(self, layer: int | None = None, name: str | None = None) -> BlockView:
-        """View the usable slots as whole blocks, or one tensor of one layer of them, for the swap operators."""
+        """View the usable slots as whole blocks, or as blocks of one tensor of one layer, for the swap operators."""
         holding = self.keep()
         if (layer is None) != (name is None):
             raise ArgumentError("a view of one tensor needs both its layer and its name")
@@ -143,7 +143,7 @@ class HostMemory:
             self._holding.used_by(stream, event)
 
     def free(self) -> None:
-        """Release the memory after the copies in flight. Using it then is an error; freeing it again is not."""
+        """Release the memory after the copies in flight. Later use is a ClosedError. Freeing twice is allowed."""
         with self._changed:
             holding, self._holding = self._holding, None
             self.growth, self.num_ready = GrowthState.FREED, 0
@@ -161,7 +161,7 @@ class HostMemory:
     # ---- growing ----
 
     def _grow_piece(self) -> bool:
-        """Make the next piece usable. False if there is none left, or the system is out of memory."""
+        """Make the next piece usable. False if no further piece follows, or the system is out of memory."""
         holding = self._holding  # kept alive while the piece is made
         if holding is None or self.growth is not GrowthState.GROWING:
             return False
@@ -206,8 +206,8 @@ def _grow(watched: weakref.ref[HostMemory]) -> None:
 def block_checksums(host: HostMemory, slots: Ids, threads: int = 1) -> dict[int, int]:
     """Return the CRC-32 of the block in each of these slots.
 
-    zlib's CRC-32 is sufficient against memory errors, at 7 GB/s per core (zlib 1.6; Xeon, 2026-11-15); a keyed hash
-    would only protect from an adversary who already writes our memory.
+    CRC-32 detects memory errors, at 7 GB/s per core (zlib: 1.6 GB/s; Xeon, 2026-11-15). A keyed hash would only protect
+    from an adversary who can already write this memory.
     """
     view = host.block_view()
     ids = check_ids("slots", slots, view.num_blocks)

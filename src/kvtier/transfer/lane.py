@@ -86,7 +86,7 @@ class Lane:
                     continue
             with contextlib.suppress(Exception):  # reported by the transfers that failed
                 # without the lock, since a more urgent transfer may arrive; without polling, since the engine's thread
-                # needs the interpreter and the link has more slices
+                # needs the interpreter, and the slices in flight keep the link busy
                 blocker.settle(polling=False)
 
     def _next_queued(self) -> tuple[TransferHandle, int] | None:
@@ -107,7 +107,7 @@ class Lane:
         """Return the event that a slice of `wanted` bytes must wait for; None if it can start now.
 
         Bulk waits for all urgent copies, since copy engines have no priorities: a stream that always has a copy ready
-        keeps the engine, and an urgent load took as long as all of the bulk (18.5 ms, alone 1.9; H200, 2026-11-15).
+        keeps the engine. An urgent load took as long as all bulk copies (18.5 ms instead of 1.9; H200, 2026-11-15).
         """
         self._retire(True)
         self._retire(False)
@@ -138,7 +138,7 @@ class Lane:
         start = self._start_on_device if self._placement.is_device else self._start_on_host
         try:
             end, error = start(transfer, index, stream)
-        except Exception as raised:  # nothing can be recorded: the GPU or the stream is lost
+        except Exception as raised:  # no event can be recorded: the GPU or the stream is lost
             end, error = Event(), raised
         compiled.host.used_by(stream, end)
         self._in_flight[transfer.urgent].append((compiled.slices[index].nbytes, end))
@@ -174,7 +174,7 @@ class Lane:
         def task() -> None:
             try:
                 if after is not None:
-                    after.synchronize()  # raises if the compute that was to write the blocks failed
+                    after.synchronize()  # raises if the computation of the blocks failed
                 self._mover(path, job, Pieces(part.tables[0]))
             except Exception as error:
                 transfer.failed(index, error)
@@ -188,7 +188,7 @@ class Lane:
 
 
 def _is_reached(event: Event) -> bool:
-    """True if the work before this event has ended; on a lost GPU it has."""
+    """True if the work before this event has ended, or the GPU is lost."""
     try:
         return event.query()
     except Exception:

@@ -41,8 +41,8 @@ class LayerDoneCounter:
     def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Make later work on `stream` wait until this layer has arrived; without `stream`, block the caller.
 
-        LayerSwapTimeoutError after `timeout` seconds. TransferError if the layer will not arrive complete, only without
-        a stream: with one, the transfer's report names the blocks to compute instead.
+        LayerSwapTimeoutError after `timeout` seconds. Without `stream`, TransferError if the layer does not arrive
+        complete. With `stream`, the transfer's report names the missing blocks, which must be computed instead.
         """
         group, deadline = self._group_of(layer), time.monotonic() + timeout
         event = self._submitted(group, layer, deadline, timeout)

@@ -32,9 +32,9 @@ class TransferManager:
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
         for report in manager.poll(): ...                         # transfers that ended since the last poll
 
-    Copies wait for `after`, or for the work on the current stream if that is None; an unrecorded Event() does not wait.
-    The report of a transfer that fails in part, is cancelled, or misses its `timeout` names the blocks that did not
-    arrive; others are not affected. Thread-safe.
+    Copies wait for the event `after` (None: for all work on the current stream; an unrecorded Event(): no wait). The
+    report of a transfer that fails in part, is cancelled, or misses its `timeout` names the blocks that did not arrive;
+    other blocks are not affected. Thread-safe.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TransferManager:
             self._caches[group.name] = (cache, host)
 
     def release(self, group: str | None = None) -> None:
-        """Wait for all transfers, then drop the device tensors of a group (None: of all). Host memory stays."""
+        """Wait for all transfers, then drop the device tensors of a group (None: of all groups). Host memory stays."""
         self.wait_all()
         with self._lock:
             for name in [group] if group is not None else list(self._caches):
@@ -148,7 +148,7 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the host after `after`, the event of the compute that wrote them."""
+        """Copy blocks to the host, after the event `after` of the computation that wrote the blocks."""
         compiled = self.compile(Direction.D2H, device_ids, host_ids, group=group, urgent=urgent, strategy=strategy)
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
@@ -164,14 +164,14 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the device. With `layer_wise`, compute can wait for single layers on `layers`."""
+        """Copy blocks to the device. With `layer_wise`, the model can wait for each layer on the handle's `layers`."""
         compiled = self.compile(
             Direction.H2D, device_ids, host_ids, group=group, layer_wise=layer_wise, urgent=urgent, strategy=strategy
         )
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
     def poll(self, *, only_urgent: bool = False) -> list[TransferReport]:
-        """Return the reports of transfers, or only of urgent ones, that ended since the last call; never waits."""
+        """Return the reports of all transfers, or only of urgent transfers, that ended since the last call."""
         with self._lock:
             live = [each for each in self._live.values() if each.urgent or not only_urgent]
         ended = [report for transfer in live if (report := transfer.report) is not None]

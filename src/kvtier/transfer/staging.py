@@ -7,13 +7,13 @@
     slot 1            [gather 1]  [copy 1      ]                   the streams wait for each other, the host does not
     slot 2                        [gather 2]   [copy 2      ]
 
-The kernel stream has high priority: while large matrix products run, a kernel starts only when one of them ends, and
-must then be first. One stream for all slots: one per slot, all enqueued ahead, was slower (docs/decisions/0006).
+The kernel stream has high priority: while the model runs large matrix products, a kernel can start only when a product
+ends, and must then be first. All slots share this stream; one stream per slot was slower (docs/decisions/0006).
 
 Some pairs of a copy stream and a kernel stream interfere in the driver or the GPU: while the kernel stream has pending
-work and the model is busy, copies of any size run at 0.93 of the link. The pair stays slow; another kernel stream is
-not (H200, driver 580.159, 2026-11-15; docs/decisions/0006). The pairs cannot be predicted, so copies are timed, and
-the ring replaces its kernel stream when they are slow.
+work and the model is busy, copies of any size run at 0.93 of the link rate. Such a pair stays slow; with another kernel
+stream copies are fast (H200, driver 580.159, 2026-11-15; docs/decisions/0006). Slow pairs cannot be predicted, so the
+ring times its copies, and replaces the kernel stream when copies are slow.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 """Executes independent copies: copy_paths.run_path, or a replacement in tests."""
 
 
-# Stream priority: lower numbers run first. Different from that of a lane's streams: torch has a pool per priority and
-# returns the same stream twice; kernels on a stream with copies would wait for them.
+# Stream priority: lower numbers run first. No stream of a lane has this priority, because torch's pool for one priority
+# may return the same stream twice, and kernels on a stream with copies would wait for the copies.
 _FIRST = -2
-_SLOW = 0.96  # of the best known rate; interfering pairs have 0.93, others 0.98 and more
+_SLOW = 0.96  # share of the best known rate; interfering pairs reach 0.93, others 0.98 or more
 _TIMED_BYTES = 32 << 20  # smaller copies are not timed
-_JUDGED = 4  # copies per decision: one may have met other traffic
+_JUDGED = 4  # copies per decision, because other traffic may slow down a single copy
 
 
 class StagingRing:
@@ -88,7 +88,7 @@ class StagingRing:
             self._inside(part, SRC, base, kernels)
             return kernels.record(end)
         except BaseException:
-            copies.wait(kernels.record())  # the slot is free after the part that was submitted
+            copies.wait(kernels.record())  # the slot is free after the work that was submitted
             copies.record(end)
             raise
 
@@ -119,7 +119,7 @@ class StagingRing:
         if slow:
             assert self._kernels is not None
             before, self._kernels = self._kernels, Stream(self._placement, priority=_FIRST)
-            self._kernels.wait(before.record())  # slices end in order
+            self._kernels.wait(before.record())  # so that slices end in order
 
     def _take(self) -> int:
         """Return the next slot; allocate the ring on first use."""

@@ -2,8 +2,8 @@
 
 direct   the copy engines move each contiguous part (cuMemcpyBatchAsync); best for large parts
 kernel   a kernel reads and writes all parts over the link; any size, but it takes multiprocessors from the model
-staged   a kernel gathers parts on the device, which takes a fiftieth of the time, and the copy engines move whole
-         blocks between there and the host
+staged   a kernel gathers parts in staging memory on the device (a fiftieth of the time), and the copy engines move
+         whole blocks between staging memory and the host
 
 The price of a strategy is its time plus the time that the model loses during it, both from the calibration.
 """
@@ -37,14 +37,14 @@ class TransferConfig:
     """Bulk bytes in flight per direction: enough to keep the link busy, and the most that an urgent transfer waits for
     (3.5 ms)."""
     max_urgent_bytes: int = 8 << 30
-    """Urgent bytes in flight per direction. Beyond it they are queued, ahead of bulk."""
+    """Urgent bytes in flight per direction. Beyond this limit, urgent transfers are queued ahead of bulk transfers."""
     group_piece_bytes: int = 512 << 10
-    """Least bytes per block of a group of layers in a layer-wise load: DMA runs at 96 % of the link."""
+    """Minimum bytes per block of a group of layers in a layer-wise load. DMA then runs at 96 % of the link rate."""
     min_layer_groups: int = 4
-    """Groups of a layer-wise load; the model waits for the first before it can start."""
+    """Minimum number of groups in a layer-wise load. The model can start when the first group has arrived."""
     chunk_bytes: int = 64 << 20
-    """Size of a slot of the staging ring: two of them outlast a gather kernel's wait for a busy GPU, and each costs the
-    host a launch and a batch call (0.1 ms)."""
+    """Size of a slot of the staging ring. Copying two slots takes longer than a gather kernel waits for a busy GPU.
+    Each slot costs the host a launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     gather_blocks: int = 264
     """Thread blocks of the kernel that gathers into staging: two per multiprocessor."""
@@ -57,9 +57,9 @@ class TransferConfig:
                 raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# The link is idle during the first gather (or the last scatter), so that chunk is small; but a chunk should outlast the
-# gather of the next, which may wait for a busy GPU. 64 MiB on an idle GPU, worst shape: .969 of the link with 4 MiB,
-# .963 with 8, .962 with 12; no difference during matrix products (H200, 2026-11-15).
+# The link is idle during the first gather (or the last scatter), so that chunk is small. But copying a chunk should
+# take longer than gathering the next one, which may wait for a busy GPU. 64 MiB in the worst shape reach 0.969 of the
+# link rate with 4 MiB, 0.963 with 8, 0.962 with 12; no difference on a busy GPU (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
@@ -73,11 +73,11 @@ class TransferShape:
     num_parts: int
     """Contiguous parts in the device cache."""
     num_spans: int
-    """Contiguous parts in host memory: fewer, if a block is contiguous there."""
+    """Contiguous parts in host memory: one per block and group of layers."""
 
 
 Paths = Mapping[Strategy, PathName]
-"""Usable strategies, with the path that crosses the link."""
+"""The copy path that crosses the link, by usable strategy."""
 Prices = dict[Strategy, float]
 
 
@@ -101,7 +101,7 @@ def _options(src: Placement, dst: Placement, in_one_piece: bool) -> tuple[Paths,
     return usable, reasons, "".join(f"no {name}: {reason}; " for name, reason in reasons.items())
 
 
-@dataclass(slots=True)  # not frozen, estimates on demand: made for every transfer
+@dataclass(slots=True)  # made for every transfer: not frozen, with estimates on demand
 class StrategyChoice:
     """The chosen strategy and the reason."""
 
@@ -111,11 +111,11 @@ class StrategyChoice:
     note: str = ""
     """The reason without the estimates."""
     estimate: Callable[[], tuple[Prices, Prices]] | None = None
-    """Computes times and prices as `_prices`; None: there was only one choice."""
+    """Computes the result of `_prices`; None if the strategy was forced or the only one."""
 
     @property
     def why(self) -> str:
-        """The reason, with the estimates: time, and what the model loses during it; the least sum wins."""
+        """The reason, with the estimated time and the model's lost time per strategy; the lowest sum wins."""
         if self.estimate is None:
             return self.note.rstrip("; ")
         times, prices = self.estimate()
@@ -146,7 +146,7 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
     return StrategyChoice(best, paths[best], note, functools.partial(_prices, shape, paths, table))
 
 
-@functools.lru_cache(maxsize=4096)  # 20 us to compute; transfers of one order of magnitude have one result
+@functools.lru_cache(maxsize=4096)  # 20 us to compute; transfers of the same order of magnitude share a result
 def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
@@ -157,7 +157,7 @@ def _cheapest(
 
 
 def _prices(shape: TransferShape, paths: Paths, table: CostTable) -> tuple[Prices, Prices]:
-    """Return the microseconds of each usable strategy, and the same plus what the model loses."""
+    """Return the microseconds of each usable strategy, and its price: that time plus the time that the model loses."""
     device = shape.dst if shape.dst.is_device else shape.src
     link, inside, engine = CopyContext(shape.src, shape.dst, None), CopyContext(device, device, None), paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)

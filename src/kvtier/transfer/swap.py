@@ -1,6 +1,6 @@
 """Swap operators: copy blocks of one layer, or of all layers, between a device cache and host memory.
 
-Each call is independent; TransferManager has streams, priorities and reports for a server.
+Each call is independent. A server uses TransferManager, which has streams, priorities and reports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def swap_cache_per_layer(
     stream: Stream | None = None,
     path: PathName | None = None,
 ) -> CopyResult:
-    """Swap blocks of one layer's tensor and wait for the copies. See swap_cache_per_layer_async."""
+    """Copy blocks of one layer's tensor and wait for the copies. See swap_cache_per_layer_async."""
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path)
 
 
@@ -43,11 +43,11 @@ def swap_cache_per_layer_async(
     stream: Stream | None = None,
     path: PathName | None = None,
 ) -> CopyResult:
-    """Swap block device_ids[i] of `cache` with block host_ids[i] of `host`, in the order of `stream`.
+    """Copy between block device_ids[i] of `cache` and block host_ids[i] of `host`, in the order of `stream`.
 
-    Both are tensors whose first dimension is blocks, Buffers, or BlockViews (such as `HostMemory.block_view`); the
-    direction selects the side that is read. Without `stream` the current one is used; host memory without one is copied
-    before this returns. Ids may be in any order; blocks adjacent on both sides are copied together.
+    `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`).
+    The default stream is the current one; without any stream, host memory is copied before this returns. Ids may be in
+    any order. Blocks that are adjacent on both sides are copied together. `direction` selects the side that is read.
     """
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
 
@@ -63,7 +63,7 @@ def swap_cache_all_layers(
     path: PathName | None = None,
     wait: bool = True,
 ) -> CopyResult:
-    """Swap the same blocks of all layers, caches[i] and hosts[i], as one batch of copies, and `wait` for them."""
+    """Copy the same blocks of all layers, between caches[i] and hosts[i], as one batch. `wait`: wait for the copies."""
     checked = as_direction(direction)
     if len(caches) != len(hosts):
         raise ArgumentError(f"caches and hosts must have the same length, got {len(caches)} and {len(hosts)}")
@@ -75,7 +75,7 @@ def swap_cache_all_layers(
     placements = {step.job.src for step in result.steps} | {step.job.dst for step in result.steps}
     used = choose_stream(stream, *placements) if wait else None
     if used is not None:
-        used.record().synchronize()  # not the stream: that would clear errors of other work on it
+        used.record().synchronize()  # synchronizing the stream would clear errors of other work
     return result
 
 
@@ -92,7 +92,7 @@ def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_id
     sides = [device, hosted] if direction is Direction.D2H else [hosted, device]
     ids = [on_device, on_host] if direction is Direction.D2H else [on_host, on_device]
     starts = [view.addresses(each) for view, each in zip(sides, ids, strict=True)]
-    # copies do not span separately registered pieces of memory: each piece is a table, and copies merge inside it
+    # no copy may span separately registered pieces of memory: copies merge inside a table only, one per piece
     pieces = on_host // hosted.run_blocks if hosted.run_blocks else np.zeros_like(on_host)
     for piece in np.unique(pieces):
         here = pieces == piece
