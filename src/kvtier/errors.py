@@ -58,7 +58,7 @@ class OutOfMemoryError(KvtierError, MemoryError):
 
 
 class CopyError(KvtierError, RuntimeError):
-    """A copy failed. `index` is the caller's entry, if known."""
+    """A copy failed. `index` is the position of the failed copy in the caller's batch, if known."""
 
     def __init__(self, message: str, *, index: int | None = None) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class LayerSwapTimeoutError(TransferTimeoutError):
 
 
 class StoreError(KvtierError, RuntimeError):
-    """A store could not be opened or closed. Failures in between are results, not exceptions."""
+    """A store could not be opened or closed. Failed reads and writes are results, not exceptions."""
 
 
 class StoreInUseError(StoreError):

@@ -1,11 +1,11 @@
-"""Messages between the deciding side and the moving side: plans one way, reports the other. Immutable values.
+"""Immutable messages between the CacheManager, which decides, and the CacheController, which moves bytes.
 
     CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to do, in this order
     CacheManager <--Report-- CacheController                     results of transfers and probes
 
-The transfers of a plan are independent of each other and of earlier plans in flight: a transfer that depends on another
-is planned after that one was reported. Slots and keys are sent as bytes (little-endian int32, 32 bytes each), so that
-the size of a message is that of its blocks.
+The transfers of a plan do not depend on each other or on transfers in flight: a transfer that needs the result of
+another is planned after the report of the other. To keep messages small, slots are sent as bytes (little-endian int32)
+and so are keys (32 bytes each).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEY_BYTES = 32
 
 
 class Route(StrEnum):
-    """Source and target of a transfer. Requests wait for loads and fetches, not for the others."""
+    """Source and target of a transfer. Requests wait for loads and fetches, not for saves and stores."""
 
     HOST_TO_DEVICE = "load"
     DEVICE_TO_HOST = "save"
@@ -76,7 +76,7 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Look up keys in a store. Without keys: list all that it has."""
+    """Look up keys in a store, or list all keys of the store if `keys` is empty."""
 
     id: int
     store: str
@@ -85,7 +85,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Remove keys from a store. Without keys: all of this cache."""
+    """Remove keys from a store, or all keys of this cache if `keys` is empty."""
 
     store: str
     keys: bytes = b""
@@ -105,7 +105,7 @@ class Plan:
         return bool(self.transfers or self.probes or self.drops)
 
     def only(self, transfer_ids: Collection[int]) -> Plan:
-        """Return a plan of these transfers alone."""
+        """Return a plan with only these transfers."""
         transfers = tuple(each for each in self.transfers if each.id in transfer_ids)
         return replace(self, transfers=transfers, probes=(), drops=())
 
@@ -127,18 +127,18 @@ class TransferResult:
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """If only some blocks arrived: one byte for each, 1 or 0. Empty: all or none, as `ok` says."""
+    """One byte per block, 1 if the block arrived. Empty if all blocks arrived (`ok`) or none (not `ok`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLookup:
-    """Keys that a store has and keys that it does not have: the result of a probe, or of a read that found nothing."""
+    """Keys present in a store and keys absent from it: the result of a probe, or of a read that missed keys."""
 
     store: str
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Probe that this answers, each exactly once, also on failure; 0: the result of a read."""
+    """Id of the probe, or 0 for a read. Each rank answers a probe exactly once, even if the lookup failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +150,15 @@ class Report:
     results: tuple[TransferResult, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()
     num_host_slots: int = 0
-    """Host slots that can be used now, as host memory is allocated step by step; 0: no change."""
+    """Number of usable host slots, which grows while host memory is being allocated; 0 means no change."""
     damaged: bytes = b""
     """Host slots whose content changed unexpectedly."""
 
 
 def slot_bytes(slots: I32) -> bytes:
-    """Return slots in the form of messages."""
+    """Return slots as the bytes that messages contain."""
     return slots.astype("<i4", copy=False).tobytes()
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """Return the keys of a message as a list."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

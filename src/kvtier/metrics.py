@@ -69,9 +69,8 @@ class Distribution:
     bounds: tuple[float, ...]
     """Inclusive upper bounds of the buckets; the last bucket has none."""
     counts: tuple[int, ...]
-    """Values in each bucket, one more than bounds."""
+    """Number of values in each bucket. There is one more bucket than bounds."""
     total: float
-    """The sum of all values."""
 
     @property
     def count(self) -> int:
@@ -79,7 +78,7 @@ class Distribution:
 
 
 class Histogram:
-    """Numbers of values in fixed buckets, and their sum."""
+    """Counts of values in fixed buckets, and the sum of the values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(map(float, bounds))
@@ -109,7 +108,7 @@ Series = TypeVar("Series", bound=Counter | Gauge | Histogram)
 class Family(Generic[Series]):
     """The series of one metric, one for each combination of label values. Made by a Registry.
 
-    Every combination is kept: use labels with few values (tiers, causes), never requests.
+    Series are never removed, so use labels with few values (tiers, causes), never request ids.
     """
 
     def __init__(self, kind: str, name: str, text: str, labels: tuple[str, ...], make: Callable[[], Series]) -> None:
@@ -171,7 +170,7 @@ class Registry:
         return family
 
     def before_render(self, task: Callable[[], object]) -> None:
-        """Run a task before each rendering, on the thread that renders: to copy values counted elsewhere."""
+        """Run a task before each rendering, on the rendering thread, for example to copy values counted elsewhere."""
         with self._lock:
             self._tasks.append(task)
 
@@ -212,7 +211,7 @@ def _escape(text: str, *, quote: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number for Prometheus; integers without a point, if the float is exact."""
+    """Format a number for Prometheus. Whole numbers have no decimal point if the float is exact."""
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     if math.isnan(value):

@@ -1,4 +1,4 @@
-"""CacheAdmin: an operator's operations on a cache, on the deciding side. Nothing here moves bytes."""
+"""CacheAdmin: an operator's operations on a cache. They change the index and queue work; they move no bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CacheAdmin:
         return tiers[name]
 
     def save(self, chain: Chain) -> None:
-        """Queue copies of a prompt's blocks, and of all below it, to the lower tiers, whatever their policy."""
+        """Queue copies of a prompt's blocks and all descendants to the lower tiers, regardless of the write policy."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
         below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []
@@ -40,24 +40,24 @@ class CacheAdmin:
             self.save(Chain.of_node(tree.namespace, node))
 
     def plan_saves(self, now: float) -> bool:
-        """Plan queued copies, also if the policy would wait; returns True if some are left."""
+        """Plan queued copies, even if the policy would wait; returns True if some are left in the queues."""
         for queue in self._manager.queues:
             queue.plan(now, flush=True)
         return any(queue.jobs for queue in self._manager.queues)
 
     def demote(self, chain: Chain) -> int:
-        """Free the device slots of a prompt's blocks that the host has; returns the number."""
+        """Free the device slots of a prompt's blocks, where the host also holds the blocks; returns the number."""
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
 
     def drop(self, chain: Chain) -> int:
-        """Drop a prompt's full blocks, except those that other prompts share, and all below; returns the number.
+        """Drop a prompt's full blocks and all descendants, except blocks that other prompts share; returns the number.
 
             system ─┬─ [ this prompt ]── completions ..  dropped
                     └─ other prompts                     stays, and so does the shared part
 
-        In every tier. From stores only keys can be dropped that memory has. Other blocks stay there; they are valid,
-        and matched only after the prompt was computed again.
+        Blocks are dropped from every tier. From stores, only descendants whose keys are in memory can be dropped. Other
+        descendants stay in the store; they are valid, but match only after the prompt was computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -91,14 +91,14 @@ class CacheAdmin:
         manager.tree.vacate(self.tier(tier), first_slot, detached)
 
     def resize(self, tier: str, num_blocks: int) -> None:
-        """Change the number of slots; blocks beyond it are lost. No request may run, no transfer may be in flight."""
+        """Change the number of slots; blocks in removed slots are lost. No request or transfer may be in flight."""
         if num_blocks < 1:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
         self.vacate(tier, num_blocks)
         self.tier(tier).pool.resize(num_blocks)
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
-        """Return the node of the chain's last block in memory, readable or not, and the number of its blocks there."""
+        """Return the node of the chain's last block in memory, readable or not, and the number of blocks up to it."""
         tree = self._manager.tree
         node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
         if node is None or not stop or chain.namespace != tree.namespace:
@@ -112,13 +112,13 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Return the first block of the path to a node that no other chain in memory shares."""
+    """Return the number of the first block, on the path to a node, that no other chain in memory shares."""
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
     return node.start
 
 
 def _keys_after(node: Node, num_blocks: int) -> bytes:
-    """Return the keys of all blocks below the first `num_blocks` blocks of the path to a node."""
+    """Return the keys of all blocks after the first `num_blocks` blocks of a node's path, including descendants."""
     rest = node.keys[(num_blocks - node.start) * KEY_BYTES :]
     return rest + b"".join(child.keys for child in node.descendants())

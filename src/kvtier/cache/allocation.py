@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first `num_tokens` tokens of a block to another on the device, before the step computes."""
+    """Copy the first `num_tokens` tokens of one device block to another, before the step computes."""
 
     source: int
     target: int
@@ -23,7 +23,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Numbers of one tier; of a store, only the blocks that it is known to have."""
+    """Statistics of one tier. For a store, `num_used` counts the blocks that it is known to have."""
 
     name: str
     num_blocks: int
@@ -36,7 +36,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Numbers of the manager since its start."""
+    """Statistics of the manager since its start."""
 
     num_allocations: int
     queried_tokens: int
@@ -52,16 +52,16 @@ class Allocation:
     is_loading: bool = field(init=False, default=False)
     """True while blocks are in flight to the device; see CacheManager.is_ready."""
     loads: tuple[int, ...] = field(init=False, default=())
-    """Their transfers, if all were started for this allocation."""
+    """Ids of the transfers in flight, if all of them were started for this allocation."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Cached tokens by tier."""
     num_cached_tokens: int = field(init=False)
-    """Tokens that need not be computed, after `copy` if there is one."""
+    """Tokens that need not be computed, including the tokens of `copy`."""
     source: Lease | None = field(init=False, default=None)
-    """Lease on the block whose beginning is copied to the next block, until that is computed."""
+    """Lease on the block to copy from, held until the first step is published."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
-    """Decision to load or to compute the blocks below the device, if there were any."""
+    """Decision to load or to compute the cached blocks that were only in lower tiers, if there were any."""
 
     def __post_init__(self) -> None:
         self.num_cached_tokens = self.lease.num_matched_tokens
@@ -72,7 +72,6 @@ class Allocation:
 
     @property
     def table(self) -> I32:
-        """Device slot of each block."""
         return self.lease.table
 
     @property
@@ -86,5 +85,5 @@ class Allocation:
         """Device slots still needed for all tokens of the chain."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
-        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # otherwise reserved already
+        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # loads have slots
         return max(0, num_blocks - len(lease.table)) + to_load

@@ -22,14 +22,14 @@ class CacheConfig:
     stores: tuple[StoreConfig, ...] = ()
     """Further tiers below the host, the nearest first."""
     partial_scan: int = 8
-    """How many cached blocks are compared to find one that begins like the first block that was not found."""
+    """Number of cached blocks to compare with the first missing block, to copy the longest common beginning."""
     free_share: float = 0.0
     """Evict from the device ahead of demand, so that this share of it is free."""
     always_load: bool = False
     """Load cached blocks even if computing them is expected to be faster."""
     secret: bytes = field(default=b"", repr=False)
-    """Key of the token digests in stored blocks, at most 64 bytes, equal for all that share a store. Without one, a
-    reader of the store can check a guess at a prompt."""
+    """Key for the token digests in stored blocks, at most 64 bytes. All engines that share a store need the same key.
+    Without a key, anyone who can read the store can verify a guess of a prompt."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -55,7 +55,7 @@ class WritePolicy(Enum):
     SELECTIVE = "write_through_selective"
     """After it was used again `min_uses` times."""
     BACK = "write_back"
-    """When the tier above runs low, blocks that finished first go first; all of them when the cache is flushed."""
+    """When the tier above runs low, in the order in which requests finished. A flush copies all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class WritebackConfig:
     write: WritePolicy = WritePolicy.THROUGH
     min_uses: int = 1
     max_blocks: int = 256
-    """Most blocks in flight: saves must not delay loads."""
+    """Maximum number of blocks in flight, so that saves do not delay loads."""
     low_share: float = 0.25
     """For write_back: save when less than this share of the tier above is free."""
     blocks_per_second: float = math.inf
@@ -102,11 +102,11 @@ class WaitPolicy(Enum):
     """How long a request waits for its blocks from a store before it is scheduled."""
 
     BEST_EFFORT = "best_effort"
-    """Not at all: it uses the blocks that have arrived."""
+    """Not at all: the request uses the blocks that have arrived."""
     DEADLINE = "deadline"
     """At most `wait_seconds`."""
     WAIT = "wait"
-    """Until they have arrived or failed."""
+    """Until all blocks have arrived or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ class StoreConfig:
     wait: WaitPolicy = WaitPolicy.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False
-    """True if other processes write to it: keys are looked up for each request. Otherwise the inventory is read once,
-    and writes are recorded."""
+    """True if other processes write to the store. Then keys are looked up for each request. Otherwise the list of keys
+    is read once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
-    """Most blocks in flight from it."""
+    """Maximum number of blocks in flight from the store."""
     max_known: int = 1 << 22
-    """Most keys recorded for it, at about 150 bytes each: it evicts without notice."""
+    """Maximum number of recorded keys, at about 150 bytes each. A limit is needed: the store evicts without notice."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):

@@ -14,12 +14,12 @@ from kvtier.messages import Route
 # A sample 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
 _MOST_NEW = 16
-_ALIKE = 1e-7  # least independent part of an amount's squares, of 1: below it the matrix counts as singular
-_TRY_AFTER = 32  # loads refused in a row before one is tried, in case the link is faster again
-_STILL = 0.7  # of the expected time: a trial that takes longer confirms the old measurements
+_ALIKE = 1e-7  # the matrix counts as singular if a pivot is smaller; its diagonal is 1 before elimination
+_TRY_AFTER = 32  # refused loads in a row before a trial load, because the link may be faster again
+_STILL = 0.7  # a trial that takes more than this share of the expected time confirms the old measurements
 Matrix = list[list[float]]
 Link = tuple[Route, str]
-"""A route and the store at one end, or empty: each has its own speed."""
+"""A route and the name of its store, or empty if it has none. Each link has its own speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class LoadDecision:
 class OnlineLeastSquares:
     """Fits seconds as a sum of costs times amounts, by least squares with exponential decay of old samples.
 
-    Costs are not negative. If the samples do not determine them, such as a single sample, several solutions are equally
-    good; `in_doubt`, min or max, selects the prediction.
+    Costs are not negative. If the samples do not determine the costs (a single sample does not), several solutions are
+    equally good; `in_doubt`, min or max, then selects one of their predictions.
     """
 
     def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:
@@ -102,7 +102,7 @@ class OnlineLeastSquares:
 
 
 def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
-    """Return the best costs; if some amounts are collinear, the best costs without each of them."""
+    """Return the best costs. If amounts are collinear, leave out each amount in turn and return all solutions."""
     best = _least_squares(squares, products, used)
     if best is not None:
         return [best]
@@ -111,9 +111,9 @@ def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[
 
 
 def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> list[float] | None:
-    """Return the best costs of the used amounts, none negative; None if these are collinear.
+    """Return the best non-negative costs of the used amounts, or None if the amounts are collinear.
 
-    If some come out negative, at least one of these is 0 in the best solution: each is tried.
+    If some costs come out negative, at least one of them is 0 in the best solution, so each is tried as 0.
     """
     solved = _solve_equations([[squares[i][j] for j in used] + [products[i]] for i in used])
     if solved is None:
@@ -130,9 +130,9 @@ def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> l
 
 
 def _solve_equations(rows: Matrix) -> list[float] | None:
-    """Solve two or three equations; a row ends with its right side. None if the matrix is nearly singular.
+    """Solve two or three equations, or return None if the matrix is nearly singular. A row ends with its right side.
 
-    The matrix is symmetric with ones on its diagonal. With numpy a fit took 81 us, with this 26 (dev, 2026-11-16).
+    The matrix is symmetric with ones on its diagonal. A fit takes 26 us, with numpy it took 81 us (dev, 2026-11-16).
     """
     for k, upper in enumerate(rows):
         if upper[k] < _ALIKE:
@@ -158,7 +158,7 @@ class CostModel:
         self._transfers: dict[Link, OnlineLeastSquares] = {}
         self._doubted: dict[Link, OnlineLeastSquares] = {}
         """Old measurements of links that are being tried again."""
-        self._compute = OnlineLeastSquares(2, in_doubt=max)  # in doubt load, which measures the link
+        self._compute = OnlineLeastSquares(2, in_doubt=max)  # in doubt, load: that measures the link
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
@@ -182,9 +182,9 @@ class CostModel:
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
     def decide(self, num_blocks: dict[Link, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
-        """Decide whether to load or to compute. `num_blocks` counts the blocks to transfer, including those queued.
+        """Decide whether to load or to compute. `num_blocks` counts the blocks to transfer, including queued blocks.
 
-        `again`: not the first decision for the request; a request counts as refused once.
+        Pass `again` for later decisions on the same request, so that the request counts as refused only once.
         """
         times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
@@ -192,7 +192,7 @@ class CostModel:
         is_faster = load is None or compute is None or load <= compute
         self._num_refused = 0 if is_faster else self._num_refused + (not again)
         is_trial = self._num_refused >= _TRY_AFTER
-        if is_trial:  # an unused link is not measured: forget its speed and measure again
+        if is_trial:  # an unused link is not measured, so forget its speed and measure again
             self._num_refused = 0
             self._doubted |= {link: self._transfers.pop(link) for link in num_blocks if link in self._transfers}
         return LoadDecision(is_faster or is_trial, num_tokens, load, compute)

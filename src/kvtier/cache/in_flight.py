@@ -2,9 +2,9 @@
 
     planned: WRITING in the target, READING in the source, a lease  ──every rank's result──>  READY or removed, released
 
-A transfer holds a lease of its own, so neither its source nor its target can be evicted or reused while it runs, even
-if its request finishes, aborts, or the cache is reset. After a reset its blocks are out of the tree: its slots are
-freed when it ends, and none of its blocks becomes readable.
+A transfer holds its own lease, so its source and target slots cannot be evicted or reused while it runs, even if the
+request ends or the cache is reset. After a reset, the blocks of the transfer are no longer in the tree: their slots are
+freed when the transfer ends, and none of the blocks becomes readable.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvtier.index.transitions import begin_read, end_read, end_write
 from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
 
 Mask = bytes
-"""One byte for each block, 1 or 0: find, count and slices of bytes are the cheapest vector operations Python has."""
+"""One byte per block, 1 or 0. Bytes are used because their find, count and slices are Python's cheapest vector code."""
 
 
 @dataclass(slots=True)
 class RouteStats:
-    """Numbers of one route; of transfers from and to stores, for one store."""
+    """Statistics of one route. A route from or to a store has one instance for each store."""
 
     route: Route
     store: str
@@ -47,7 +47,7 @@ class PendingTransfer:
     target: Tier | None
     epoch: int
     waiting_for: set[int]
-    """Ranks that have not reported it."""
+    """Ranks that have not reported the transfer."""
     arrived: Mask
     """Blocks that no rank reported as failed; at the end, the blocks that are readable in the target."""
     seconds: float = 0.0
@@ -69,7 +69,7 @@ class TransferTracker:
 
     def __init__(self, tree: RadixTree, num_ranks: int) -> None:
         self.epoch = 0
-        """A higher number invalidates the transfers in flight. Their slots are freed with their results."""
+        """Raising the epoch invalidates the transfers in flight. Their slots are freed when their results arrive."""
         self.num_ranks = num_ranks
         self._tree = tree
         self._tiers = {tier.name: tier for tier in tree.tiers}
@@ -93,13 +93,13 @@ class TransferTracker:
         return bool(self._planned or self._probes or self._drops)
 
     def num_blocks(self, route: Route, store: str = "") -> int:
-        """Count the blocks in flight on a route; of transfers from and to stores, for one store."""
+        """Count the blocks in flight on a route; name the store if the route is from or to a store."""
         stats = self._stats.get((route, store))
         return stats.num_in_flight if stats is not None else 0
 
     @property
     def counts(self) -> dict[Route, RouteStats]:
-        """Numbers of each route so far, the sum over stores."""
+        """Statistics of each route, summed over all stores."""
         counts = {route: RouteStats(route, "") for route in Route}
         for stats in self._stats.values():
             total = counts[stats.route]
@@ -121,8 +121,8 @@ class TransferTracker:
     ) -> int:
         """Plan a transfer of blocks [first, ..) of a path; returns its id. The transfer owns the lease from now on.
 
-        Source and target are slots of a tier or the name of a store. Blocks in a target tier are WRITING already
-        (`begin_write`, or a graft).
+        Source and target are slots of a tier or the name of a store. If the target is a tier, the blocks must already
+        be WRITING there, after `begin_write` or `graft`.
         """
         source_tier, source_name, source_slots = self._endpoint(source)
         target_tier, target_name, target_slots = self._endpoint(target)
@@ -169,9 +169,9 @@ class TransferTracker:
         return Plan(next(self._plan_ids), self.epoch, planned, probes, drops)
 
     def apply(self, rank: int, result: TransferResult) -> PendingTransfer | None:
-        """Apply a rank's result; returns the transfer if every rank has reported it.
+        """Apply a rank's result; returns the transfer if every rank has reported it, otherwise None.
 
-        A block arrived if all ranks say so. The caller then owns the transfer's lease and releases it.
+        A block counts as arrived if it arrived on every rank. The caller releases the lease of a returned transfer.
         """
         pending = self.in_flight.get(result.transfer_id)
         if pending is None or rank not in pending.waiting_for:
@@ -214,7 +214,7 @@ class TransferTracker:
 
 
 def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the runs [first, stop) of a value in a mask, numbered from `start`: mostly none or one."""
+    """Yield the runs [first, stop) of a value in a mask. The first entry of the mask has the number `start`."""
     first = mask.find(value)
     while first >= 0:
         stop = mask.find(1 - value, first)
@@ -224,7 +224,7 @@ def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int
 
 
 def mask_and(one: Mask, other: Mask) -> Mask:
-    """Return the mask that is 1 where both are."""
+    """Return the bitwise AND of two masks."""
     if 0 not in other:
         return one
     return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

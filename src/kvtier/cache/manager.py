@@ -5,8 +5,8 @@ No torch, no I/O, no threads, no clock: the caller passes `now`. Life of a reque
     prefetch -> Prefetch ─┐
                   match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort
 
-With lower tiers, `plan` returns the transfers to make and `apply` takes their results: no block is readable before its
-copy is reported, no slot is reused before its readers are done, and a failed copy is a miss.
+With lower tiers, `plan` returns the transfers to make and `apply` takes their results. A block is readable only after
+its copy was reported, a slot is reused only after its readers are done, and a failed copy is a miss.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CacheManager:
         listener: Listener | None = None,
         ghost: GhostCache | None = None,
     ) -> None:
-        """Begin with `num_host_ready` usable host slots (None: all); reports add the others."""
+        """Start with `num_host_ready` usable host slots, by default all. Reports add the other slots."""
         self.config = config
         self._device = Tier(0, BlockPool("device", config.num_blocks), partial(make_policy, config.policy))
         tiers, host = [self._device], config.host if config.prefix_caching else None
@@ -75,14 +75,14 @@ class CacheManager:
         )
         self.transfers = TransferTracker(self.tree, num_ranks)
         self.cost_model = CostModel()
-        """For the decision to load or to recompute; the scheduler records the time of its steps in it."""
+        """Predicts times for the decision to load or to recompute. The scheduler records the time of its steps here."""
         self.decisions = {"load": 0, "recompute": 0}
         """How often blocks below the device were loaded, and how often they were computed instead."""
         self.num_damaged = 0
         """Host blocks that the scrubber found changed."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
         self.queues = self._make_queues(tiers)
-        """Blocks to copy down: to the host, then to each store. Empty without a host tier."""
+        """Queues of blocks to copy to the host, then to each store. Empty without a host tier."""
         speeds = self.cost_model if not config.always_load else None
         self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
         self._free_shares = tuple(free_shares)
@@ -107,24 +107,24 @@ class CacheManager:
     # ---- life of a request -----------------------------------------------------------------------------------------
 
     def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Prefetch | None:
-        """Begin to fetch a prompt's blocks from stores to the host; None without a store.
+        """Begin to fetch a prompt's blocks from stores to the host; returns None without a store.
 
-        The request waits until `is_prefetched` and passes the prefetch to `match`; `end_prefetch` ends it.
+        The caller waits until `is_prefetched`, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
         if not self.stores or not chain.num_tokens:
             return None
         return self._prefetcher.start(chain, self._most_blocks(chain), retention, now)
 
     def is_prefetched(self, prefetch: Prefetch, *, now: float = 0.0) -> bool:
-        """True if the request need not wait: the blocks have arrived, or its time to wait has passed."""
+        """True if the request need not wait, because the blocks have arrived or the maximum wait has passed."""
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """True if a request that could start should wait again: its blocks were evicted, and a store has them."""
+        """True if a request should wait again, because its blocks were evicted from memory and a store has them."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Release what the prefetch holds. Transfers in flight still arrive."""
+        """Release the lease of a prefetch. Transfers in flight continue."""
         self._prefetcher.end(prefetch)
 
     def match(
@@ -136,9 +136,9 @@ class CacheManager:
         may_load: bool = True,
         prefetch: Prefetch | None = None,
     ) -> Allocation:
-        """Lease the longest cached prefix, without the last token, which must be computed for its logits.
+        """Lease the longest cached prefix. It excludes the last token, whose logits must be computed.
 
-        Without `may_load` only blocks on the device count. `prefetch` is the request's prefetch, which stays open.
+        Without `may_load`, only blocks on the device match. `prefetch` is the request's prefetch, which stays open.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
@@ -153,9 +153,9 @@ class CacheManager:
         return allocation
 
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
-        """Reserve device slots for the first `num_tokens` tokens, evicting cold blocks: all or none.
+        """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If the block to copy from prevents it, that block is given up and `num_cached_tokens` gets smaller.
+        If slots are short, release the block to copy from and try again. This lowers `num_cached_tokens`.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -175,7 +175,7 @@ class CacheManager:
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """True if every matched block is on the device. Raise LoadError if a load failed: abort the allocation."""
+        """True if every matched block is on the device. Raise LoadError if a load failed; then abort the allocation."""
         self._must_be_open(allocation)
         if not allocation.is_loading:
             return True
@@ -189,7 +189,7 @@ class CacheManager:
         return True
 
     def overlap(self, allocation: Allocation) -> tuple[int, ...]:
-        """Return the loads that a step of this allocation must wait for layer by layer if it starts before their end.
+        """Return the loads in flight for an allocation, so that a step can start early and wait layer by layer.
 
         Empty if no load is in flight, or if loads of other requests bring some of the blocks. The step's results are
         valid only if `is_ready` is True afterwards.
@@ -201,7 +201,7 @@ class CacheManager:
         return allocation.loads
 
     def on_scheduled(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """Count the cached blocks of a request in a step as used, once."""
+        """Count the cached blocks of a scheduled request as used. Repeated calls have no effect."""
         self._must_be_open(allocation)
         if allocation.lease.committed:
             return
@@ -236,7 +236,7 @@ class CacheManager:
         self._end(allocation, used=True, now=now)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled, preempted or not scheduled. It counts as a use only if a step ran."""
+        """End a request that was cancelled, preempted or not scheduled. It counts as a use only if it was in a step."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:
@@ -312,7 +312,7 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks; operators may change the configured number."""
+        """Number of device blocks, which an operator may change at run time."""
         return self._device.pool.num_slots
 
     @property
@@ -321,7 +321,7 @@ class CacheManager:
         return self._device.pool.num_free + self._device.num_evictable
 
     def shortage_for(self, num_blocks: int) -> Shortage | None:
-        """Return the shortage for that many more device blocks, None if they are available."""
+        """Return a Shortage if `num_blocks` more device blocks are not available, otherwise None."""
         if num_blocks <= self.num_available:
             return None
         return Shortage(self._device.name, num_blocks, self._device.pool.num_free, self._device.num_evictable)
@@ -349,11 +349,11 @@ class CacheManager:
     # ---- match and load --------------------------------------------------------------------------------------------
 
     def _most_blocks(self, chain: Chain) -> int:
-        """Return how many full blocks of a prompt may be cached: its last token is always computed."""
+        """Return the maximum number of blocks to match. The last token of a prompt is always computed."""
         return (chain.num_tokens - 1) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the state on the device of each matched block; empty without a host tier, where all are READY."""
+        """Return the device state of each matched block. Empty without a host tier, because then all are READY."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -361,7 +361,7 @@ class CacheManager:
     def _match_below(
         self, allocation: Allocation, missing: int, may_load: bool, prefetch: Prefetch | None, now: float
     ) -> Allocation:
-        """Decide for matched blocks that are not on the device: load them, or match again without them."""
+        """Decide whether to load the matched blocks that are not on the device, or to match again without them."""
         block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
         if may_load and not self.config.always_load:
@@ -379,7 +379,7 @@ class CacheManager:
         return allocation
 
     def _match_partly(self, allocation: Allocation, now: float) -> None:
-        """Find a cached block that begins like the first block that was not found: that part is copied.
+        """Find a cached block with the same first tokens as the first missing block, to copy these tokens.
 
         prompt   |b0|b1|t t t t v v|..      the last token of the prompt is always computed
         cached   |b0|b1|t t t t u u|        4 tokens are copied
@@ -393,7 +393,7 @@ class CacheManager:
             allocation.num_cached_tokens += num_tokens
 
     def _reserve(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
-        """Reserve slots for tokens that have none and for blocks to load, and start the loads."""
+        """Reserve slots for tokens without a slot and for blocks to load, and start the loads."""
         lease = allocation.lease
         num_new, states = lease.num_missing(num_tokens), b""
         if not allocation.is_loading and not lease.committed:
@@ -412,7 +412,7 @@ class CacheManager:
         return None
 
     def _load(self, lease: Lease, states: bytes, slots: Slots) -> tuple[int, ...]:
-        """Start loading the blocks that are ABSENT on the device into slots reserved there; returns the transfers."""
+        """Start loading the blocks that are ABSENT on the device into reserved slots; returns the transfer ids."""
         host, at, ids = self.tree.tiers[-1], 0, []
         for first, stop in mask_runs(states.translate(IS_ABSENT), 0):
             sources = Slots(host.name, block_slots(lease, host, first, stop))
@@ -424,21 +424,21 @@ class CacheManager:
         return tuple(ids)
 
     def _fill_table(self, lease: Lease) -> None:
-        """Enter the device slots of all matched blocks, also of those in flight."""
+        """Write the device slots of all matched blocks, including blocks in flight, into the lease's table."""
         slots = block_slots(lease, self._device, 0, lease.num_matched)
         lease.table = np.concatenate((slots, lease.table[lease.num_matched :]))
 
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Learn the speed of a completed transfer, and continue with its blocks. Its lease is still open."""
+        """Record the time of a completed transfer and queue further copies of its blocks. Its lease is still open."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:
             for queue in self.queues[1:] if 1 in done.arrived else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)
-        elif 0 not in done.arrived:  # requests wait for these: their time counts in decisions
+        elif 0 not in done.arrived:  # requests wait for loads and fetches, so decisions use their times
             self.cost_model.observe_transfer((route, transfer.store), done.count, done.seconds)
         if route is Route.STORE_TO_HOST:
             self._prefetcher.on_transfer_done(done)

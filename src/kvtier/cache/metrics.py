@@ -1,4 +1,4 @@
-"""CacheMetrics: the Prometheus metrics of a cache. Counters of the manager and the stores are read when rendered."""
+"""CacheMetrics: the Prometheus metrics of a cache. Counters of manager and stores are read at each rendering."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Prefetcher: blocks in flight from stores to the host, for waiting requests.
+"""Prefetcher: fetches blocks from stores to the host for waiting requests.
 
     start ──> probing ──(keys are known)──> waiting ──(no other transfer brings it)──> in flight ──(reports)──> over
                 └────────── nothing to fetch, no room, or computing it is faster ───────────────────────────────^
 
-A prefetch that brings blocks holds a lease on its path until its request has matched it or was cancelled. One that
-brings none holds nothing: waiting requests must not keep memory from running ones. Blocks that were in memory may then
-be evicted before the request starts; `retry` fetches them.
+A prefetch that fetches blocks holds a lease on its path until its request has matched the path or was cancelled. A
+prefetch with nothing to fetch holds no lease, because waiting requests must not take memory from running ones. The
+request's blocks in memory may then be evicted before the request starts; `retry` fetches them from a store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtier.messages import Route
 
 @dataclass(slots=True, eq=False, repr=False)
 class Prefetch:
-    """One request's blocks from stores. Made by CacheManager.prefetch, which changes it."""
+    """A fetch of one request's blocks from stores. Made by CacheManager.prefetch; only the manager changes it."""
 
     chain: Chain
     lease: Lease | None
@@ -37,18 +37,17 @@ class Prefetch:
     """Ids of unanswered probes and of transfers in flight."""
     is_over: bool = False
     is_due: bool = False
-    """True after a retry, when the request could have started."""
+    """True after a retry. A prefetch is retried only once."""
     num_blocks: int = 0
-    """Number of blocks to fetch."""
     num_fetched: dict[str, int] = field(default_factory=dict)
     """Number of arrived blocks by store."""
     decision: LoadDecision | None = None
 
 
 class Prefetcher:
-    """Fetches blocks from stores to the host, from the first store that has a block.
+    """Fetches each block to the host from the first store that has the block.
 
-    With `speeds`, blocks that are expected to be computed faster are not fetched.
+    With `speeds`, blocks are not fetched if computing them is expected to be faster.
     """
 
     def __init__(
@@ -84,9 +83,9 @@ class Prefetcher:
         return prefetch
 
     def retry(self, prefetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
-        """True if a request that could start, with `num_found` blocks in memory, should wait for more from a store.
+        """Fetch blocks again if memory has only `num_found` and a store has more. True if the request should wait.
 
-        Only once, since blocks of other requests may evict these again.
+        A prefetch is retried once, because blocks of other requests may evict the fetched blocks again.
         """
         if prefetch.is_due or prefetch.lease is not None or num_found >= prefetch.wanted:
             return False
@@ -154,8 +153,8 @@ class Prefetcher:
             lease.node.children.get(prefetch.chain.key_at(first)) if lease.stopped and first < prefetch.wanted else None
         )
         if node is not None:
-            # Either another transfer brings the next block, which is worth waiting for; or no tier has it and a lease
-            # keeps its node: computing it fills the node.
+            # If another transfer brings the next block, wait for it. Otherwise no tier has the block, and its node only
+            # exists because of a lease; the request computes the block.
             prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
             self._begin_transfers(prefetch, lease, now)
@@ -179,9 +178,9 @@ class Prefetcher:
             prefetch.is_over = slots is not None or not wanted or not prefetch.is_due
 
     def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
-        """Reserve host slots for all blocks, or for as many as fit; None: wait until other prefetches end.
+        """Reserve host slots for all blocks, or for as many as fit.
 
-        Other prefetches hold their blocks until their requests start.
+        Return None if other prefetches hold blocks: they release them when their requests start, so wait.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):
@@ -196,7 +195,7 @@ class Prefetcher:
             prefetch.lease = None
 
     def _is_busy(self, store: StoreIndex, count: int) -> bool:
-        """True if `count` more blocks exceed the store's limit. A single transfer may exceed it."""
+        """True if `count` more blocks exceed the store's limit. If nothing is in flight, any number is allowed."""
         in_flight = self._transfers.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return in_flight > 0 and in_flight + count > store.config.max_fetching_blocks
 
@@ -205,7 +204,7 @@ class Prefetcher:
         return prefetch.lease
 
     def _find(self, keys: list[bytes]) -> list[tuple[StoreIndex, int]]:
-        """Return the stores that have these keys, from the first key on, each with its number of keys."""
+        """Split the leading keys into runs that one store has. Return the store and the length of each run."""
         parts: list[tuple[StoreIndex, int]] = []
         at = 0
         while at < len(keys):
@@ -249,7 +248,7 @@ class Prefetcher:
 
 
 def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Return the origin of `num_blocks` blocks below the device, in tokens: fetched from a store, else the host."""
+    """Return the tokens of `num_blocks` blocks to load by origin: fetched from a store, or cached on the host."""
     origins: dict[str, int] = {}
     for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens

@@ -1,12 +1,12 @@
 """Copy blocks down early: device to host, and host to stores.
 
-WritebackQueue   blocks of the upper tier that should get a copy below, and the limits on starting their transfers
+WritebackQueue   blocks to copy to the tier below, and the limits on starting these transfers
 HostWriter       starts transfers from the device to the host
 StoreIndex       keys that a store is known to have; starts transfers from the host to the store
 
-Device eviction never waits: a block with a host copy is found there again, a block without one is a miss. A copy stays
-after a load, so that a second eviction is free, until the host tier evicts it. A store keeps blocks by key, outside the
-tree, and evicts by itself: the recorded keys may be out of date, and a read that finds nothing is a miss.
+Device eviction never waits for a copy. An evicted block with a host copy is loaded from the host; without one it is a
+miss. The host copy stays after a load, so that a second device eviction needs no new copy. A store keeps blocks by key,
+outside the tree, and evicts without notice. Recorded keys may be out of date; a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class WritebackJob:
 
 
 class WritebackQueue:
-    """Jobs for one target in order, and the limits of its policy.
+    """A queue of jobs for one target, with the limits of the write policy.
 
-    `above` is the pool of the tier to copy from. Beyond `max_jobs` the oldest jobs are dropped: more jobs than slots
-    cannot all have blocks there.
+    `above` is the pool of the tier to copy from. Beyond `max_jobs` the oldest jobs are dropped, because a tier with
+    fewer slots than jobs cannot have blocks of every job.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class WritebackQueue:
     ) -> None:
         self._tree, self._config, self._above, self._target = tree, config, above, target
         self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
-        self._allowance = config.blocks_per_second  # blocks of one second may start at once
+        self._allowance = config.blocks_per_second  # a burst may have the blocks of one second
         self._refilled_at: float | None = None
 
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
-        """Handle blocks of a leased path that became readable above: write_through starts them if no job waits.
+        """Handle blocks of a leased path that became readable in the tier above.
 
-        With `queue`, the other policies queue them.
+        write_through copies them at once if the queue is empty. With `queue`, the other policies queue them.
         """
         if stop <= first or not lease.node.attached:
             return
@@ -72,12 +72,12 @@ class WritebackQueue:
             self.jobs.append(job)
 
     def on_reuse(self, lease: Lease) -> None:
-        """Handle cached blocks that a request uses."""
+        """Queue the cached blocks that a request uses, if the policy is write_through_selective."""
         if self._config.write is WritePolicy.SELECTIVE and lease.num_matched and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
-        """Handle the end of a request: its blocks are the next to get cold."""
+        """Queue the blocks of a finished request, if the policy is write_back: they get cold next."""
         if self._config.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
@@ -89,7 +89,7 @@ class WritebackQueue:
         return bool(self.jobs) and self._above.num_free < self._config.low_share * self._above.num_slots
 
     def plan(self, now: float, *, flush: bool = False) -> None:
-        """Start as many transfers as the limits allow. With `flush`, also if the policy would wait."""
+        """Start as many transfers as the limits allow. With `flush`, start them even if the policy would wait."""
         if self._config.blocks_per_second < math.inf:
             limit = max(1.0, self._config.blocks_per_second)
             elapsed = 0.0 if self._refilled_at is None else max(0.0, now - self._refilled_at)
@@ -120,8 +120,6 @@ class WritebackQueue:
 
 
 class HostWriter:
-    """Starts transfers from the device to the host."""
-
     def __init__(self, tree: RadixTree, device: Tier, host: Tier, transfers: TransferTracker) -> None:
         self._tree, self._device, self._host, self._transfers = tree, device, host, transfers
 
@@ -132,7 +130,7 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Start copying the job's blocks that are on the device only; returns their number and the rest of the job.
 
-        There is no rest if the host is full of leased blocks.
+        If the host is full of leased blocks, the rest of the job is dropped and None is returned for it.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -163,9 +161,9 @@ def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> 
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """Ranks whose part of a block a store has, as bits. 0: the write is in flight.
+    """Bit mask of the ranks whose part of a block is in the store. 0 means that the write is in flight.
 
-    The blocks of one write share an instance, so that its end is one assignment for all of them.
+    The blocks of one write share an instance, so that one assignment marks all of them as written.
     """
 
     ranks: int = 0
@@ -178,7 +176,7 @@ class StoreIndex:
         self.config = config
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys in the store or in flight to it, newest last
-        self._looked_up: dict[int, _Copies] = {}  # ranks -> shared by keys that this process did not write
+        self._looked_up: dict[int, _Copies] = {}  # ranks -> instance for all keys that were looked up
         self._all_ranks = (1 << transfers.num_ranks) - 1
         self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # transfer -> its keys
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)
@@ -193,7 +191,7 @@ class StoreIndex:
         return len(known) - sum(known.get(key) is copies for keys, copies in writes for key in keys)
 
     def num_leading(self, keys: Sequence[bytes], first: int = 0) -> int:
-        """Count the keys from `first` on that the store is known to have, up to the first that it has not."""
+        """Count the consecutive keys from `first` on that the store is known to have for all ranks."""
         known, everyone = self._known, self._all_ranks
         for at in range(first, len(keys)):
             copies = known.get(keys[at])
@@ -202,7 +200,7 @@ class StoreIndex:
         return len(keys) - first
 
     def on_lookup(self, rank: int, lookup: StoreLookup) -> None:
-        """Record the keys that a rank found present or absent, except those in flight to the store."""
+        """Record the keys that a rank found present or absent, except keys that are being written."""
         known, mine = self._known, 1 << rank
         present = ((key, known.get(key)) for key in split_keys(lookup.present))
         self._remember(
@@ -223,9 +221,8 @@ class StoreIndex:
         return self._looked_up.setdefault(ranks, _Copies(ranks))
 
     def drop(self, keys: bytes) -> None:
-        """Remove these blocks from the store."""
         for key in split_keys(keys):
-            self._known.pop(key, None)  # a write in flight is followed by the drop
+            self._known.pop(key, None)  # the drop follows a write in flight
         if keys:
             self._transfers.drop(Drop(self.config.name, keys))
 
@@ -269,14 +266,14 @@ class StoreIndex:
                 number = self._transfers.start(Route.HOST_TO_STORE, shared, low, sources, name, b"".join(own))
                 copies = _Copies()
                 self._writes[number] = own, copies
-                self._remember(dict.fromkeys(own, copies))  # right after _are_new: the table is in the CPU cache
+                self._remember(dict.fromkeys(own, copies))  # right after _are_new, while the table is in the CPU cache
                 started += count
             if low + count < high:
                 return started, replace(job, first=low + count)
         return started, None
 
     def _are_new(self, keys: list[bytes]) -> Mask:
-        """Return which of these keys the store is not known to have or to receive."""
+        """Return a mask of the keys that, as far as known, are neither in the store nor being written."""
         known = self._known
         if known.keys().isdisjoint(keys):
             return b"\1" * len(keys)

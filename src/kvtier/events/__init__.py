@@ -34,7 +34,7 @@ class EventConfig:
     num_kept: int = 10_000
     """Messages kept for replay."""
     max_queued: int = 100_000
-    """Most events in the queue. Further events are dropped, which leaves a gap in the sequence numbers."""
+    """Maximum number of queued events. More events are dropped, which leaves a gap in the sequence numbers."""
 
     def __post_init__(self) -> None:
         if not self.endpoint or self.rank < 0 or min(self.num_kept, self.max_queued) < 1:

@@ -3,8 +3,8 @@
 A message has three frames, as in vLLM's publisher: the topic, the sequence number (8 bytes, big-endian), and
 [time, [event, ..], rank] in msgpack; an event is a map with its `type`. Sequence numbers rise by one. A subscriber
 that finds a gap sends an empty frame and the first missing number to the replay socket (DEALER; a REQ socket receives
-only the first message). It gets the messages that are still kept, then an empty one with number -1. If replay does not
-fill the gap, the subscriber must discard its state.
+only the first message). The reply is all messages still kept from that number on, then an empty message with number -1.
+If replay does not fill the gap, the subscriber must discard its state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINGER_MS = 1000
 
 
 class EventPublisher:
-    """Queues events without waiting; its own thread packs and sends them. Call it from one thread.
+    """Queues events without blocking; a thread of the publisher packs and sends them. Call it from one thread.
 
     `num_dropped` counts events that arrived while the queue was full.
     """
@@ -63,7 +63,6 @@ class EventPublisher:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        """Queue an event."""
         if self._is_closed:
             raise ClosedError(f"the publisher at {self._config.endpoint} is closed")
         if len(self._events) >= self._config.max_queued:
@@ -95,7 +94,7 @@ class EventPublisher:
         is_last = False
         while not is_last:
             ready = dict(poller.poll())
-            is_last = self._is_closed  # read before the queue: events queued before `close` are sent
+            is_last = self._is_closed  # read before the queue, so that events queued before `close` are sent
             if self._bell in ready:
                 os.eventfd_read(self._bell)
                 self._send()
@@ -107,7 +106,7 @@ class EventPublisher:
         """Send all queued events as one message."""
         if self.num_dropped != self._num_dropped_sent:
             self._num_dropped_sent = self.num_dropped
-            self._sequence += 1  # never sent: shows subscribers the gap
+            self._sequence += 1  # this number is never sent, so subscribers see a gap
         events = [_as_map(self._events.popleft(), self._config) for _ in range(len(self._events))]
         if not events:
             return

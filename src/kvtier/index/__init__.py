@@ -1,6 +1,6 @@
-"""The block index: keys, pools, the radix tree with its leases, eviction. It holds block numbers and no KV data.
+"""The block index: keys, pools, the radix tree, leases and eviction. It holds slot numbers, never KV data.
 
-Not thread-safe; `now` is the caller's clock.
+Nothing here is thread-safe. The caller passes the time as `now`.
 """
 
 from kvtier.index.chain import Chain, MediaItem, Namespace

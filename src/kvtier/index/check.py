@@ -1,4 +1,4 @@
-"""Invariants of a tree and its pools, as one function that raises."""
+"""check_tree: raise if an invariant of a tree or its pools is violated."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvtier.messages import KEY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks became readable in a tier. Keys are 32 bytes each, in path order; `parent` is the key above them."""
+    """Blocks became readable in a tier. Keys are 32 bytes each, in path order; `parent` is the key before the first."""
 
     tier: str
     parent: bytes
@@ -42,7 +42,7 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, which its children's keys continue; for a root, the root key."""
+    """Return the key of a node's last block, from which its children's keys are derived; for a root, the root key."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 

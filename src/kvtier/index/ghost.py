@@ -1,11 +1,11 @@
 """GhostCache: hit rates of caches of other sizes and policies, estimated while serving.
 
-One position in every LOOK_BYTES of a prompt has a mark: a hash of the prompt up to there, from one byte in every
-STEP_BYTES. Prompts that share a prefix share its marks. A mark is sampled iff its hash is below the rate, so every use
-of a sampled mark is seen, and a small cache of marks (a shadow) behaves like a large cache of all blocks. There is
-one shadow for each capacity and policy. One of them shadows the real cache, whose hit rate is known: an estimate is the
-real rate plus the difference of the two shadows, which cancels the effects of the sample. Prompts that differ only
-between the sampled bytes count as equal.
+A prompt has one mark per LOOK_BYTES: a hash of the prompt up to that position, computed from one byte in every
+STEP_BYTES. Prompts that share a prefix share the marks of the prefix, and prompts that differ only between the sampled
+bytes count as equal. A mark is sampled iff its hash is below the rate, so every use of a sampled mark is seen, and a
+small cache of sampled marks (a shadow) behaves like a large cache of all blocks. There is one shadow for each capacity
+and policy, including those of the real cache. The real hit rate is known, so an estimate is the real hit rate plus the
+difference between two shadows, which cancels the sampling error that both have.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Stack:
-    """Shadow for LRU and FIFO, all sizes at once: a mark is in every cache larger than the number used after it.
+    """Shadow for LRU and FIFO, for all sizes at once.
 
-    The tail of a path ages before its head. Eviction takes leaves first, so FIFO ages a path by its newest block: it
-    differs from LRU only if a request adds no block.
+    A mark is in a cache if fewer marks than the cache's size were used after this mark. Eviction takes leaves first, so
+    the tail of a path ages before its head. FIFO dates a path by its newest block, so FIFO differs from LRU only for
+    requests that add no block.
 
         newest   | top: the newest path, its head first | times: last use of the others, descending |   oldest
 
@@ -41,14 +42,14 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if a request for the newest mark alone changes nothing and hits in every size."""
+        """True if a request with only the newest mark changes nothing and is a hit in every size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
         self._times: list[int] = []
 
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
-        """Use the marks of requests, each from its head on; returns for each mark and size if it was a hit.
+        """Use the marks of all requests in order. Return a row for each mark and a column for each size, True for hits.
 
         `grew` is True for requests that added blocks to the real cache.
         """
@@ -96,7 +97,7 @@ class Stack:
 
 
 class S3FIFOMarks:
-    """Like policies.S3FIFO, over single marks, for one size."""
+    """Like policies.S3FIFO, but with single marks instead of nodes, and for one size."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -106,7 +107,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Add the marks, the last one first in line for eviction; returns for each if it was a hit."""
+        """Add the marks so that the last one is evicted first. Return True for each mark that was a hit."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -158,11 +159,11 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow]] = {
 }
 
 
-# Between other work of the index a line of Python takes three to five times as long as in a loop. So `record` does one
-# slice and three appends, and the rest is done for 4096 requests at once (2026-11-15).
+# A line of Python takes three to five times as long between other work of the index as in a loop. So `record` does one
+# slice and three appends, and `_play` does the rest for 4096 requests at once (2026-11-15).
 #
-#   prompt  |look . look . look . look . look . look . look ..       a word is four looks, three in a prompt's first;
-#   words   |       w0         |           w1              |         a mark is the hash of the words up to it
+#   prompt  |look . look . look . look . look . look . look ..       a look is one byte; w0 has three looks, later
+#   words   |       w0         |           w1              |         words four; a mark is the hash of all words so far
 #           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2
 STEP_BYTES = 1021  # odd, so that every byte of a token is sampled in turn
 LOOK_BYTES = 4 * STEP_BYTES
@@ -172,7 +173,7 @@ _FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
 
-# Error that is left if everything is sampled: looks at fixed positions, and for S3-FIFO single marks instead of nodes.
+# Error that remains if all marks are sampled: looks have fixed positions, and S3-FIFO's shadow has marks, not nodes.
 MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02}
 
 _U64 = np.uint64
@@ -182,9 +183,9 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A hit rate over full blocks; the true rate is within `error` in about 19 of 20 cases.
+    """An estimated hit rate over full blocks. In about 19 of 20 cases it is within `error` of the true rate.
 
-    In fewer cases for S3-FIFO, whose shadow has marks instead of nodes: 13 of 16 on the generator's trace.
+    For S3-FIFO, whose shadow has marks instead of nodes, 13 of 16 estimates on the generator's trace were that close.
     """
 
     policy: str
@@ -225,11 +226,11 @@ class GhostCache:
         self._sizes = tuple(dict.fromkeys((capacity, *capacities)))
         self._scaled = [max(1, round(size * self._block_bytes / LOOK_BYTES * rate)) for size in self._sizes]
         self._shadows = {name: SHADOWS[name](self._scaled) for name in dict.fromkeys((policy, *policies))}
-        # policy -> its hits minus those of the real cache's shadow, for each group of marks and each size
+        # policy -> hits minus the hits of the real cache's shadow, for each group of marks and each size
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
         self._looks = bytearray()
-        self._waiting: list[int] = []  # for each request its number of bytes and of matched blocks
+        self._waiting: list[int] = []  # two entries per request: bytes and matched blocks
         self._domains: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
         self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
@@ -245,13 +246,13 @@ class GhostCache:
             self._play()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
-        """Return the estimated hit rate at each capacity, for a policy; by default the real cache's.
+        """Return the estimated hit rate of a policy at each capacity. The default is the real cache's policy.
 
-        An estimate is the real rate plus the lead of a size, its error twice the standard error plus the model error.
-        Marks are sampled one by one and fall into groups at random, so the sums of the groups are independent and their
-        spread is the error of the total; a mark used a hundred times is in one group, one observation. A shadow has the
-        right number of marks only on average: that is an error in its capacity and in the real one's, which counts by
-        the steepness of the curve.
+        An estimate is the real hit rate plus the lead of a shadow over the real cache's shadow. The error is twice the
+        standard error plus the model error. Each mark falls into a random group, so the sums of the groups are
+        independent, and their spread gives the standard error. All uses of a mark are in one group and count as one
+        observation. A shadow has the right number of marks only on average. For both shadows, this acts as an error in
+        the capacity, which is weighted with the steepness of the curve.
         """
         name = policy or self._real
         if name not in self._shadows:
@@ -266,7 +267,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # Two shadows are compared: the worse one counts. Sizes are whole marks; prompts without a mark are not seen.
+        # The larger model error of the two shadows counts. Sizes are whole marks. Prompts without a mark are not seen.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left
@@ -313,7 +314,7 @@ class GhostCache:
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """Return for each position a hash of its prompt's words up to it: a running sum. Changes `words`."""
+        """Return the mark at each word: a hash of the running sum of the prompt's words so far. Changes `words`."""
         self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
@@ -330,7 +331,7 @@ class GhostCache:
         return sums
 
     def _mix_in_domains(self, words: _Words, counts: _Ints, starts: _Ints) -> None:
-        """Mix salt and adapter into a prompt's first word, media into the next word after each item."""
+        """Mix salt and adapter into a prompt's first word, and a block's extras into the next word after its start."""
         domains, self._domains = self._domains, {}
         for owner, (salt, adapter, extras) in domains.items():
             start, count = int(starts[owner]), int(counts[owner])
@@ -343,7 +344,7 @@ class GhostCache:
 
 
 def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> _Words:
-    """Return words of four looks each, `counts` for every prompt; the first word of a prompt has three looks."""
+    """Return `counts[i]` words for prompt i. A word has four looks, the first word of a prompt has three."""
     num_looks = -(-num_bytes // STEP_BYTES)
     begins = np.cumsum(num_looks) - num_looks
     padded = b"\0" + looks + b"\0\0\0"
@@ -354,7 +355,7 @@ def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> 
 
 
 def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
-    """Drop requests whose only mark is the first of the request before: it is on top already."""
+    """Drop requests whose only mark is the first mark of the previous request, because that mark is on top already."""
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
     sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
     is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))
@@ -364,7 +365,7 @@ def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
 
 
 def _steepness(positions: Any, rates: Any) -> Any:
-    """Return the steepness of a curve at each of its points: the steeper of its two sides."""
+    """Return the steepness of a curve at each point: the larger of the slopes to its two neighbours."""
     order = np.argsort(positions)
     across = np.diff(np.asarray(positions)[order])
     sides = np.abs(np.diff(np.asarray(rates)[order])) / np.maximum(across, 1e-9) * (across > 0)

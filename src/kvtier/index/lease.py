@@ -22,7 +22,7 @@ class Retention:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """Made by RadixTree.match, ended once by RadixTree.release. Only the tree changes it.
+    """A lease on a path of the tree, from RadixTree.match to RadixTree.release. Only tree and manager change it.
 
     chain    |b0|b1|b2|b3|b4|b5|..          num_matched = 2, num_blocks = 4
     tree     |-- node path ---|             blocks [0, num_blocks) are in the tree, the last one in `node`
@@ -35,13 +35,13 @@ class Lease:
     table: I32
     retention: Retention
     stopped: MissReason | None
-    """Reason why the match stopped; None: the tree has no more of the chain."""
+    """Reason why the match stopped, or None if the tree has no more of the chain."""
     matched_at: int
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
     """Slots of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
-    """The node this lease added, which its next blocks may extend."""
+    """Last node that this lease added; new blocks may be appended to it."""
     committed: bool = field(init=False, default=False)
     closed: bool = field(init=False, default=False)
 
@@ -53,7 +53,7 @@ class Lease:
         return self.num_matched * self.chain.namespace.block_tokens
 
     def must_be_open(self) -> None:
-        """Raise StateError if it was released."""
+        """Raise StateError if the lease was released."""
         if self.closed:
             raise StateError("this lease was released already; a lease is released exactly once")
 
@@ -62,7 +62,7 @@ class Lease:
         return max(0, -(-num_tokens // self.chain.namespace.block_tokens) - len(self.table))
 
     def num_full_blocks(self, computed_tokens: int) -> int:
-        """Count the blocks that `computed_tokens` tokens fill. Raise unless chain and table have as many."""
+        """Count the full blocks of `computed_tokens` tokens. Raise if the chain or the table is shorter."""
         stop = computed_tokens // self.chain.namespace.block_tokens
         if not 0 <= computed_tokens <= self.chain.num_tokens:
             raise RangeError(f"{computed_tokens} tokens computed, the chain has {self.chain.num_tokens}")

@@ -1,4 +1,4 @@
-"""MissList: the reason why a block is not in the tree."""
+"""MissList: records why blocks left the tree, to explain later misses."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _Mark = tuple[int, int, tuple[bytes, bytes]]
 
 
 class MissList:
-    """The last blocks that left the tree, newest last, bounded.
+    """A bounded list of the blocks that left the tree most recently, newest last.
 
-    Eviction cuts the ends of nodes, and a later match stops at the first block that was cut: one entry per eviction.
-    An entry is the block's number, a CRC of its content, salt and adapter. It does not cover the blocks before it: the
-    same block below another prefix has the same entry, and only the explanation would be wrong.
+    Eviction cuts off the end of a node. A later match stops at the first block that was cut, so one entry per eviction
+    is enough. An entry has the block's number, a CRC of its content, the salt and the adapter. The same block after a
+    different prefix has the same entry; in this case only the explanation is wrong.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
@@ -87,7 +87,7 @@ class MissList:
             self._heads.pop(mark, None)
 
     def other_layout(self) -> None:
-        """Handle a change of the namespace: earlier entries were for another one."""
+        """Handle a change of the namespace: change the reason of all entries to OTHER_LAYOUT."""
         self._removed = OrderedDict(
             (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._removed.items()
         )
@@ -99,6 +99,6 @@ def _mark_of(node: Node, block: int) -> int:
 
 
 def _mark(label: memoryview, extra: bytes | None) -> int:
-    """Return a CRC of the first and last 16 tokens and the extras: enough to distinguish blocks in an explanation."""
+    """Return a CRC of the extras and the first and last 16 tokens: enough to distinguish blocks in an explanation."""
     mark = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
     return zlib.crc32(extra, mark) if extra else mark

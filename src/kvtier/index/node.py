@@ -1,4 +1,4 @@
-"""Node: a run of blocks on one edge of the tree, with the blocks of it that each tier holds."""
+"""Node: a run of blocks on one edge of the tree, with the slots and states of the blocks in each tier."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class BlockState(IntEnum):
     READING = 3
 
 
-# Plain numbers for hot paths: access to a member of an enum takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
+# Plain numbers for hot paths, because access to an enum member takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate: add a reader, remove a reader; is it readable, is it absent, is it held.
+# Tables for bytes.translate. The first two add and remove a reader; the others map matching states to 1.
 READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
 READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
@@ -66,7 +66,7 @@ class Residency:
 
 @dataclass(slots=True)
 class AccessStats:
-    """Input of the eviction policies. Times are the tree's logical clock, except `expires`: the caller's clock."""
+    """Input of the eviction policies. `created` and `used` are logical times, `expires` is on the caller's clock."""
 
     created: int
     used: int
@@ -80,12 +80,12 @@ class AccessStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """Blocks [start, start + num_blocks) of every chain that runs through it; `labels` are their token bytes.
+    """Blocks [start, start + num_blocks) of every chain through this node; `labels` are the token bytes of the blocks.
 
-    A node is uniform: a lease covers all of it or nothing, and it has one time of use. It is split where that would
-    not hold. `key` is the label of its first block with its extras; the parent's `children` has the same object, so
-    its hash is cached. `leases` counts the leases that end here or below; `below[t]` counts the children at or below
-    which tier t holds blocks.
+    All blocks of a node have the same leases and access statistics; where they would differ, the node is split. `key`
+    is the token bytes and extras of the first block. The parent's `children` uses the same bytes object as key, so its
+    hash is cached. `leases` counts the leases that end at this node or below. `below[t]` counts the children for which
+    tier t holds blocks in the child itself or below it.
     """
 
     parent: Node | None
@@ -128,7 +128,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks for which some tier has a state with a 1 in the table: READABLE or IS_HELD."""
+        """Count the leading blocks whose state in some tier maps to 1 in the table, which is READABLE or IS_HELD."""
         union = 0
         for held in self.held:
             if held is not None:

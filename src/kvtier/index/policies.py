@@ -1,19 +1,19 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC and cost-based.
 
-A policy ranks candidates: nodes without a lease and without a child in the tier. Blocks are taken from the end of the
-victim, and its parent becomes a candidate when no child is left, so every policy evicts leaves first. One instance
-serves one tier and one priority. A call takes O(log n) at most; S3FIFO.victim: amortised.
+A policy ranks candidates, which are the nodes without a lease and without a child in the tier. Blocks are taken from
+the end of the victim. A parent becomes a candidate when it has no child left, so every policy evicts leaves first. One
+instance serves one tier and one priority. A call takes at most O(log n); for S3FIFO.victim this is amortised.
 
 ARC adapts the split between recency and frequency to ghost hits:
 
-    offered --> recent ----used again----> frequent         both evict their least recently used
+    offered --> recent ----used again----> frequent         each evicts its least recently used node
                   |                            |
                   v evicted                    v evicted
              ghosts of recent            ghosts of frequent
                   | offered again              | offered again: both return as frequent
                   +--> larger recent share     +--> larger frequent share
 
-Shares are counted in blocks. Ghosts are kept for at most as many blocks as there have been candidates.
+Shares are counted in blocks. The ghosts of a side have at most as many blocks as all candidates have had at one time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates by rank, lowest first. `discard` only forgets the entry; `first` drops it from the heap.
+    """Candidates by rank, lowest first. `discard` leaves an entry in the heap; `first` or `push` removes it later.
 
     `num_blocks` counts the blocks that the candidates had when they were pushed.
     """
@@ -53,7 +53,7 @@ class CandidateHeap:
         self._entries[node] = self._next, node.num_blocks
         self.num_blocks += node.num_blocks
         heapq.heappush(self._heap, (rank, self._next, node))
-        # Half may be forgotten entries. Without a limit, a few candidates touched often would fill the memory.
+        # At most half may be discarded entries. Without this limit, a few busy candidates would fill the memory.
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._entries.get(entry[2], (0, 0))[0] == entry[1]]
             heapq.heapify(self._heap)
@@ -75,7 +75,7 @@ class CandidateHeap:
 
 
 def fingerprint(node: Node) -> int:
-    """Return a CRC that identifies a node that returns: good enough for statistics, never used to share KV."""
+    """Return a CRC that identifies a node after its eviction: good enough for statistics, never used to share KV."""
     return zlib.crc32(node.key, node.start)
 
 
@@ -88,14 +88,14 @@ class ARC:
         self._recent, self._frequent = CandidateHeap(), CandidateHeap()
         self._recent_ghosts, self._frequent_ghosts = _Ghosts(), _Ghosts()
         self._target = 0.0
-        """Blocks that recent may have before it is evicted from."""
+        """If `_recent` has more blocks than this, the next victim comes from `_recent`."""
         self._most = 0
-        """Highest number of candidate blocks so far: an estimate of the capacity, which a policy does not know."""
-        # Nodes that returned from the ghosts and were not used since, by content and creation time.
+        """Highest number of candidate blocks so far, used as an estimate of the tier's capacity."""
+        # Nodes that were offered again after their eviction, by fingerprint and creation time.
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add the node to the side given by its uses. A ghost hit moves the target."""
+        """Add the node to frequent if it was used or has a ghost, else to recent. A ghost also moves the target."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
@@ -155,10 +155,10 @@ class Policy(Protocol):
     name: str
 
     def offer(self, node: Node) -> None:
-        """Add a candidate. No effect if it is one. Its usage does not change while it is a candidate."""
+        """Add a node; no effect if it is a candidate already. Its usage must not change while it is a candidate."""
 
     def withdraw(self, node: Node) -> None:
-        """Remove a candidate. No effect if it is not one."""
+        """Remove a node; no effect if it is not a candidate."""
 
     def __contains__(self, node: Node) -> bool:
         """Return True if the node is a candidate."""
@@ -168,9 +168,9 @@ class Policy(Protocol):
 
 
 class Ranked:
-    """Candidates in the order of a number that does not change while they are candidates.
+    """Evicts the candidate with the lowest rank. The rank is computed when a node is offered.
 
-    With `ages`, a node's rank is added to the rank of the last victim, so that unused nodes sink (Greedy-Dual).
+    With `ages`, the rank of the last victim is added to each new rank, so that unused nodes sink (Greedy-Dual).
     """
 
     def __init__(self, name: str, rank: Callable[[Node], float], *, ages: bool = False) -> None:
@@ -200,10 +200,10 @@ class Ranked:
 
 
 def CostAware(half_tokens: int = 16_384) -> Ranked:
-    """Lowest value per byte first: the value is uses times the cost of computing the blocks again (Greedy-Dual).
+    """Evict the lowest value per byte first. The value is uses times the cost of computing a block again (Greedy-Dual).
 
-    A deeper block costs more, because attention reads all tokens before it: a block at token p costs
-    1 + p / half_tokens, where at `half_tokens` of context attention costs as much as the rest of the layer.
+    A deeper block costs more, because attention reads all tokens before it. A block at token p costs
+    1 + p / half_tokens: at a context of `half_tokens`, attention costs as much as the rest of the layer.
     """
 
     def value(node: Node) -> float:
@@ -214,7 +214,7 @@ def CostAware(half_tokens: int = 16_384) -> Ranked:
 
 
 class S3FIFO:
-    """Three queues: new nodes pass through a small one; those used there, or missed soon after, stay in the main one.
+    """New nodes enter a small queue. Nodes used there, or offered again soon after eviction, move to the main queue.
 
     offered --> small --unused--> evicted, remembered in the ghost queue
                   |  used                          | offered again
@@ -228,14 +228,14 @@ class S3FIFO:
 
     def __init__(self) -> None:
         self._small, self._main = CandidateHeap(), CandidateHeap()
-        # Nodes in main, also while leased: their place and how many of their uses are spent. By content and creation
-        # time, so that a node that was evicted from main and returns is new.
+        # (fingerprint, created) -> (place, spent uses) of nodes in main, also while they are leased. The creation time
+        # is part of the key, so that a node evicted from main counts as new when it returns.
         self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._time = 0
 
     def offer(self, node: Node) -> None:
-        """Add the node at its former place, at the end of main if it was evicted recently, else at the end of small."""
+        """Add the node to the end of main if it has a ghost, at its former place if it was in main, else to small."""
         if node in self:
             return
         mark = fingerprint(node)
@@ -255,7 +255,7 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node without a use to spend: of small if it exceeds its share, else of main."""
+        """Return the first node without unspent uses, from small if small exceeds its share, else from main."""
         small, main = self._small, self._main
         while True:
             is_small = small.num_blocks > self.SMALL_SHARE * (small.num_blocks + main.num_blocks)
@@ -284,7 +284,7 @@ class S3FIFO:
         self._main.push(node, self._time)
 
     def _remember(self, mark: int) -> None:
-        """Keep a ghost, at most as many as main has nodes."""
+        """Add a ghost. Keep at most 64 ghosts more than main has nodes."""
         self._ghost[mark] = None
         while len(self._ghost) > 64 + len(self._main):
             self._ghost.popitem(last=False)

@@ -1,4 +1,4 @@
-"""BlockPool: the free slots of a tier, as numbers."""
+"""BlockPool: allocates the slots of a tier, which are plain numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.messages import I32
 
-# Below this a Python loop finds runs faster than four numpy calls (x86-64, Python 3.11, 2026-11-15).
+# Up to this number of ids, a Python loop finds runs faster than four numpy calls (x86-64, Python 3.11, 2026-11-15).
 _FEW = 64
 
 
 @dataclass(slots=True)
 class Slots:
-    """Slots of one tier, with its name, so that no pool accepts another's.
+    """Slots of one tier, with the tier's name, so that a pool rejects slots of another tier.
 
-    Never changed, but not frozen: a frozen dataclass takes three times as long to create, once per allocation.
+    Do not change an instance. The class is not frozen, because a frozen dataclass takes three times as long to create.
     """
 
     tier: str
@@ -37,7 +37,7 @@ class Shortage:
     free: int
     evictable: int = 0
     quota: str = ""
-    """The tenant whose quota is the limit, or empty."""
+    """Tenant whose quota was exceeded, or empty."""
 
     def __str__(self) -> str:
         limit = f" within the quota of {self.quota}" if self.quota else ""
@@ -47,15 +47,15 @@ class Shortage:
 class BlockPool:
     """Free slots [0, num_slots) of a tier as contiguous runs.
 
-    Runs, not single slots: a request's blocks are allocated and freed together, so one step of Python moves hundreds
-    of slots, and neighbours in a pool are one large copy for the transfer.
+    A request's blocks are allocated and freed together. With runs, one step of Python handles hundreds of slots, and a
+    transfer copies adjacent slots in one piece.
 
         slots      0 1 2 3 4 5 6 7 8 9
         used       . . # # . . . # . .          _stop_of  {0: 2, 4: 7, 8: 10}     run start -> one past its end
-        runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     and back, to join neighbours
+        runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     run end -> its start
 
-    `_bins[b]` holds the starts of runs of 2^(b-1) .. 2^b - 1 slots: any run of a higher bin is long enough, so a fit is
-    found without a search.
+    `_bins[b]` holds the starts of runs of 2^(b-1) .. 2^b - 1 slots. For n slots, every run in a bin above
+    n.bit_length() is long enough, so a fit is found without a search.
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:
@@ -82,7 +82,7 @@ class BlockPool:
         return np.concatenate(runs) if runs else np.empty(0, np.int32)
 
     def allocate(self, n: int) -> Slots | Shortage:
-        """Allocate n slots: all or none. Contiguous if a run is twice as long, mostly also if one just fits."""
+        """Allocate n slots or return a Shortage. They are contiguous if a run has 2n slots, and often if one has n."""
         if n < 0:
             raise RangeError(f"{self.tier}: cannot allocate {n} slots")
         if n > self.num_free:
@@ -95,7 +95,7 @@ class BlockPool:
         return Slots(self.tier, runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else np.empty(0, np.int32))
 
     def release(self, slots: Slots) -> None:
-        """Free slots. Raise, without a change, for slots of another tier, unknown slots and free slots."""
+        """Free slots. If one is of another tier, unknown or free already, raise an error and free nothing."""
         if slots.tier != self.tier:
             raise ArgumentError(f"slots of {slots.tier} were given back to the pool of {self.tier}")
         runs = _runs(slots.ids)
@@ -162,7 +162,7 @@ class BlockPool:
             seen.add(slot)
 
     def _take_all(self) -> list[tuple[int, int]]:
-        """Take every free run: the usual case of a full pool after an eviction."""
+        """Take every free run, which is the usual case in a full pool right after an eviction."""
         runs = list(self._stop_of.items())
         self._stop_of.clear()
         self._start_of.clear()
@@ -172,11 +172,11 @@ class BlockPool:
         return runs
 
     def _take_runs(self, n: int) -> Iterator[tuple[int, int]]:
-        """Take n slots, from a run that is long enough, otherwise from the longest of the shorter runs first."""
+        """Take n slots from one run that is long enough, or from several runs, starting with the longest."""
         while n:
             fits = n.bit_length()
             start = next(iter(self._bins[fits]), None)
-            if start is None or self._stop_of[start] - start < n:  # try one run: any run in the bins above fits
+            if start is None or self._stop_of[start] - start < n:  # none or too short; all runs in higher bins fit
                 longer = self._filled >> (fits + 1)
                 size = fits + (longer & -longer).bit_length() if longer else self._filled.bit_length() - 1
                 start = next(iter(self._bins[size]))
@@ -214,7 +214,7 @@ class BlockPool:
 
 
 def _runs(ids: I32) -> list[tuple[int, int]]:
-    """Return the ids as runs [start, stop) of consecutive slots, in their order."""
+    """Return the ids as runs [start, stop) of consecutive slots, in the given order."""
     if len(ids) > _FEW:
         breaks = np.flatnonzero(ids[1:] - ids[:-1] != 1)
         starts = [int(ids[0]), *ids[breaks + 1].tolist()]

@@ -1,4 +1,4 @@
-"""Tier: a pool of slots, its blocks of each node, and its candidates for eviction."""
+"""Tier: a pool of slots, the nodes' blocks in these slots, and the candidates for eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.index.pool import BlockPool, Shortage, Slots
 
 
 def tenant_of(salt: bytes) -> bytes:
-    """Return the tenant whose quota a salt counts for: the part before the first NUL. The rest divides its cache."""
+    """Return the tenant of a salt: the part before the first NUL. Salts of one tenant share a quota, but no blocks."""
     return salt.partition(b"\0")[0]
 
 
@@ -54,15 +54,15 @@ class Candidates:
 
 
 class Tier:
-    """A pool and its candidates. `number` is its index in Node.held, the fastest tier first.
+    """A pool and its candidates for eviction. `number` is the tier's index in Node.held; the fastest tier is 0.
 
-    A node is a candidate iff no lease covers it, this tier holds blocks of it, and none below it:
+    A node is a candidate iff it has no lease, this tier holds some of its blocks, and this tier holds none below it:
 
         leases == 0  and  held[number].num_held > 0  and  below[number] == 0
 
     Transfers hold leases, so a node without a lease has no block in WRITING or READING. `num_evictable` counts the
-    blocks of all nodes without a lease: leaves are evicted first, then their parents. A tenant with a quota has
-    candidates of its own, in addition to those of all tenants.
+    blocks of all nodes without a lease, because parents become candidates after their leaves were evicted. Nodes of a
+    tenant with a quota are in `everyone` and in the tenant's own candidates.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -72,7 +72,6 @@ class Tier:
         self.policy_name = new_policy().name
         self.num_evicted = 0
         self.used_by: dict[bytes, int] = {}
-        """Used slots by tenant."""
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
         self.tenants: dict[bytes, Candidates] = {}
@@ -83,12 +82,12 @@ class Tier:
         return self.everyone.num_blocks
 
     def quota(self, salt: bytes) -> int | None:
-        """Return the limit on a tenant's slots, None if it has none."""
+        """Return the quota of a salt's tenant in slots, or None if the tenant has no quota."""
         tenant = self.tenants.get(tenant_of(salt))
         return tenant.quota if tenant is not None else None
 
     def quota_shortage(self, salt: bytes, n: int) -> Shortage | None:
-        """Return the shortage if n more slots exceed a tenant's quota even after evicting its own blocks."""
+        """Return a Shortage if n more slots exceed a tenant's quota even after evicting the tenant's own blocks."""
         tenant = self.tenants.get(tenant_of(salt))
         used = self.used_by.get(tenant_of(salt), 0)
         if tenant is None or used + n <= tenant.quota + tenant.num_blocks:
@@ -97,14 +96,14 @@ class Tier:
         return Shortage(self.name, n, max(0, tenant.quota - used), tenant.num_blocks, quota=name)
 
     def victim(self, salt: bytes | None = None) -> Node:
-        """Return the next node to evict from, of one tenant with a quota or of all. There must be one."""
+        """Return the next node to evict from; with `salt`, a node of that tenant. Raise StateError if there is none."""
         node = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).victim()
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted evictable, no candidate left")
         return node
 
     def use(self, salt: bytes, count: int) -> None:
-        """Add `count` slots to a tenant's usage, or subtract them."""
+        """Add `count`, which may be negative, to the used slots of a tenant."""
         tenant = tenant_of(salt)
         left = self.used_by.get(tenant, 0) + count
         if left:
@@ -113,14 +112,13 @@ class Tier:
             self.used_by.pop(tenant, None)
 
     def give_back(self, slots: Slots, salt: bytes = b"") -> None:
-        """Release a tenant's slots to the pool."""
         self.pool.release(slots)
         self.use(salt, -len(slots.ids))
 
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
-        """Add blocks [first, first + len(slots)) of a node. They are absent, and the caller holds a lease on it."""
+        """Add blocks [first, first + len(slots)) of a node. The blocks must be absent and the node leased."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
@@ -129,7 +127,7 @@ class Tier:
         if held is None:
             held = node.held[self.number] = Residency.absent(node.num_blocks)
             self._gained(node)
-        held.slots = held.slots.copy()  # a split may have left it a view
+        held.slots = held.slots.copy()  # after a split it may be a view
         held.slots[first : first + count] = slots.ids
         held.states[first : first + count] = bytes((state,)) * count
         held.num_held += count
@@ -137,7 +135,7 @@ class Tier:
     def take(self, node: Node, first: int, stop: int | None = None, *, cut: bool = False) -> Slots:
         """Remove blocks [first, stop) of a node; returns their slots, which the caller owns.
 
-        With `cut`, the node itself will end at `first`.
+        With `cut`, the caller then truncates the node to `first` blocks.
         """
         held = node.held[self.number]
         if held is None:
@@ -157,7 +155,7 @@ class Tier:
         return Slots(self.name, slots)
 
     def _lose(self, node: Node, held: Residency, count: int) -> bool:
-        """Subtract `count` blocks; returns True if the tier holds no more of the node."""
+        """Subtract `count` from the held blocks of a node; returns True if none is left."""
         if node.leases == 0 and node.attached:
             self._count(node, -count)
         held.num_held -= count
@@ -188,7 +186,7 @@ class Tier:
                 self._offer(node)
 
     def refresh(self, node: Node) -> None:
-        """Make the node a candidate if the rule says so."""
+        """Make the node a candidate if it fulfils the condition in the class docstring."""
         if not (node.leases or node.below[self.number]) and node.attached and node.held[self.number] is not None:
             self._offer(node)
 
@@ -198,12 +196,12 @@ class Tier:
             tenant.withdraw(node)
 
     def unlinked(self, node: Node) -> None:
-        """Handle a node that will leave the tree with all nodes below it: its parent may become a leaf here."""
+        """Handle a node about to leave the tree with its descendants. The parent may become a leaf of this tier."""
         if node.held[self.number] is not None or node.below[self.number]:
             self._lower_above(node)
 
     def detached(self, node: Node) -> None:
-        """Handle a node that left the tree: withdraw it and do not count it."""
+        """Withdraw a node that left the tree, and stop counting its blocks."""
         held = node.held[self.number]
         if held is not None and node.leases == 0:
             self._count(node, -held.num_held)
@@ -233,11 +231,11 @@ class Tier:
             tenant.num_blocks += count
 
     def _limited(self, node: Node) -> Candidates | None:
-        """Return the candidates of the node's tenant if it has a quota."""
+        """Return the candidates of the node's tenant, or None if the tenant has no quota."""
         return self.tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
-        """Handle the first block of a node in this tier: its parent stops being a leaf here."""
+        """Handle the first block of a node in this tier: the parent stops being a leaf of the tier."""
         number, above = self.number, node.parent
         if node.below[number] or not node.attached:
             return
@@ -251,7 +249,7 @@ class Tier:
             above = above.parent
 
     def _lower_above(self, node: Node) -> None:
-        """Handle the last block at or below a node in this tier: its parent may become a leaf here."""
+        """Handle the loss of the tier's last block at or below a node: the parent may become a leaf of the tier."""
         number, above = self.number, node.parent
         while above is not None:
             above.below[number] -= 1

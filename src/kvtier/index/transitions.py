@@ -1,7 +1,7 @@
 """State transitions of blocks that are transferred between tiers.
 
-Every transfer holds a lease on its path, from its plan to its report: blocks in WRITING or READING are never evicted,
-and a path may be split while a transfer is in flight. Blocks are numbered along the lease's path.
+A transfer holds a lease on its path from its plan to its report, so blocks in WRITING or READING are never evicted. The
+nodes of the path may be split during a transfer. Block numbers count from the start of the lease's path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
 
 
 def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int, *, ok: bool) -> None:
-    """Mark blocks as READY; if the copy failed, remove them."""
+    """Mark written blocks as READY; without `ok`, remove them from the tier."""
     parts = path_parts(lease, first, count)
     for node, low, high, _ in parts:
         states = _held(node, tier).states[low:high]
@@ -62,7 +62,7 @@ def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int,
 
 
 def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
-    """Add a reader to blocks of the path in a tier: their slots are not reused before `end_read`."""
+    """Add a reader to blocks of the path in a tier, so that their slots are not reused before `end_read`."""
     parts = path_parts(lease, first, count)
     for node, low, high, _ in parts:
         states = _held(node, tier).states[low:high]
@@ -88,13 +88,16 @@ def end_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
 
 
 def path_parts(lease: Lease, first: int, count: int) -> list[tuple[Node, int, int, int]]:
-    """Return the nodes of blocks [first, first + count), last first: (node, low, high, offset in the count)."""
+    """Return the nodes that contain blocks [first, first + count) of the path, last node first.
+
+    An entry is (node, low, high, offset): block `low` of the node is block `first + offset` of the path.
+    """
     lease.must_be_open()
     stop = first + count
     if first < 0 or count < 0 or stop > lease.num_blocks:
         raise RangeError(f"blocks [{first}, {stop}) of a path of {lease.num_blocks}")
     node: Node | None = lease.node
-    if node is not None and node.start <= first < stop:  # the usual case: blocks of one request
+    if node is not None and node.start <= first < stop:  # the usual case: one node has all blocks
         return [(node, first - node.start, stop - node.start, 0)]
     parts = []
     while node is not None and node.start + node.num_blocks > first:
@@ -114,7 +117,7 @@ def _held(node: Node, tier: Tier) -> Residency:
 
 
 def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:
-    """Return the state of blocks [first, stop) of the path in a tier, one byte each."""
+    """Return the states of blocks [first, stop) of the path in a tier, one byte each."""
     parts = []
     for node, low, high, _ in path_parts(lease, first, stop - first):
         held = node.held[tier.number]
@@ -123,7 +126,7 @@ def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:
 
 
 def block_slots(lease: Lease, tier: Tier, first: int, stop: int) -> I32:
-    """Return the slot of blocks [first, stop) of the path in a tier, NO_SLOT where it holds none."""
+    """Return the slots of blocks [first, stop) of the path in a tier, with NO_SLOT for blocks that are absent."""
     parts = []
     for node, low, high, _ in path_parts(lease, first, stop - first):
         held = node.held[tier.number]

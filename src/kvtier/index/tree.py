@@ -1,4 +1,4 @@
-"""RadixTree: cached prefixes, the tiers that hold their blocks, leases on them, and eviction."""
+"""RadixTree: the index of cached prefixes, with leases on prefixes and eviction of blocks from the tiers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _KEEP = Retention()
 
 
 class RadixTree:
-    """A path-compressed tree over token blocks, one root for each salt and adapter.
+    """A path-compressed tree over token blocks, with one root for each pair of salt and adapter.
 
-    The unit is the edge: a match compares whole edges at memcmp speed, and the cost of a use, an eviction or a lease
-    depends on the number of edges, not of blocks. Not thread-safe, no clock: `now` is the caller's time.
+    A match compares whole edges at memcmp speed. The cost of a use, an eviction or a lease depends on the number of
+    edges, not on the number of blocks. The tree is not thread-safe and has no clock; the caller passes `now`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RadixTree:
         self.enabled = enabled
         self.with_keys = with_keys or listener is not None
         self.roots: dict[tuple[bytes, bytes], Node] = {}
-        """Salt and adapter -> the empty node above all their blocks. Read-only for others."""
+        """(salt, adapter) -> root node, which has no blocks. Other modules must not change the dict."""
         self.clock = self.num_leases = 0
         self._misses = misses or MissList()
         self.ghost = ghost
@@ -60,7 +60,7 @@ class RadixTree:
     def match(
         self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
     ) -> Lease:
-        """Lease the longest readable prefix of full blocks. It counts as a use only after `commit`."""
+        """Lease the longest prefix of full blocks that can be read. The match counts as a use only after `commit`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain is of {chain.namespace}, the tree of {self.namespace}")
         root = self._root(chain)
@@ -72,14 +72,17 @@ class RadixTree:
         return self._lease_of(chain, node, retention, table, stopped)
 
     def share(self, lease: Lease) -> Lease:
-        """Return another lease on the same path, without a table: a transfer of its blocks holds one."""
+        """Return another lease on the same path, without a table. Transfers hold such leases on their blocks."""
         lease.must_be_open()
         return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """Lease the block below a lease that shares the most of its next `max_tokens` tokens; returns their number."""
+        """Find the block after a leased path that best matches the next `max_tokens` tokens of the lease's chain.
+
+        Return a lease that ends with this block, and the number of equal leading tokens; None if no token is equal.
+        """
         lease.must_be_open()
         best, num_tokens = edit.closest_child(lease.node, lease.chain, max_tokens, max_children, now)
         if best is None:
@@ -92,7 +95,7 @@ class RadixTree:
         return partial, num_tokens
 
     def allocate(self, lease: Lease, n: int) -> Slots | Shortage:
-        """Add n device slots to the lease's table, evicting if necessary: all or none."""
+        """Add n device slots to the lease's table, evicting blocks if necessary. On a Shortage nothing changes."""
         lease.must_be_open()
         slots = self.reserve(self.tiers[0], n, lease.chain.salt)
         if isinstance(slots, Slots):
@@ -100,9 +103,9 @@ class RadixTree:
         return slots
 
     def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> int:
-        """Make the full computed blocks matchable; returns how many are new on the device.
+        """Make the full computed blocks matchable. Return how many of these blocks are new on the device.
 
-        The lease keeps its own copy of the others, which another request published first.
+        If another request has published a block first, the lease keeps its own copy of that block.
         """
         lease.must_be_open()
         stop = lease.num_full_blocks(computed_tokens)
@@ -124,10 +127,10 @@ class RadixTree:
         return num_new
 
     def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> None:
-        """Add the blocks after a lease's path as WRITING, into slots reserved in a tier: a store will fill them.
+        """Add the blocks after a lease's path to the tree, as WRITING in slots that were reserved in a tier.
 
-        The lease then ends with them; `end_write` follows. The tree must not have the first of them, and the lease no
-        slots of its own.
+        A transfer from a store fills the slots and ends with `end_write`. The lease's path now includes the blocks.
+        Raise StateError if the tree already has the first of these blocks, or if the lease owns slots.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
@@ -149,7 +152,7 @@ class RadixTree:
         lease.committed = True
 
     def release(self, lease: Lease, *, used: bool = True, now: float = 0.0) -> None:
-        """End the lease: free its own slots, keep its published blocks. `used=False` if it was not scheduled."""
+        """End the lease and free the slots it owns. Published blocks stay. With used=False, no use is counted."""
         lease.must_be_open()
         if used:
             self._use(lease, now)
@@ -164,7 +167,7 @@ class RadixTree:
     # ---- slots and eviction ----------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
-        """Free n slots of a tier, leaves first, of one tenant with a quota or of all: all or none."""
+        """Evict n blocks from a tier, or evict none and return a Shortage. With `salt`, only blocks of that tenant."""
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: {salt.hex() or 'no salt'} has no quota, so its blocks are not listed")
         available = tier.num_evictable if salt is None else tier.tenants[tenant_of(salt)].num_blocks
@@ -174,11 +177,11 @@ class RadixTree:
         return None
 
     def reserve(self, tier: Tier, n: int, salt: bytes = b"") -> Slots | Shortage:
-        """Return n slots of a tier for a tenant, evicting if necessary: all or none. The caller owns them."""
+        """Return n slots of a tier, evicting if necessary. The caller owns the slots. On a Shortage nothing changes."""
         evicted = self._make_room(tier, n, salt)
         if isinstance(evicted, Shortage):
             return evicted
-        # evicted slots go straight to the caller: the pool would free them and mark them used again
+        # evicted slots go straight to the caller, because the pool would free them only to mark them used again
         more = n - sum(map(len, evicted))
         if more or not evicted:
             slots = tier.pool.allocate(more)
@@ -188,9 +191,9 @@ class RadixTree:
         return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Free the tier's copies of a chain and of all below it that another tier has too; returns the number.
+        """Free a tier's copies of a chain and its descendants, where another tier also holds the blocks.
 
-        Leased blocks stay, and so do the blocks above a block that stays.
+        Leased blocks stay, and so do all blocks above a block that stays. Return the number of blocks freed.
         """
         lease = self.match(chain)
         node = lease.node
@@ -208,9 +211,9 @@ class RadixTree:
         return sum(map(len, freed))
 
     def vacate(self, tier: Tier, first_slot: int = 0, detached: Iterable[Node] = ()) -> None:
-        """Remove every block from slots [first_slot, ..) of a tier, leased or not: the memory goes away.
+        """Remove every block, even a leased one, from slots [first_slot, ..) of a tier whose memory will be freed.
 
-        No lease's table may be in use and no transfer in flight. `detached` are leased nodes that left the tree.
+        No step and no transfer may be in flight. `detached` are the leased nodes that left the tree.
         """
         for node in [*self.nodes(), *detached]:
             held = node.held[tier.number]
@@ -218,7 +221,7 @@ class RadixTree:
                 self._remove_where(tier, node, held.slots >= first_slot)
 
     def invalidate(self, tier: Tier, slots: I32) -> int:
-        """Remove the blocks in these slots of a tier that are READY and have no reader; returns the number."""
+        """Remove the blocks in these slots of a tier, except blocks being written or read; returns the number."""
         num_removed = 0
         for node in list(self.nodes()):
             held = node.held[tier.number]
@@ -229,12 +232,12 @@ class RadixTree:
         return num_removed
 
     def expire(self, now: float) -> int:
-        """Drop the blocks without a lease whose time to live has passed; returns the number. Walks the tree."""
+        """Drop all expired blocks that have no lease; returns their number. Visits every node of the tree."""
         expired = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Drop blocks [first, ..) of a chain and all below them; returns the number. Leases keep their slots."""
+        """Drop blocks [first, ..) of a chain and all descendants; returns the number. Leases keep their slots."""
         node, block = self.roots.get((chain.salt, chain.adapter)), 0
         while node is not None and block < chain.num_blocks:
             node = node.children.get(chain.key_at(block))
@@ -251,7 +254,7 @@ class RadixTree:
         return 0
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Drop everything and switch to another namespace if one is given. Open leases keep their slots."""
+        """Drop all blocks, and switch to another namespace if one is given. Open leases keep their slots."""
         for root in list(self.roots.values()):
             for child in list(root.children.values()):
                 self._detach(child, MissReason.DROPPED)
@@ -287,7 +290,7 @@ class RadixTree:
             self._listener(stored_event(tier.name, node, first, stop, self.namespace))
 
     def remove(self, tier: Tier, node: Node, first: int, stop: int) -> None:
-        """Remove blocks [first, stop) of a leased node from a tier. If no tier has them, they end with the lease."""
+        """Remove blocks [first, stop) of a leased node from a tier. Blocks in no tier are cut when the leases end."""
         if node.attached:
             self._notify_removed(tier, node, first, stop)
         tier.give_back(tier.take(node, first, stop), node.domain[0])
@@ -310,9 +313,9 @@ class RadixTree:
         return root
 
     def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
-        """Follow the chain down as far as it is readable, splitting an edge if that ends inside it.
+        """Follow the chain down to its last readable block. If an edge continues after this block, split the edge.
 
-        The reason is None if the tree has no more of the chain: `explain` looks it up on demand.
+        The returned reason is None if the tree has no more of the chain; `explain` finds the reason on demand.
         """
         block = 0
         parts: list[I32] = []
@@ -335,7 +338,7 @@ class RadixTree:
         return node, parts, MissReason.NONE
 
     def _remove_lease(self, node: Node | None) -> None:
-        """Count one lease less on every node from here up to the root."""
+        """Subtract one lease from a node and from every node above it."""
         while node is not None:
             node.leases -= 1
             if node.leases == 0:
@@ -352,7 +355,10 @@ class RadixTree:
             node = node.parent
 
     def _use(self, lease: Lease, now: float) -> None:
-        """Update the path's access statistics. The first use counts for matched blocks. Joins needless splits."""
+        """Update the access statistics of the path, and undo splits that are not needed.
+
+        `uses` increases only for matched blocks, and only once per lease.
+        """
         self.clock += 1
         if self.ghost is not None and not lease.committed:
             self.ghost.record(lease.chain, lease.num_matched)
@@ -378,7 +384,7 @@ class RadixTree:
         return AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
 
     def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
-        """Follow an existing edge; True if it adopted the lease's slots because the device held none of it."""
+        """Extend the lease over an existing child. Return the node, and True if the node adopted the lease's slots."""
         device = self.tiers[0]
         count = edit.common_blocks(child, lease.chain, block, stop)
         held = child.held[0]
@@ -400,7 +406,7 @@ class RadixTree:
         return child, False
 
     def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
-        """Add the chain's new blocks [block, stop) to the leaf that the lease added before, or in a new node."""
+        """Add new blocks [block, stop) of the chain, to the leaf that this lease added before or in a new node."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
         if node is lease.grown and edit.can_grow(node, usage):
             edit.lengthen(node, *edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys), slots)
@@ -414,7 +420,7 @@ class RadixTree:
         return new
 
     def _add(self, chain: Chain, node: Node, block: int, stop: int, usage: AccessStats) -> Node:
-        """Add a node of blocks [block, stop) below another, held by one lease."""
+        """Add blocks [block, stop) of the chain as a child of a node. The child starts with one lease."""
         labels, keys, extras = edit.content_below(node, chain, block, stop, with_keys=self.with_keys)
         key = chain.key_at(block)
         new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self.tiers), extras, keys)
@@ -427,9 +433,9 @@ class RadixTree:
     # ---- removal ---------------------------------------------------------------------------------------------------
 
     def _make_room(self, tier: Tier, n: int, salt: bytes) -> list[I32] | Shortage:
-        """Evict as many blocks as n more slots for a tenant need: all or none.
+        """Evict enough blocks to give a tenant n more slots, or evict nothing and return a Shortage.
 
-        Slots beyond its quota must come from the tenant's own blocks, the others from any tenant's.
+        Slots beyond the tenant's quota come from the tenant's own blocks, other slots from the blocks of any tenant.
         """
         short, over = n - tier.pool.num_free, 0
         quota = tier.quota(salt)
@@ -451,11 +457,11 @@ class RadixTree:
             tier.pool.release(Slots(tier.name, np.concatenate(freed)))
 
     def _evict(self, tier: Tier, n: int, salt: bytes | None) -> list[I32]:
-        """Take n blocks, each time from the end of the victim. The caller checked that there are n.
+        """Evict n blocks, from the end of one victim after another. The caller has checked that n are evictable.
 
             victim   [ b0 b1 b2 b3 b4 ]   n = 2   ->   [ b0 b1 b2 ]      b3 and b4 are free, b0..b2 stay matchable
 
-        The caller owns the slots: the pool still counts them as used.
+        Return the slots. The caller owns them, and the pool still counts them as used.
         """
         freed: list[I32] = []
         tier.num_evicted += n
@@ -465,14 +471,14 @@ class RadixTree:
             assert held is not None
             count = held.num_held if held.num_held < n else n
             n -= count
-            if node.held.count(None) == len(node.held) - 1:  # no other tier has blocks of it
+            if node.held.count(None) == len(node.held) - 1:  # no other tier holds blocks of this node
                 freed.append(self._cut(node, node.num_blocks - count, tier))
             else:
                 freed.append(self._take_last(tier, node, held, count))
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Take the last `count` blocks that a tier holds of a node; cut off blocks that are then in no tier."""
+        """Remove the last `count` blocks of a node from a tier; returns their slots. Blocks left in no tier are cut."""
         if held.num_held == len(held.states):
             first = len(held.states) - count
         else:
@@ -492,15 +498,15 @@ class RadixTree:
             self._cut_absent(node)
 
     def _cut_absent(self, node: Node, evicting: Tier | None = None) -> None:
-        """Cut a node without a lease at its first block that is in no tier."""
+        """Cut a node at its first block that is in no tier. The node must not have a lease."""
         kept = node.num_leading(IS_HELD)
         if kept < node.num_blocks:
             self._cut(node, kept, evicting)
 
     def _cut(self, node: Node, kept: int, evicting: Tier | None) -> I32:
-        """Remove blocks [kept, ..) of a node and all nodes below it; returns the slots of the evicting tier.
+        """Remove blocks [kept, ..) of a node, and all its descendants.
 
-        Slots of other tiers go back to their pools.
+        Return the slots that the evicting tier held. Slots of other tiers are released to their pools.
         """
         policy = evicting.policy_name if evicting is not None else ""
         self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy)
@@ -525,7 +531,7 @@ class RadixTree:
         return taken
 
     def _detach(self, node: Node, reason: MissReason) -> int:
-        """Remove a node and all below it; returns the number of blocks. Leased nodes are freed with their lease."""
+        """Remove a node and its descendants; returns the number of blocks. Leased slots are freed with the lease."""
         self._misses.add(node, 0, reason, self.clock)
         for tier in self.tiers:
             tier.unlinked(node)
@@ -551,7 +557,7 @@ class RadixTree:
                 self.roots.pop(above.domain, None)
 
     def _notify_removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
-        """Notify the listener of blocks that were reported as stored, which excludes those in WRITING."""
+        """Notify the listener that blocks left a tier, except blocks in WRITING, which were not reported as stored."""
         held = node.held[tier.number]
         if self._listener is None or held is None:
             return

@@ -1,6 +1,6 @@
-"""Edits of the radix tree's nodes: compare, split, join, extend and cut edges. Functions without state.
+"""Functions that compare, split, join, extend and cut nodes of the radix tree.
 
-RadixTree (kvtier.index.tree) owns the roots, the tiers and the clock, and calls these.
+They have no state. RadixTree (kvtier.index.tree) calls them; it owns the roots, the tiers and the clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.messages import I32, KEY_BYTES
 
-# A leaf that its own request keeps extending is copied at each block up to this size; then a new node begins.
+# Extending a leaf copies the leaf. A leaf of this size is not extended; the next block starts a new node.
 GROW_BYTES = 64 * 1024
 
 
@@ -36,9 +36,9 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 
 
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
-    """Return the child whose first block shares the most of the chain's tokens after a node, and their number.
+    """Return the child whose first block shares the most leading tokens with the chain's next block, and the number.
 
-    The child that begins with exactly the next block is tried first, then up to `max_children`, newest first.
+    If a child begins with exactly the next block, only this child is tried; otherwise the newest `max_children`.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
@@ -62,7 +62,7 @@ def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
         parent --[ b0 b1 b2 b3 ]-- children          parent --[ b0 b1 ]--[ b2 b3 ]-- children
                       node                                      upper      node
 
-    The lower part stays the same object, so leases that end in it and its place among candidates stay valid.
+    The lower part is the same object as before, so leases on it and its place among the candidates stay valid.
     """
     parent, at = node.parent, count * node.label_bytes
     assert parent is not None
@@ -95,7 +95,7 @@ def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
 
 
 def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
-    """Undo a split: the only child takes its parent's blocks in front of its own."""
+    """Undo a split: prepend the parent's blocks to its only child."""
     upper = node.parent
     assert upper is not None
     assert upper.parent is not None
@@ -119,9 +119,9 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 
 
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
-    """True if two nodes of one path can be joined in a use with that retention without effect on any policy.
+    """True if a node and its parent `upper` can be joined without an effect on any eviction policy.
 
-    The use has updated the lower node already. It is the upper's only child, unless it left the tree.
+    Called during a use with this priority and expiry, after the node was updated and before the parent is.
     """
     mine, above = node.usage, upper.usage
     return (
@@ -134,7 +134,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True for a leaf with a single lease, kept no longer than the added blocks, and short enough to copy."""
+    """True for a short leaf with one lease, if its priority and expiry do not exceed those in `usage`."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority
@@ -160,7 +160,7 @@ def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, byte
 
 
 def truncate(node: Node, count: int) -> None:
-    """Keep the first `count` blocks. The tiers have cut their part already (Tier.take)."""
+    """Keep the first `count` blocks of a node. Tier.take has already removed the others from every tier."""
     at = count * node.label_bytes
     node.labels = node.labels[:at]
     if 2 * at < memoryview(node.labels.obj).nbytes:
@@ -181,9 +181,9 @@ def content_below(
     """Return labels, keys and extras of a chain's blocks [block, stop), which follow a node."""
     labels, keys = chain.label_view(block, stop), b""
     if with_keys:
-        if chain.num_keys >= stop:  # a store was asked for them
+        if chain.num_keys >= stop:  # computed earlier, for a store
             keys = b"".join(chain.key_list(block, stop))
-        else:  # continue from the node's key: the path above may be long
+        else:  # continue from the node's last key, because the path above may be long
             above = last_key(node, chain.namespace)
             keys = b"".join(chain_keys(above, labels, chain.label_bytes, chain.extras, block))
     extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
@@ -201,7 +201,6 @@ def add_lease(node: Node | None, stop: Node | None, tiers: Sequence[Tier]) -> No
 
 
 def free_detached(node: Node, tiers: Sequence[Tier]) -> None:
-    """Free the slots of a node that left the tree."""
     for tier in tiers:
         held = node.held[tier.number]
         if held is not None:

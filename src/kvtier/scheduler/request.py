@@ -1,4 +1,4 @@
-"""Scheduler inputs and outputs: limits, requests, steps with their rows, per-row results, and control operations."""
+"""Scheduler inputs and outputs: limits, requests, steps with their rows, and results of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestState(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """It does not fit, alone or because of pinned blocks; `reason` has the details."""
+    """The request does not fit even alone, or pinned blocks leave no room. `reason` has the details."""
 
     @property
     def is_over(self) -> bool:
@@ -38,8 +38,8 @@ class RequestState(Enum):
 class Request:
     """One sequence. Its chain grows with the output. Only the scheduler changes it.
 
-    `num_computed` tokens of the chain have their KV in the cache; the others are computed next, and the sample after
-    the last one is the next token.
+    The first `num_computed` tokens of the chain have KV in the cache. The next steps compute the others; the step that
+    computes the last token also samples the next token.
     """
 
     id: str
@@ -48,7 +48,7 @@ class Request:
     _: KW_ONLY
     priority: int = 0
     retention: Retention = _NOT_GIVEN
-    """By default that of `priority`, without a time limit."""
+    """By default, the blocks have the request's priority and do not expire."""
     num_prompt_tokens: int = field(init=False)
     state: RequestState = field(init=False, default=RequestState.WAITING)
     reason: str = field(init=False, default="")
@@ -62,14 +62,14 @@ class Request:
     num_cached_tokens: int = field(init=False, default=0)
     """Cached tokens of the prompt at its first admission."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """The same by tier."""
+    """Cached tokens of the prompt at its first admission, by tier."""
     why_loaded: str = field(init=False, default="")
     """Reason to load or recompute cached blocks of lower tiers; empty if there were none."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens when it was last preempted for lack of room while it ran alone."""
+    """Number of tokens when the request, running alone, was last preempted for lack of room."""
     may_load: bool = field(init=False, default=True)
-    """True if it may wait for cached blocks of lower tiers; False after a failed load."""
+    """True if the request may wait for cached blocks of lower tiers; False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
     """Proposed next tokens, which the next step verifies."""
 
@@ -105,15 +105,15 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_rows: int = 256
-    """Maximum of requests in a step."""
+    """Maximum number of requests in a step."""
     max_step_tokens: int = 2048
-    """Maximum of tokens in a step; longer prompts are computed in chunks."""
+    """Maximum number of tokens in a step; longer prompts are computed in chunks."""
     max_context: int = 1 << 30
-    """Maximum of tokens of a request, prompt and output."""
+    """Maximum number of tokens of a request, including prompt and output."""
     lookahead_tokens: int = 0
-    """Slots reserved beyond the step of a generating request, if there is room, for draft tokens."""
+    """Number of draft tokens for which a generating request reserves slots in advance, if there is room."""
     starts_early: bool = False
-    """True if the worker can wait for a load layer by layer, so that a step may start before it is done."""
+    """True if the worker can wait for a load layer by layer, so that a step may start before the load ends."""
     age_seconds: float = 30.0
     """Waiting time that raises the priority of a request by one, so that no request starves."""
 
@@ -131,7 +131,7 @@ class SchedulerConfig:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 
 
-class Row(NamedTuple):  # created per token, like RowResult: a frozen dataclass takes 2.5 times as long
+class Row(NamedTuple):  # created per token, like RowResult; creating a frozen dataclass takes 2.5 times as long
     """Tokens [first, first + num_tokens) of a request, computed in this step; the last `num_draft` are drafts."""
 
     request: Request
@@ -139,10 +139,10 @@ class Row(NamedTuple):  # created per token, like RowResult: a frozen dataclass 
     num_tokens: int
     num_draft: int
     wants_token: bool
-    """True if it reaches the end of the known tokens, so that the next one is sampled."""
+    """True if the row includes the last known token, so that the next token is sampled."""
     loads: tuple[int, ...] = ()
-    """Loads of its cached blocks that are in flight: each layer waits for its part. Their reports are applied before
-    `update`; if one failed, the result of the row is ignored."""
+    """Loads in flight of the request's cached blocks. Each layer of the step waits for its part of the loads. The
+    reports of the loads are applied before `update`; if a load failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
@@ -158,7 +158,7 @@ class Row(NamedTuple):  # created per token, like RowResult: a frozen dataclass 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work of the engine: copies of blocks followed by the rows."""
+    """Work for the engine: copies of blocks, then rows."""
 
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...]
@@ -173,12 +173,12 @@ class Step:
 
     @property
     def attended_tokens(self) -> float:
-        """Sum over all tokens of the tokens they attend to."""
+        """Sum of the context lengths of all tokens in the step."""
         return sum(row.num_tokens * (row.first + row.num_tokens / 2) for row in self.rows)
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Loads that its rows wait for, layer by layer."""
+        """Loads that the rows wait for, layer by layer."""
         return tuple(load for row in self.rows for load in row.loads)
 
     def __bool__(self) -> bool:
@@ -186,7 +186,7 @@ class Step:
 
 
 class RowResult(NamedTuple):
-    """Result of a row: the sampled tokens (none unless it was the last chunk), and True if the request ends."""
+    """Sampled tokens of a row, empty if the row did not want a token. `finished` is True if the request ends."""
 
     tokens: tuple[int, ...] = ()
     finished: bool = False

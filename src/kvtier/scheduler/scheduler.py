@@ -49,7 +49,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def cancel(self, request: Request, now: float) -> bool:
-        """Cancel a request; False if it has ended. Its result in the current step is ignored."""
+        """Cancel a request; returns False if it had ended before. A result from the step in flight is ignored."""
         return self._end(request, RequestState.CANCELLED, now)
 
     def schedule(self, now: float) -> Step:
@@ -69,7 +69,7 @@ class Scheduler:
             [
                 allocation.copy
                 for row, allocation in zip(rows, allocations, strict=True)
-                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # before its first tokens
+                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # first row
             ]
         )
         plan = self.manager.plan(now=now)
@@ -167,8 +167,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # It already has all blocks. A restart helps once, because it drops private copies of blocks that others
-                # have published, but not twice from the same token: two such requests would restart forever.
+                # The request already has all blocks. One restart helps, because it drops private copies of blocks that
+                # others have published. A second one at the same token is refused, because it could repeat forever.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage))
@@ -181,8 +181,8 @@ class Scheduler:
     def _admit(self, builder: _StepBuilder, now: float) -> None:
         """Admit waiting requests in order of priority and waiting time, up to the first that does not fit.
 
-        So small requests cannot overtake a large one forever. If only a quota is exceeded, only the other requests of
-        that tenant wait behind it.
+        Stopping there keeps small requests from overtaking a large one forever. If only a tenant's quota is exceeded,
+        only requests of that tenant have to wait.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
             return
@@ -221,7 +221,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - allocation.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for the first step of a request, or return the shortage; None if it waits for blocks again."""
+        """Allocate KV for a request's first step, or return the Shortage, or None if the request waits for a retry."""
         allocation = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, prefetch=request.prefetch
         )
@@ -243,10 +243,10 @@ class Scheduler:
         return shortage
 
     def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
-        """Return the shortage if the whole prompt does not fit besides those that run; None if it runs alone.
+        """Return a Shortage if the whole prompt does not fit together with the running prompts; None if it runs alone.
 
-        Otherwise half of it would be computed and then preempted for lack of the rest: twice the work if nothing is
-        cached (16 users and room for 3 prompts, 2026-11-16).
+        Otherwise it would be computed in part, preempted for lack of room and computed again: twice the work if nothing
+        is cached (16 users and room for 3 prompts, 2026-11-16).
         """
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
@@ -284,9 +284,9 @@ class Scheduler:
             request.why_loaded = str(allocation.decision or "")
 
     def _start_early(self, builder: _StepBuilder) -> None:
-        """Start the first request whose blocks are in flight; it waits for them layer by layer.
+        """Start the first request whose blocks are in flight. Its step waits for the blocks layer by layer.
 
-        Only if no other request has work: it would delay the other rows of a step.
+        Call this only if no other request has work, because the wait would delay the other rows of the step.
         """
         for request in self._running:
             allocation = _held(request)
@@ -310,7 +310,7 @@ class Scheduler:
             request.prefetch = None
 
     def _is_ready(self, request: Request, now: float) -> bool:
-        """True if its cached blocks are on the device. After a failed load it waits again, to compute them."""
+        """True if the request's cached blocks are on the device. After a failed load, queue it again without loads."""
         try:
             return self.manager.is_ready(_held(request))
         except LoadError:
@@ -319,7 +319,7 @@ class Scheduler:
             return False
 
     def _never_fits(self, request: Request, builder: _StepBuilder) -> bool:
-        """Refuse a request that does not fit even alone."""
+        """Refuse a request that does not fit even alone; returns True if refused."""
         tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
         quota = self.manager.tree.tiers[0].quota(request.chain.salt)
         if quota is not None:
@@ -347,7 +347,7 @@ class Scheduler:
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Select the request to preempt: the lowest priority, and among those the latest arrival."""
+        """Select the request to preempt: the latest arrival among those with the lowest priority."""
         others = [
             (-other.priority, other.arrival, place)
             for place, other in enumerate(self._running)
@@ -375,7 +375,7 @@ class Scheduler:
         num_rejected = row.num_draft + 1 - len(result.tokens) if row.wants_token else 0
         if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
             raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} drafts")
-        # the KV of accepted drafts is computed: they were inputs of the step
+        # the KV of accepted drafts is computed already, because the drafts were inputs of the step
         self.manager.extend(allocation, result.tokens)
         request.num_computed = row.stop - num_rejected
         request.draft = ()
@@ -402,7 +402,7 @@ class Scheduler:
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
-    """True if blocks of this chain could reduce the shortage: for a quota, only those of the same tenant."""
+    """True if freeing blocks of this chain could help. A shortage of quota needs blocks of the same tenant."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 
