@@ -36,7 +36,7 @@ class Allocator:
     """Allocates uninitialised memory of one placement and counts it. Thread-safe.
 
     `allocate(nbytes)` returns an address, or a tensor that owns the memory. It raises MemoryError or RuntimeError if
-    there is no memory. `deallocate(address, nbytes)` frees it, `trim()` returns cached memory to the system, and
+    there is no memory. `deallocate(address, nbytes)` frees memory, `trim()` returns cached memory to the system, and
     `free_bytes()` returns the free memory of the system, or None. Several threads may call these functions.
     """
 

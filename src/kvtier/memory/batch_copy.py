@@ -237,7 +237,7 @@ class BatchCopy:
         """Add many copies, given as arrays of addresses. `nbytes` is one number or an array.
 
         All sources must have one placement, and so must all destinations. By default, the driver finds the placement
-        of the first address. Bounds are not checked. Buffers in `keep` are kept alive until the copy is done.
+        of the first address. Only `pieces` checks bounds. Buffers in `keep` are kept alive until the copy is done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:

@@ -64,7 +64,7 @@ class CopyPlan:
     starts: I64 | None = None
     """First entry of each piece; None if nothing merged, so that piece k is entry k."""
     in_order: bool = False
-    """True if every piece must wait for the previous one. `wave_starts` then has a single wave."""
+    """True if too many dependencies force every piece to wait for the previous one. `wave_starts` then has one wave."""
     overlapping: bool = False
     """True if source and destination of some piece overlap."""
 
@@ -169,7 +169,7 @@ def _waves(table: I64) -> I64 | None:
 
 
 def _conflicts(table: I64) -> tuple[I64, I64] | None:
-    """Return pairs (earlier, later) of entries where one writes a byte that the other uses. None if too many."""
+    """Return pairs (earlier, later) of entries where one writes a byte that the other accesses. None if too many."""
     src, dst, nbytes = table
     n = table.shape[1]
     writes, reads = np.argsort(dst), np.argsort(src)

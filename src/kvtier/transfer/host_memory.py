@@ -42,8 +42,8 @@ class GrowthState(Enum):
 class HostMemory:
     """Memory with `num_slots` slots for blocks of `group`: pinned, near the GPU `device`, or plain if that is "cpu".
 
-    Slots below `num_ready` are usable; the others become usable in the background. The memory outlives the device
-    cache, so that a sleeping engine can free its tensors and load its blocks again. `free()` releases the memory.
+    Slots are contiguous. Those below `num_ready` are usable, the others become usable in the background. The memory
+    outlives the device cache: a sleeping engine frees its tensors and finds its blocks here when it wakes.
     """
 
     def __init__(

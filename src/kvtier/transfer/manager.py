@@ -171,7 +171,7 @@ class TransferManager:
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
     def poll(self, *, only_urgent: bool = False) -> list[TransferReport]:
-        """Return the reports of all transfers, or only of urgent transfers, that ended since the last call."""
+        """Return the reports of all (or only urgent) transfers that ended since the last call. Never waits."""
         with self._lock:
             live = [each for each in self._live.values() if each.urgent or not only_urgent]
         ended = [report for transfer in live if (report := transfer.report) is not None]

@@ -8,7 +8,7 @@
     slot 2                        [gather 2]   [copy 2      ]
 
 The kernel stream has high priority: while the model runs large matrix products, a kernel can start only when a product
-ends, and must then be first. All slots share this stream; one stream per slot was slower (docs/decisions/0006).
+ends, and must then be first. All slots share it: a stream per slot, enqueued ahead, was slower (docs/decisions/0006).
 
 Some pairs of a copy stream and a kernel stream interfere in the driver or the GPU: while the kernel stream has pending
 work and the model is busy, copies of any size run at 0.93 of the link rate. Such a pair stays slow; with another kernel

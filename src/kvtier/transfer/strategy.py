@@ -58,8 +58,8 @@ class TransferConfig:
 
 
 # The link is idle during the first gather (or the last scatter), so that chunk is small. But copying a chunk should
-# take longer than gathering the next one, which may wait for a busy GPU. 64 MiB in the worst shape reach 0.969 of the
-# link rate with 4 MiB, 0.963 with 8, 0.962 with 12; no difference on a busy GPU (H200, 2026-11-15).
+# outlast the gather of the next chunk, which may wait for a busy GPU. On an idle GPU, 64 MiB in the worst shape reach
+# 0.969 of the link with 4 MiB, 0.963 with 8, 0.962 with 12; no difference during matrix products (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
