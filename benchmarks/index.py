@@ -204,7 +204,7 @@ def memory(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
         gc.collect()
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        count = index.stats.num_blocks
+        count = index.tiers[0].pool.num_slots - index.tiers[0].pool.num_free
         rows.append({"memory": "keys" if with_keys else "no keys", "blocks": count, "bytes/block": taken / count - 64})
     worst = max(float(str(row["bytes/block"])) for row in rows)
     return rows, [at_most("bytes per cached 16-token block beside its tokens", worst, 200)]

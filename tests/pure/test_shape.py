@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-MAX_FILES = 202  # target 190; may only fall
-MAX_LINES = 37_216  # target 32_500; may only fall
-MAX_CLASSES = 533  # target 430; may only fall
+# A commit that adds a capability may raise these three, with the reason in its body.
+MAX_FILES = 190
+MAX_LINES = 32_500
+MAX_CLASSES = 430
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20
 

@@ -106,6 +106,7 @@ class Preparation:
             prompts = [self._encode_chat(body.messages, max_tokens, parse_special=body.parse_special, **options)]
             cleared["tools"] = None
         else:
+            self._check_sizes([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompt", max_tokens)
             prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
         self._check_prompts(prompts, body.prompt_field, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
@@ -138,6 +139,7 @@ class Preparation:
         variables: dict[str, Any] | None = None,
     ) -> list[int]:
         rendered = [message.for_template() for message in messages]
+        self._check_sizes(["".join(message["content"] for message in rendered)], "messages", max_tokens)
         options: dict[str, Any] = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
         variables = variables or {}
         if taken := sorted({"self", "messages", *options} & variables.keys()):
@@ -163,6 +165,14 @@ class Preparation:
             raise ApiError(400, message, "max_tokens")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
+
+    def _check_sizes(self, texts: Sequence[str], name: str, max_tokens: int) -> None:
+        """Reject texts that are too long by their size alone, before the first of them is rendered or tokenized."""
+        try:
+            for text in texts:
+                self._tokenizer.check_size(len(text.encode(errors="surrogatepass")), max_tokens)
+        except RangeError as error:
+            raise _refusal(error, name, max_tokens) from error
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], name: str, max_tokens: int) -> None:
         lengths = [len(prompt) for prompt in prompts]
