@@ -306,7 +306,7 @@ def test_busy_connections_do_not_block_health(start):
 
 
 def test_h2c_upgrade_keeps_the_body(server):
-    body = json.dumps({"model": server.model, "prompt": "x", "max_tokens": 2}).encode()
+    body = json.dumps({"model": server.model, "prompt": "x", "max_tokens": 2, "ignore_eos": True}).encode()
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     head = POST + upgrade + b"Content-Length: %d\r\n\r\n" % len(body)
     with Connection(server, head + body) as connection:
