@@ -19,7 +19,7 @@ KvtierError
 │   └── StoreInUseError              another process has it open
 ├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
-    └── VersionError                 written by a newer version of the format
+    └── VersionError                 the data has a newer format version
 
 A message says what happened, with numbers, and what to do.
 """
@@ -106,4 +106,4 @@ class FormatError(KvtierError, ValueError):
 
 
 class VersionError(FormatError):
-    """Written by a newer version of the format than this build reads."""
+    """The data has a newer format version than this build can read."""

@@ -180,7 +180,8 @@ class Prefetcher:
     def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
         """Reserve host slots for all blocks, or for as many as fit.
 
-        Return None if other prefetches hold blocks: they release them when their requests start, so wait.
+        Return None if other prefetches hold host blocks. The caller should wait, because those blocks are released
+        when the requests of the other prefetches start.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):
@@ -248,7 +249,7 @@ class Prefetcher:
 
 
 def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Return the tokens of `num_blocks` blocks to load by origin: fetched from a store, or cached on the host."""
+    """Return the tokens of `num_blocks` blocks by origin: the store they were fetched from, or the host."""
     origins: dict[str, int] = {}
     for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens

@@ -45,8 +45,8 @@ class LLM:
 
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
-    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. `invariant` makes the bits of every
-    token independent of its batch, but is slower.
+    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. With `invariant`,
+    results are bit-identical whatever other requests are in the batch; this is slower.
 
     `generate` and `chat` may be called from several threads: the engine runs on its own thread and serves calls one
     after the other. KeyboardInterrupt ends the call after the current step and cancels its requests. Do not use

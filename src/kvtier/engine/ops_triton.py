@@ -1,9 +1,9 @@
 """CUDA operations in Triton, with one fused kernel for each operation between matrix products.
 
 Prefill attention works in tiles of queries; decode attention splits the keys over programs. Both read keys and values
-in place, by block table and strides: [blocks, 2, block_tokens, kv_heads, head_dim] of one layer of the block-first
-cache. The grid of a decode kernel depends on shapes only and never on values that the host must read, so a step can be
-captured in a CUDA graph and replayed with other contexts.
+in place, through the block table and the strides of one layer of the block-first cache, whose shape is
+[blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a decode kernel depends on shapes only and never on values
+that the host must read, so a step can be captured in a CUDA graph and replayed with other contexts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.engine.weights import Linear
 
 # Queries x keys of a prefill tile; 128 x 64 keeps q, scores and the output of head_dim 128 in the registers of 8 warps.
 _QUERY_ROWS, _KEYS = 128, 64
-# Float32 dots are unrolled into multiply-adds, so that tiles of 128 x 64 would compile for minutes.
+# Float32 dots are unrolled into multiply-adds: a kernel with tiles of 128 x 64 takes minutes to compile.
 _QUERY_ROWS_F32, _KEYS_F32 = 32, 32
 _SPLIT_KEYS = 64
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
@@ -176,8 +176,10 @@ def _prefill(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attend one tile: ROWS / GROUP tokens of a sequence, with a row for each of the GROUP query heads of a KV head. If
-    SPLITS > 1, attend to one share of the keys and store partial sums for `_combine`."""
+    """Compute attention for one tile: ROWS / GROUP tokens, each with one row per query head of a KV head.
+
+    If SPLITS > 1, use one share of the keys and store partial sums for `_combine`.
+    """
     sequence, kv_head = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - first

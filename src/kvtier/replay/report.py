@@ -224,7 +224,7 @@ def _origins(result: Json) -> list[str]:
 
 
 def charts(result: Json) -> list[Json]:
-    """Return the charts: lines over numbers, or bars over names."""
+    """Return line charts with a numeric x axis, and bar charts with one group of bars per name."""
     drawn = [_curve(result)] if result["curve"] else []
     return drawn + (_plan_charts(result) if result["command"] == "plan" else _replay_charts(result))
 

@@ -1,6 +1,7 @@
 """Scrubber: verifies the blocks in host memory, slowly and in the background.
 
-    forget ──> the slot is written ──> note ──thread──> checksum known ──thread, every round──> equal, or damaged
+    caller:  forget(slot) ──> write the slot ──> note(slot)
+    thread:  compute the checksum of a noted slot, then compare it again in every round
 
 Bits in memory flip over days. A damaged block is reported in every round, and treated as a miss.
 """
@@ -18,7 +19,7 @@ BYTES_PER_SECOND = 64 << 20
 
 
 class Scrubber:
-    """Keeps one checksum per host slot and cache group, and compares it on a thread. Never delays transfers."""
+    """Keeps one checksum per host slot and cache group. A thread recomputes and compares them; transfers never wait."""
 
     def __init__(self, hosts: Sequence[HostMemory], every_seconds: float = 0.5) -> None:
         self._hosts = hosts
