@@ -133,7 +133,9 @@ def s3_server(folder: Path, *, port: int | None = None) -> Iterator[int]:
     (folder / "data").mkdir(exist_ok=True)
     command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     command += ["-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    command += ["-volume.max=0", "-master.volumeSizeLimitMB=64", *(f"-{name}={port}" for name, port in ports.items())]
+    # A volume count derived from the free space (-volume.max=0) is zero on a disk that is 97 % full.
+    command += ["-volume.max=40", "-volume.minFreeSpace=64MiB", "-master.volumeSizeLimitMB=64"]
+    command += [f"-{name}={port}" for name, port in ports.items()]
     with running(command, folder, "weed.log", lambda: listens(ports["s3.port"])):
         wait_for(lambda: _can_write(ports["s3.port"]), "SeaweedFS to store an object")
         yield ports["s3.port"]

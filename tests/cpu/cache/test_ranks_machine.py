@@ -122,7 +122,7 @@ class RanksMachine(TiersMachine):
         self.requests, self.num_requests, self.pins = [], 0, []
         self.samples = random.Random(seed + 2)
 
-    def hear(self) -> None:
+    def apply_reports(self) -> None:
         for controller in self.together.all:
             while controller._under or controller._stores._num_open:
                 controller.wait(0.01)
