@@ -1,4 +1,4 @@
-"""The deciding side of the cache: selects the blocks to match, evict, save, fetch and load. Never imports torch."""
+"""Cache policy: selects the blocks to match, evict, save, fetch and load. This package never imports torch."""
 
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager

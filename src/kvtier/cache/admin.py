@@ -1,4 +1,4 @@
-"""CacheAdmin: an operator's operations on a cache. They change the index and queue work; they move no bytes."""
+"""CacheAdmin: operations that an operator runs on a cache. They change the index and queue transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.messages import KEY_BYTES
 
 
 class CacheAdmin:
-    """Operations on whole prompts and whole tiers. Call between two steps, in the manager's thread."""
+    """Operations on whole prompts and whole tiers. Call them between two steps, in the manager's thread."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
@@ -24,7 +24,7 @@ class CacheAdmin:
         return tiers[name]
 
     def save(self, chain: Chain) -> None:
-        """Queue copies of a prompt's blocks and all descendants to the lower tiers, regardless of the write policy."""
+        """Queue a prompt's blocks and all their descendants for copies to lower tiers, whatever the write policy."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
         below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []
@@ -34,30 +34,30 @@ class CacheAdmin:
                 queue.jobs.append(WritebackJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
-        """Queue copies of everything in memory, before the process ends."""
+        """Queue all blocks in memory for copies to lower tiers. Called before the process exits."""
         tree = self._manager.tree
         for node in [node for node in tree.nodes() if not node.children]:
             self.save(Chain.of_node(tree.namespace, node))
 
     def plan_saves(self, now: float) -> bool:
-        """Plan queued copies, even if the policy would wait; returns True if some are left in the queues."""
+        """Plan queued copies, even if the write policy would wait; returns True if jobs are left in the queues."""
         for queue in self._manager.queues:
             queue.plan(now, flush=True)
         return any(queue.jobs for queue in self._manager.queues)
 
     def demote(self, chain: Chain) -> int:
-        """Free the device slots of a prompt's blocks, where the host also holds the blocks; returns the number."""
+        """Free the device slots of a prompt's blocks that are also on the host; returns the number of freed slots."""
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
 
     def drop(self, chain: Chain) -> int:
-        """Drop a prompt's full blocks and all descendants, except blocks that other prompts share; returns the number.
+        """Drop a prompt's full blocks and all their descendants from every tier; returns the number of dropped blocks.
 
-            system ─┬─ [ this prompt ]── completions ..  dropped
-                    └─ other prompts                     stays, and so does the shared part
+            system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
+                    └─ other prompts                     kept
 
-        Blocks are dropped from every tier. From stores, only descendants whose keys are in memory can be dropped. Other
-        descendants stay in the store; they are valid, but match only after the prompt was computed again.
+        Blocks that other prompts share are kept. A store drops only the descendants whose keys are in memory. It keeps
+        all other descendants, which can be matched again only after the prompt was computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -72,33 +72,33 @@ class CacheAdmin:
         return manager.tree.drop(chain, first=first) if node is not None else 0
 
     def clear_stores(self) -> None:
-        """Remove all of this cache from every store."""
+        """Remove all blocks of this cache from every store."""
         for store in self._manager.stores.values():
             store.clear()
 
     def set_quota(self, tier: str, salt: bytes, num_blocks: int | None) -> None:
-        """Limit the slots of a tier for one tenant's salt; None lifts the limit."""
+        """Limit the number of slots in a tier that one tenant's salt may use; None removes the limit."""
         self.tier(tier).set_quota(salt, num_blocks, self._manager.tree.nodes())
 
     def vacate(self, tier: str, first_slot: int = 0) -> None:
-        """Remove all blocks from slots [first_slot, ..) of a tier. No request may run, no transfer may be in flight."""
+        """Remove all blocks from the slots of a tier, from `first_slot` on. No request or transfer may be in flight."""
         manager = self._manager
         if manager.transfers.in_flight or manager.stats.num_allocations:
             raise StateError(
-                f"{manager.stats.num_allocations} requests hold blocks or transfers are in flight: pause and wait first"
+                f"{manager.stats.num_allocations} requests hold blocks or transfers are in flight; pause and wait first"
             )
         detached = {node: None for lease in manager.leases for node in lease.node.upwards() if not node.attached}
         manager.tree.vacate(self.tier(tier), first_slot, detached)
 
     def resize(self, tier: str, num_blocks: int) -> None:
-        """Change the number of slots; blocks in removed slots are lost. No request or transfer may be in flight."""
+        """Change the number of slots in a tier and drop the blocks in removed slots. Nothing may be in flight."""
         if num_blocks < 1:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
         self.vacate(tier, num_blocks)
         self.tier(tier).pool.resize(num_blocks)
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
-        """Return the node of the chain's last block in memory, readable or not, and the number of blocks up to it."""
+        """Return the node of the chain's last block in the tree, and the number of blocks up to this block."""
         tree = self._manager.tree
         node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
         if node is None or not stop or chain.namespace != tree.namespace:
@@ -112,7 +112,7 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Return the number of the first block, on the path to a node, that no other chain in memory shares."""
+    """Return the index of the first block on the path to a node that no other chain in memory shares."""
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
     return node.start

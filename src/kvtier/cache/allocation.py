@@ -1,4 +1,4 @@
-"""Allocation: a request's cached KV. Statistics of the manager."""
+"""Allocation, which holds the KV blocks of one request, and the statistics of the cache manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first `num_tokens` tokens of one device block to another, before the step computes."""
+    """Instruction to copy the first `num_tokens` tokens of one device block to another before the step computes."""
 
     source: int
     target: int
@@ -23,7 +23,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of one tier. For a store, `num_used` counts the blocks that it is known to have."""
+    """Statistics of one tier. For a store, `num_used` counts the blocks that the store is known to have."""
 
     name: str
     num_blocks: int
@@ -31,7 +31,7 @@ class TierStats:
     num_used: int
     num_evictable: int
     hit_tokens: int
-    """Tokens of requests that were found in this tier."""
+    """Number of tokens in requests whose KV was found in this tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,22 @@ class CacheStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Allocation:
-    """A request's cached KV: a lease on the matched blocks, and slots of its own. Only the manager changes it."""
+    """KV blocks of one request: matched blocks and slots for new blocks. Only the manager changes an allocation."""
 
     lease: Lease
     is_loading: bool = field(init=False, default=False)
     """True while blocks are in flight to the device; see CacheManager.is_ready."""
     loads: tuple[int, ...] = field(init=False, default=())
-    """Ids of the transfers in flight, if all of them were started for this allocation."""
+    """Ids of the loads in flight. Empty if some of the blocks are loaded for another allocation."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """Cached tokens by tier."""
+    """Tier name -> number of cached tokens that were found in the tier."""
     num_cached_tokens: int = field(init=False)
     """Tokens that need not be computed, including the tokens of `copy`."""
     source: Lease | None = field(init=False, default=None)
-    """Lease on the block to copy from, held until the first step is published."""
+    """Lease on the source block of `copy`, held until the first step is published."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
-    """Decision to load or to compute the cached blocks that were only in lower tiers, if there were any."""
+    """Decision to load or to compute the blocks that were only in lower tiers. None if no decision was needed."""
 
     def __post_init__(self) -> None:
         self.num_cached_tokens = self.lease.num_matched_tokens
@@ -76,14 +76,14 @@ class Allocation:
 
     @property
     def num_on_device(self) -> int:
-        """Number of blocks before the first one to load."""
+        """Number of leading blocks that are on the device."""
         missing = self.lease.table == NO_SLOT
         return int(missing.argmax()) if missing.any() else len(missing)
 
     @property
     def num_blocks_needed(self) -> int:
-        """Device slots still needed for all tokens of the chain."""
+        """Number of device slots that the tokens of the chain still need."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
-        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # loads have slots
+        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # loads already have slots
         return max(0, num_blocks - len(lease.table)) + to_load

@@ -1,4 +1,4 @@
-"""CostModel: predicts the time to load and to compute blocks, from measurements, and decides between the two."""
+"""CostModel: predicts the times to load and to compute blocks from measurements, and selects the faster way."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import numpy as np
 
 from kvtier.messages import Route
 
-# A sample 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
-_DECAY = 1 - 1 / 40
-_MOST_NEW = 16
-_ALIKE = 1e-7  # the matrix counts as singular if a pivot is smaller; its diagonal is 1 before elimination
-_TRY_AFTER = 32  # refused loads in a row before a trial load, because the link may be faster again
-_STILL = 0.7  # a trial that takes more than this share of the expected time confirms the old measurements
+_DECAY = 1 - 1 / 40  # stable enough for a fit, and fast enough to follow a link whose speed changes
+_BATCH_SAMPLES = 16
+_MIN_PIVOT = 1e-7  # a matrix with a smaller pivot counts as singular; its diagonal is 1 before elimination
+_TRY_AFTER = 32  # consecutive refused loads before a trial load, because the link may have become faster
+_CONFIRM_SHARE = 0.7  # a trial that takes at least this share of the expected time confirms the old measurements
 Matrix = list[list[float]]
 Link = tuple[Route, str]
-"""A route and the name of its store, or empty if it has none. Each link has its own speed."""
+"""A route and the name of its store. The name is empty for the routes between device and host."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """Decision to load cached blocks below the device or to compute them, with its numbers."""
+    """Decision to load blocks from lower tiers or to compute them, with the predicted times."""
 
     load: bool
     num_tokens: int
@@ -36,7 +35,7 @@ class LoadDecision:
         if self.load_seconds is None or self.compute_seconds is None:
             return f"load {self.num_tokens} tokens: nothing measured yet"
         if self.load and self.load_seconds > self.compute_seconds:
-            return f"load {self.num_tokens} tokens: to see how long it takes by now"
+            return f"load {self.num_tokens} tokens: a trial measures the link again"
         verb, than = ("load", "under") if self.load else ("recompute", "over")
         return (
             f"{verb} {self.num_tokens} tokens: loading takes {self.load_seconds * 1e3:.2f} ms, {than} the "
@@ -45,10 +44,10 @@ class LoadDecision:
 
 
 class OnlineLeastSquares:
-    """Fits seconds as a sum of costs times amounts, by least squares with exponential decay of old samples.
+    """Fits seconds = fixed cost + sum(cost * amount) by least squares, with exponential decay of old samples.
 
-    Costs are not negative. If the samples do not determine the costs (a single sample does not), several solutions are
-    equally good; `in_doubt`, min or max, then selects one of their predictions.
+    Costs are never negative. Too few samples have several equally good solutions. In this case `in_doubt`, which is
+    min or max, selects one of the predictions of these solutions.
     """
 
     def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:
@@ -60,13 +59,13 @@ class OnlineLeastSquares:
         self._costs: list[list[float]] = []
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
-        """Record a sample. Cheap: samples are added to the fit in batches."""
+        """Record a sample. Samples are added to the fit in batches, so that most calls are cheap."""
         self._new.append((1.0, *amounts, seconds))
-        if len(self._new) >= _MOST_NEW:
+        if len(self._new) >= _BATCH_SAMPLES:
             self._add_samples()
 
     def predict(self, amounts: Sequence[float]) -> float | None:
-        """Return the expected seconds; None before the first sample. The last few samples may not count yet."""
+        """Return the expected seconds, or None before the first sample. The fit may lack the newest samples."""
         if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):
             self._add_samples()
         if not self._num_samples:
@@ -92,7 +91,7 @@ class OnlineLeastSquares:
         squares = [[value / (scale[i] * scale[j]) for j, value in enumerate(row)] for i, row in enumerate(sums)]
         products = [value / scale[i] for i, value in enumerate(self._products.tolist())]
         solutions = _solutions(squares, products, used)
-        explained = [_dot(products, costs) for costs in solutions]  # share of the squares
+        explained = [_dot(products, costs) for costs in solutions]  # part of the sum of squares that the costs explain
         enough = max(explained) * (1 - 1e-6)
         return [
             [cost / unit for cost, unit in zip(costs, scale, strict=True)]
@@ -102,7 +101,7 @@ class OnlineLeastSquares:
 
 
 def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
-    """Return the best costs. If amounts are collinear, leave out each amount in turn and return all solutions."""
+    """Return the best costs. If amounts are collinear, omit each amount in turn and return all solutions."""
     best = _least_squares(squares, products, used)
     if best is not None:
         return [best]
@@ -113,7 +112,7 @@ def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[
 def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> list[float] | None:
     """Return the best non-negative costs of the used amounts, or None if the amounts are collinear.
 
-    If some costs come out negative, at least one of them is 0 in the best solution, so each is tried as 0.
+    If the equations yield negative costs, at least one of these is 0 in the best solution, so each is set to 0 in turn.
     """
     solved = _solve_equations([[squares[i][j] for j in used] + [products[i]] for i in used])
     if solved is None:
@@ -130,12 +129,13 @@ def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> l
 
 
 def _solve_equations(rows: Matrix) -> list[float] | None:
-    """Solve two or three equations, or return None if the matrix is nearly singular. A row ends with its right side.
+    """Solve up to three linear equations, or return None if the matrix is nearly singular.
 
-    The matrix is symmetric with ones on its diagonal. A fit takes 26 us, with numpy it took 81 us (dev, 2026-11-16).
+    A row ends with its right-hand side. The matrix is symmetric with ones on its diagonal. A fit takes 26 us in Python
+    and 81 us with numpy (dev, 2026-11-16).
     """
     for k, upper in enumerate(rows):
-        if upper[k] < _ALIKE:
+        if upper[k] < _MIN_PIVOT:
             return None
         for row in rows[k + 1 :]:
             factor = row[k] / upper[k]
@@ -152,29 +152,29 @@ def _dot(one: Iterable[float], other: Iterable[float]) -> float:
 
 
 class CostModel:
-    """Measured times of transfers and computation on this machine."""
+    """Predicts times of transfers and computation from measurements on this machine."""
 
     def __init__(self) -> None:
         self._transfers: dict[Link, OnlineLeastSquares] = {}
         self._doubted: dict[Link, OnlineLeastSquares] = {}
-        """Old measurements of links that are being tried again."""
-        self._compute = OnlineLeastSquares(2, in_doubt=max)  # in doubt, load: that measures the link
+        """Old measurements of links whose speed a trial load measures again."""
+        self._compute = OnlineLeastSquares(2, in_doubt=max)  # an overestimate favours a load, which measures the link
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
         before = self._doubted.pop(link, None)
-        if before is not None and seconds >= _STILL * (before.predict((num_blocks,)) or 0.0):
+        if before is not None and seconds >= _CONFIRM_SHARE * (before.predict((num_blocks,)) or 0.0):
             self._transfers[link] = before
         if link not in self._transfers:
             self._transfers[link] = OnlineLeastSquares(1, in_doubt=min)
         self._transfers[link].observe((num_blocks,), seconds)
 
     def observe_compute(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
-        """Record the time of a step; `attended_tokens` is the sum of the context lengths of its tokens."""
+        """Record the time of a step; `attended_tokens` is the sum of the context lengths of the step's tokens."""
         self._compute.observe((num_tokens, attended_tokens), seconds)
 
     def transfer_seconds(self, link: Link, num_blocks: int) -> float | None:
-        """Return the expected time to transfer blocks; None before the first measurement."""
+        """Return the expected time to transfer blocks, or None before the first measurement."""
         return self._transfers[link].predict((num_blocks,)) if link in self._transfers else None
 
     def compute_seconds(self, first: int, num_tokens: int) -> float | None:
@@ -182,9 +182,9 @@ class CostModel:
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
     def decide(self, num_blocks: dict[Link, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
-        """Decide whether to load or to compute. `num_blocks` counts the blocks to transfer, including queued blocks.
+        """Decide whether to load or to compute. `num_blocks` counts the blocks on each link, including queued blocks.
 
-        Pass `again` for later decisions on the same request, so that the request counts as refused only once.
+        Set `again` for a repeated decision on the same request, so that the request counts as refused only once.
         """
         times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None

@@ -1,10 +1,10 @@
-"""TransferTracker: planned transfers that are not reported yet, and the leases that they hold.
+"""TransferTracker: the transfers in flight and their leases.
 
-    planned: WRITING in the target, READING in the source, a lease  ──every rank's result──>  READY or removed, released
+    start ──> blocks are READING in the source and WRITING in the target ──(results of all ranks)──> READY or removed
 
-A transfer holds its own lease, so its source and target slots cannot be evicted or reused while it runs, even if the
-request ends or the cache is reset. After a reset, the blocks of the transfer are no longer in the tree: their slots are
-freed when the transfer ends, and none of the blocks becomes readable.
+Each transfer holds a lease until it ends. The lease keeps the source and target slots from being evicted or reused,
+even if the request ends or the cache is reset. A reset removes the blocks from the tree. When a transfer from before
+the reset ends, its slots are freed and none of its blocks becomes readable.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvtier.index.transitions import begin_read, end_read, end_write
 from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
 
 Mask = bytes
-"""One byte per block, 1 or 0. Bytes are used because their find, count and slices are Python's cheapest vector code."""
+"""One byte per block, 1 or 0. Python searches, counts and slices bytes faster than any other sequence."""
 
 
 @dataclass(slots=True)
 class RouteStats:
-    """Statistics of one route. A route from or to a store has one instance for each store."""
+    """Statistics of one route. A route from or to stores has separate statistics for each store."""
 
     route: Route
     store: str
@@ -47,13 +47,13 @@ class PendingTransfer:
     target: Tier | None
     epoch: int
     waiting_for: set[int]
-    """Ranks that have not reported the transfer."""
+    """Ranks that have not reported a result."""
     arrived: Mask
-    """Blocks that no rank reported as failed; at the end, the blocks that are readable in the target."""
+    """Blocks that no rank reported as failed. After the last result, these blocks are readable in the target."""
     seconds: float = 0.0
-    """Time of the slowest rank."""
+    """Duration on the slowest rank."""
     num_bytes: int = 0
-    """Sum over the ranks."""
+    """Sum over all ranks."""
 
     @property
     def count(self) -> int:
@@ -65,11 +65,11 @@ class PendingTransfer:
 
 
 class TransferTracker:
-    """Plans transfers and applies their results. Each of `num_ranks` ranks does every transfer."""
+    """Plans transfers and applies their results. Each of the `num_ranks` ranks executes every transfer."""
 
     def __init__(self, tree: RadixTree, num_ranks: int) -> None:
         self.epoch = 0
-        """Raising the epoch invalidates the transfers in flight. Their slots are freed when their results arrive."""
+        """Incrementing the epoch invalidates all transfers in flight. Their slots are freed when the results arrive."""
         self.num_ranks = num_ranks
         self._tree = tree
         self._tiers = {tier.name: tier for tier in tree.tiers}
@@ -79,7 +79,7 @@ class TransferTracker:
         self._probes: list[Probe] = []
         self._drops: list[Drop] = []
         self._unanswered: dict[int, set[int]] = {}
-        """Probe -> ranks that have not answered it."""
+        """Probe id -> ranks that have not answered the probe."""
         self.in_flight: dict[int, PendingTransfer] = {}
         self._stats: dict[tuple[Route, str], RouteStats] = {}
 
@@ -93,7 +93,7 @@ class TransferTracker:
         return bool(self._planned or self._probes or self._drops)
 
     def num_blocks(self, route: Route, store: str = "") -> int:
-        """Count the blocks in flight on a route; name the store if the route is from or to a store."""
+        """Count the blocks in flight on a route. `store` is empty for the routes between device and host."""
         stats = self._stats.get((route, store))
         return stats.num_in_flight if stats is not None else 0
 
@@ -119,10 +119,10 @@ class TransferTracker:
         target: Slots | str,
         keys: bytes = b"",
     ) -> int:
-        """Plan a transfer of blocks [first, ..) of a path; returns its id. The transfer owns the lease from now on.
+        """Plan a transfer of a path's blocks from block `first` on; returns the transfer's id.
 
-        Source and target are slots of a tier or the name of a store. If the target is a tier, the blocks must already
-        be WRITING there, after `begin_write` or `graft`.
+        `source` and `target` are slots in a tier or the name of a store. If the target is a tier, the blocks must be
+        WRITING there (see `begin_write` and `graft`). The transfer becomes the owner of the lease.
         """
         source_tier, source_name, source_slots = self._endpoint(source)
         target_tier, target_name, target_slots = self._endpoint(target)
@@ -148,13 +148,13 @@ class TransferTracker:
         return self._tiers[end.tier], end.tier, slot_bytes(end.ids)
 
     def probe(self, store: str, keys: bytes = b"") -> int:
-        """Plan a lookup of these keys in a store, or of all its keys; returns the probe's id."""
+        """Plan a lookup of keys in a store; returns the probe's id. Without `keys`, the store lists all its keys."""
         self._probes.append(Probe(next(self._ids), store, keys))
         self._unanswered[self._probes[-1].id] = set(range(self.num_ranks))
         return self._probes[-1].id
 
     def on_probe_result(self, rank: int, probe_id: int) -> bool:
-        """Record a rank's answer to a probe; returns True if it was the last."""
+        """Record a rank's answer to a probe; returns True if this answer was the last one."""
         waiting_for = self._unanswered.get(probe_id, set())
         waiting_for.discard(rank)
         return not waiting_for and self._unanswered.pop(probe_id, None) is not None
@@ -163,7 +163,7 @@ class TransferTracker:
         self._drops.append(drop)
 
     def plan(self) -> Plan:
-        """Return everything planned since the last plan."""
+        """Return the transfers, probes and drops that were added since the last plan."""
         planned, probes, drops = tuple(self._planned), tuple(self._probes), tuple(self._drops)
         self._planned, self._probes, self._drops = [], [], []
         return Plan(next(self._plan_ids), self.epoch, planned, probes, drops)
@@ -171,14 +171,14 @@ class TransferTracker:
     def apply(self, rank: int, result: TransferResult) -> PendingTransfer | None:
         """Apply a rank's result; returns the transfer if every rank has reported it, otherwise None.
 
-        A block counts as arrived if it arrived on every rank. The caller releases the lease of a returned transfer.
+        A block has arrived if it arrived on every rank. The caller must release the lease of a returned transfer.
         """
         pending = self.in_flight.get(result.transfer_id)
         if pending is None or rank not in pending.waiting_for:
-            raise StateError(f"transfer {result.transfer_id} was reported by rank {rank}, which had none to report")
+            raise StateError(f"rank {rank} reported transfer {result.transfer_id}, which is not in flight on this rank")
         if result.arrived and len(result.arrived) != pending.count:
             raise ArgumentError(
-                f"transfer {result.transfer_id} has {pending.count} blocks, its result has {len(result.arrived)}"
+                f"transfer {result.transfer_id} has {pending.count} blocks, but its result has {len(result.arrived)}"
             )
         pending.waiting_for.discard(rank)
         if result.arrived:
@@ -214,7 +214,7 @@ class TransferTracker:
 
 
 def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the runs [first, stop) of a value in a mask. The first entry of the mask has the number `start`."""
+    """Yield the runs [first, stop) of a value in a mask. The first entry of the mask has the index `start`."""
     first = mask.find(value)
     while first >= 0:
         stop = mask.find(1 - value, first)

@@ -1,12 +1,12 @@
-"""CacheManager: finds, allocates and publishes cached KV for a scheduler. It decides with block numbers only.
+"""CacheManager: finds, allocates and publishes cached KV for a scheduler. It handles block numbers, never KV data.
 
-No torch, no I/O, no threads, no clock: the caller passes `now`. Life of a request:
+The manager uses no torch, I/O, threads or clock; the caller passes the time as `now`. Life of a request:
 
     prefetch -> Prefetch ─┐
                   match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort
 
-With lower tiers, `plan` returns the transfers to make and `apply` takes their results. A block is readable only after
-its copy was reported, a slot is reused only after its readers are done, and a failed copy is a miss.
+If there are lower tiers, `plan` returns transfers to execute, and `apply` applies their results. A copied block is
+readable only after all ranks have reported the copy. A block whose copy failed is a miss.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEEP = Retention()
 
 
 class CacheManager:
-    """Decides which KV blocks are cached where. Not thread-safe."""
+    """Manages the KV blocks in all tiers. Not thread-safe."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CacheManager:
         listener: Listener | None = None,
         ghost: GhostCache | None = None,
     ) -> None:
-        """Start with `num_host_ready` usable host slots, by default all. Reports add the other slots."""
+        """`num_host_ready` is the number of host slots that are usable now, by default all. Reports add the rest."""
         self.config = config
         self._device = Tier(0, BlockPool("device", config.num_blocks), partial(make_policy, config.policy))
         tiers, host = [self._device], config.host if config.prefix_caching else None
@@ -75,14 +75,14 @@ class CacheManager:
         )
         self.transfers = TransferTracker(self.tree, num_ranks)
         self.cost_model = CostModel()
-        """Predicts times for the decision to load or to recompute. The scheduler records the time of its steps here."""
+        """Predicts times for the decision to load or to recompute. The scheduler records the times of steps here."""
         self.decisions = {"load": 0, "recompute": 0}
-        """How often blocks below the device were loaded, and how often they were computed instead."""
+        """Number of requests that loaded their blocks from lower tiers, and of requests that recomputed the blocks."""
         self.num_damaged = 0
-        """Host blocks that the scrubber found changed."""
+        """Number of host blocks that the scrubber found corrupt."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
         self.queues = self._make_queues(tiers)
-        """Queues of blocks to copy to the host, then to each store. Empty without a host tier."""
+        """A queue for copies to the host, followed by one queue per store. Empty without a host tier."""
         speeds = self.cost_model if not config.always_load else None
         self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
         self._free_shares = tuple(free_shares)
@@ -96,7 +96,7 @@ class CacheManager:
         host = self.config.host
         if host is None or len(tiers) == 1:
             return ()
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # prompts that can be in memory
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # upper bound on the prompts in memory
         writer = HostWriter(self.tree, tiers[0], tiers[1], self.transfers)
         stores = self.stores.values()
         return (
@@ -107,9 +107,9 @@ class CacheManager:
     # ---- life of a request -----------------------------------------------------------------------------------------
 
     def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Prefetch | None:
-        """Begin to fetch a prompt's blocks from stores to the host; returns None without a store.
+        """Begin to fetch a prompt's blocks from stores to the host; returns None if there is no store.
 
-        The caller waits until `is_prefetched`, passes the prefetch to `match`, and then calls `end_prefetch`.
+        The caller waits until `is_prefetched` is True, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
         if not self.stores or not chain.num_tokens:
             return None
@@ -120,7 +120,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """True if a request should wait again, because its blocks were evicted from memory and a store has them."""
+        """Fetch blocks again that were evicted from memory meanwhile; returns True if the request should wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -136,9 +136,9 @@ class CacheManager:
         may_load: bool = True,
         prefetch: Prefetch | None = None,
     ) -> Allocation:
-        """Lease the longest cached prefix. It excludes the last token, whose logits must be computed.
+        """Lease the longest cached prefix. The last token never matches, because its logits must be computed.
 
-        Without `may_load`, only blocks on the device match. `prefetch` is the request's prefetch, which stays open.
+        Without `may_load`, only blocks on the device match. The caller must still end `prefetch` after the match.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
@@ -155,7 +155,7 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If slots are short, release the block to copy from and try again. This lowers `num_cached_tokens`.
+        If there are too few slots, give up the copy from another block and try again. This lowers `num_cached_tokens`.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -175,13 +175,13 @@ class CacheManager:
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """True if every matched block is on the device. Raise LoadError if a load failed; then abort the allocation."""
+        """True if every matched block is on the device. Raises LoadError if a load failed; the caller must abort."""
         self._must_be_open(allocation)
         if not allocation.is_loading:
             return True
         states = self._device_states(allocation.lease)
         if ABSENT in states:
-            raise LoadError("loading cached blocks failed: compute them instead")
+            raise LoadError("loading cached blocks failed; compute them instead")
         if WRITING in states:
             return False
         allocation.is_loading, allocation.loads = False, ()
@@ -189,10 +189,10 @@ class CacheManager:
         return True
 
     def overlap(self, allocation: Allocation) -> tuple[int, ...]:
-        """Return the loads in flight for an allocation, so that a step can start early and wait layer by layer.
+        """Return the ids of an allocation's loads in flight, so that a step can start early and wait layer by layer.
 
-        Empty if no load is in flight, or if loads of other requests bring some of the blocks. The step's results are
-        valid only if `is_ready` is True afterwards.
+        Return an empty tuple if no load is in flight, or if some of the blocks are loaded for other requests. The
+        results of the step are valid only if `is_ready` returns True after the step.
         """
         self._must_be_open(allocation)
         if not allocation.loads or WRITING not in self._device_states(allocation.lease):
@@ -219,7 +219,7 @@ class CacheManager:
         self._must_be_open(allocation)
         lease = allocation.lease
         first = lease.num_blocks
-        if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens do not fill a block
+        if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most steps complete no block
             self.tree.publish(lease, computed_tokens, now=now)
             for queue in self.queues[:1]:
                 queue.on_blocks_ready(lease, first, lease.num_blocks)
@@ -227,24 +227,24 @@ class CacheManager:
             self._release_source(allocation)
 
     def extend(self, allocation: Allocation, tokens: TokenIds) -> None:
-        """Append generated tokens. Their KV is computed in the next step."""
+        """Append generated tokens to the chain. The next step computes their KV."""
         self._must_be_open(allocation)
         allocation.chain.append(tokens)
 
     def finish(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request; its published blocks stay until evicted."""
+        """End a request. Its published blocks stay in the cache until they are evicted."""
         self._end(allocation, used=True, now=now)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled, preempted or not scheduled. It counts as a use only if it was in a step."""
+        """End a request that was cancelled, preempted or not scheduled. A scheduled request counts as a use."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:
-        """Return where and why the match stopped."""
+        """Return the position and the cause of the end of the match."""
         return self.tree.explain(allocation.lease)
 
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
-        """Keep the cached blocks of a prompt, in any tier, until `unpin`."""
+        """Protect the cached blocks of a prompt from eviction in all memory tiers until `unpin`."""
         pin = self.tree.match(chain, now=now)
         self._pins.add(pin)
         return pin
@@ -254,7 +254,7 @@ class CacheManager:
         self.tree.release(pin, used=False)
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Drop everything in memory. Running requests keep their slots; stores keep their blocks."""
+        """Drop all cached blocks in memory. Running requests keep their slots, and stores keep their blocks."""
         self.tree.reset(namespace)
         self.transfers.epoch += 1
         self._prefetcher.reset()
@@ -264,7 +264,7 @@ class CacheManager:
     # ---- plans and reports -----------------------------------------------------------------------------------------
 
     def plan(self, *, now: float = 0.0) -> Plan:
-        """Return the transfers, probes and drops to do now. Evicts ahead of demand if configured."""
+        """Return the transfers, probes and drops to execute now. Evict blocks ahead of demand if configured."""
         self._prefetcher.advance(now)
         for queue in self.queues:
             queue.plan(now)
@@ -281,9 +281,9 @@ class CacheManager:
         return is_due or bool(self.transfers.in_flight) or self.transfers.has_plan
 
     def apply(self, report: Report) -> list[PendingTransfer]:
-        """Apply a rank's report; returns the transfers that are complete now."""
+        """Apply a rank's report; returns the transfers that this report completed."""
         if not 0 <= report.rank < self.transfers.num_ranks:
-            raise ArgumentError(f"a report of rank {report.rank}, there are {self.transfers.num_ranks}")
+            raise ArgumentError(f"invalid rank {report.rank} in a report; there are {self.transfers.num_ranks} ranks")
         completed = []
         for result in report.results:
             done = self.transfers.apply(report.rank, result)
@@ -312,12 +312,12 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Number of device blocks, which an operator may change at run time."""
+        """Number of device blocks. An operator may change it at run time."""
         return self._device.pool.num_slots
 
     @property
     def num_available(self) -> int:
-        """Device blocks that are free or evictable."""
+        """Number of device blocks that are free or evictable."""
         return self._device.pool.num_free + self._device.num_evictable
 
     def shortage_for(self, num_blocks: int) -> Shortage | None:
@@ -343,17 +343,17 @@ class CacheManager:
         return [*own, *sources, *self._pins, *self.transfers.leases, *self._prefetcher.leases]
 
     def check(self) -> None:
-        """Raise StateError unless every invariant of the index holds and `leases` are all open leases."""
+        """Raise StateError if an invariant of the index is violated or if `leases` lacks an open lease."""
         check_tree(self.tree, self.leases)
 
     # ---- match and load --------------------------------------------------------------------------------------------
 
     def _most_blocks(self, chain: Chain) -> int:
-        """Return the maximum number of blocks to match. The last token of a prompt is always computed."""
+        """Return the maximum number of blocks to match, given that the last token is always computed."""
         return (chain.num_tokens - 1) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block. Empty without a host tier, because then all are READY."""
+        """Return the device state of each matched block, or nothing if there is no host tier and all are READY."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -361,7 +361,7 @@ class CacheManager:
     def _match_below(
         self, allocation: Allocation, missing: int, may_load: bool, prefetch: Prefetch | None, now: float
     ) -> Allocation:
-        """Decide whether to load the matched blocks that are not on the device, or to match again without them."""
+        """Decide whether to load the matched blocks that are not on the device. If not, match again without them."""
         block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
         if may_load and not self.config.always_load:
@@ -379,10 +379,10 @@ class CacheManager:
         return allocation
 
     def _match_partly(self, allocation: Allocation, now: float) -> None:
-        """Find a cached block with the same first tokens as the first missing block, to copy these tokens.
+        """Find a cached block that starts with the same tokens as the first missing block, and lease it for a copy.
 
-        prompt   |b0|b1|t t t t v v|..      the last token of the prompt is always computed
-        cached   |b0|b1|t t t t u u|        4 tokens are copied
+        prompt   |b0|b1|t t t t v v|..
+        cached   |b0|b1|t t t t u u|        the 4 tokens t are copied
         """
         wanted = allocation.chain.num_tokens - allocation.num_cached_tokens - 1
         if wanted < 1:
@@ -393,7 +393,7 @@ class CacheManager:
             allocation.num_cached_tokens += num_tokens
 
     def _reserve(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
-        """Reserve slots for tokens without a slot and for blocks to load, and start the loads."""
+        """Reserve device slots for new blocks and for blocks to load, and start the loads."""
         lease = allocation.lease
         num_new, states = lease.num_missing(num_tokens), b""
         if not allocation.is_loading and not lease.committed:
@@ -431,14 +431,14 @@ class CacheManager:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Record the time of a completed transfer and queue further copies of its blocks. Its lease is still open."""
+        """Record the time of a completed transfer and queue further copies of its blocks. Call before the release."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:
             for queue in self.queues[1:] if 1 in done.arrived else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)
-        elif 0 not in done.arrived:  # requests wait for loads and fetches, so decisions use their times
+        elif 0 not in done.arrived:  # requests wait only for loads and fetches
             self.cost_model.observe_transfer((route, transfer.store), done.count, done.seconds)
         if route is Route.STORE_TO_HOST:
             self._prefetcher.on_transfer_done(done)
@@ -458,4 +458,4 @@ class CacheManager:
 
     def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:
-            raise StateError("this allocation has ended: a request finishes or aborts once per match")
+            raise StateError("this allocation has already ended")

@@ -1,4 +1,4 @@
-"""CacheMetrics: the Prometheus metrics of a cache. Counters of manager and stores are read at each rendering."""
+"""CacheMetrics: the Prometheus metrics of a cache. They are updated whenever the registry is rendered."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class Counted(Protocol):
 
 
 class CacheMetrics:
-    """Declares a cache's metrics in a registry and keeps them up to date. One per manager."""
+    """Declares a cache's metrics in a registry and updates them. Create one instance per manager."""
 
     def __init__(self, manager: CacheManager, stores: Mapping[str, Counted], registry: Registry) -> None:
         self._manager = manager
         self._stores = stores
         new = registry
-        self._seconds = new.histogram("kvtier_cache_move_seconds", "From a transfer's start to its end.", ("purpose",))
+        self._seconds = new.histogram("kvtier_cache_move_seconds", "Duration of transfers.", ("purpose",))
         self._moved = new.counter("kvtier_cache_moved_blocks_total", "Blocks that arrived.", ("purpose",))
         self._bytes = new.counter("kvtier_cache_moved_bytes_total", "Bytes that arrived.", ("purpose",))
         self._failed = new.counter("kvtier_cache_failed_blocks_total", "Blocks that did not arrive.", ("purpose",))
         self._queue = new.gauge("kvtier_cache_moving_blocks", "Blocks in flight.", ("purpose",))
         self._used = new.gauge("kvtier_cache_used_blocks", "Blocks in use in a tier.", ("tier",))
-        self._room = new.gauge("kvtier_cache_blocks", "Blocks a memory tier has room for.", ("tier",))
+        self._room = new.gauge("kvtier_cache_blocks", "Capacity of a memory tier.", ("tier",))
         self._evicted = new.counter("kvtier_cache_evicted_blocks_total", "Blocks evicted to make room.", ("tier",))
-        self._hits = new.counter("kvtier_cache_hit_tokens_total", "Prompt tokens found, by tier.", ("tier",))
+        self._hits = new.counter("kvtier_cache_hit_tokens_total", "Prompt tokens found in a tier.", ("tier",))
         self._asked = new.counter("kvtier_cache_queried_tokens_total", "Prompt tokens looked up.").of()
-        self._decided = new.counter("kvtier_cache_decisions_total", "Load or recompute.", ("decision",))
+        self._decided = new.counter("kvtier_cache_decisions_total", "Decisions to load or to recompute.", ("decision",))
         self._calls = new.counter(
             "kvtier_store_objects_total", "Objects by call and result.", ("store", "call", "result")
         )
         self._bad = new.counter("kvtier_store_quarantined_total", "Objects found corrupt.", ("store",))
-        self._refused = new.counter("kvtier_store_refused_total", "Calls an open breaker rejected.", ("store",))
-        self._held = new.gauge("kvtier_store_used_bytes", "Bytes a store takes.", ("store",))
+        self._refused = new.counter("kvtier_store_refused_total", "Calls rejected by an open breaker.", ("store",))
+        self._held = new.gauge("kvtier_store_used_bytes", "Bytes used by a store.", ("store",))
         registry.before_render(self.update)
 
     def observe(self, completed: Iterable[PendingTransfer]) -> None:

@@ -1,11 +1,11 @@
 """Prefetcher: fetches blocks from stores to the host for waiting requests.
 
-    start ──> probing ──(keys are known)──> waiting ──(no other transfer brings it)──> in flight ──(reports)──> over
-                └────────── nothing to fetch, no room, or computing it is faster ───────────────────────────────^
+    start ──> probing ──(keys are known)──> waiting ──(there is room)──> in flight ──(results)──> over
+                └────────── nothing to fetch, no room, or computing is faster ─────────────────────^
 
 A prefetch that fetches blocks holds a lease on its path until its request has matched the path or was cancelled. A
-prefetch with nothing to fetch holds no lease, because waiting requests must not take memory from running ones. The
-request's blocks in memory may then be evicted before the request starts; `retry` fetches them from a store.
+prefetch with nothing to fetch holds no lease, because waiting requests must not keep memory from running requests. Its
+blocks in memory may be evicted before the request starts. In this case `retry` fetches the blocks from a store.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from kvtier.messages import Route
 
 @dataclass(slots=True, eq=False, repr=False)
 class Prefetch:
-    """A fetch of one request's blocks from stores. Made by CacheManager.prefetch; only the manager changes it."""
+    """A fetch of one request's blocks from stores, created by CacheManager.prefetch. Only the manager changes it."""
 
     chain: Chain
     lease: Lease | None
-    """Lease on the path in memory, including blocks in flight; None if there was nothing to fetch."""
+    """Lease on the path in memory, including blocks in flight. None if there was nothing to fetch."""
     wanted: int
     """Number of blocks that the request could use."""
     started: float
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""
     is_over: bool = False
-    is_due: bool = False
-    """True after a retry. A prefetch is retried only once."""
+    is_retry: bool = False
+    """True after a retry. A prefetch is retried at most once."""
     num_blocks: int = 0
     num_fetched: dict[str, int] = field(default_factory=dict)
-    """Number of arrived blocks by store."""
+    """Store name -> number of blocks that arrived from the store."""
     decision: LoadDecision | None = None
 
 
@@ -68,7 +68,7 @@ class Prefetcher:
         return [prefetch.lease for prefetch in self._open if prefetch.lease is not None]
 
     def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Prefetch:
-        """Begin to fetch the blocks of a chain that are in no memory tier."""
+        """Begin to fetch those blocks of a chain that are not in memory."""
         lease = self._tree.match(chain, now=now, max_blocks=max_blocks, retention=retention)
         chain.take_keys(lease.node)
         prefetch = Prefetch(chain, lease, max_blocks, now)
@@ -83,15 +83,15 @@ class Prefetcher:
         return prefetch
 
     def retry(self, prefetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
-        """Fetch blocks again if memory has only `num_found` and a store has more. True if the request should wait.
+        """Fetch again if memory has only `num_found` blocks and a store has more; returns True if the request waits.
 
-        A prefetch is retried once, because blocks of other requests may evict the fetched blocks again.
+        There is only one retry, because other requests may evict the blocks again and delay the request forever.
         """
-        if prefetch.is_due or prefetch.lease is not None or num_found >= prefetch.wanted:
+        if prefetch.is_retry or prefetch.lease is not None or num_found >= prefetch.wanted:
             return False
         if not self._find(prefetch.chain.key_list(num_found, num_found + 1)):
             return False
-        prefetch.is_due, prefetch.is_over, prefetch.started = True, False, now
+        prefetch.is_retry, prefetch.is_over, prefetch.started = True, False, now
         self._begin(prefetch, self._match(prefetch, retention, now), now)
         return not self.is_over(prefetch, now)
 
@@ -107,14 +107,14 @@ class Prefetcher:
         )
 
     def end(self, prefetch: Prefetch) -> None:
-        """End a prefetch. Transfers in flight still arrive."""
+        """End a prefetch. Transfers in flight continue."""
         if prefetch not in self._open:
-            raise StateError("this prefetch has ended already")
+            raise StateError("this prefetch has already ended")
         del self._open[prefetch]
         self._release(prefetch)
 
     def advance(self, now: float) -> None:
-        """Continue the prefetches that waited for a probe, for room, or for another transfer."""
+        """Continue the prefetches that waited for a probe, for room or for the transfer of another request."""
         for prefetch in self._open:
             if not prefetch.is_over and not prefetch.waiting_for:
                 before = prefetch.lease
@@ -132,7 +132,7 @@ class Prefetcher:
             prefetch.waiting_for.discard(probe_id)
 
     def reset(self) -> None:
-        """End all prefetches: their blocks will not become readable."""
+        """Stop all waiting for prefetches, because a reset keeps their blocks from becoming readable."""
         for prefetch in self._open:
             prefetch.is_over = True
 
@@ -144,17 +144,17 @@ class Prefetcher:
         prefetch.is_over = prefetch.is_over or not prefetch.waiting_for
 
     def _begin(self, prefetch: Prefetch, lease: Lease, now: float) -> None:
-        """Start the transfers if the location of the blocks is known and there is room."""
+        """Start the transfers if all probes are answered and there is room."""
         if prefetch.waiting_for:
             return
         first = lease.num_blocks
-        # None if the tree has no next block
+        # The node of the next block, if the tree has one.
         node = (
             lease.node.children.get(prefetch.chain.key_at(first)) if lease.stopped and first < prefetch.wanted else None
         )
         if node is not None:
-            # If another transfer brings the next block, wait for it. Otherwise no tier has the block, and its node only
-            # exists because of a lease; the request computes the block.
+            # If another transfer writes the next block, wait for that transfer. Otherwise the node only exists because
+            # of a lease and no tier has the block, so the request computes the block.
             prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
             self._begin_transfers(prefetch, lease, now)
@@ -167,7 +167,7 @@ class Prefetcher:
         parts = self._find(keys)
         if any(self._is_busy(store, count) for store, count in parts):
             return  # try again in a later step
-        prefetch.decision = self._decide(first, parts, again=prefetch.is_due)
+        prefetch.decision = self._decide(first, parts, again=prefetch.is_retry)
         wanted = sum(count for _, count in parts) if prefetch.decision is None or prefetch.decision.load else 0
         slots = self._reserve(prefetch, wanted) if wanted else None
         if slots is not None and len(slots):
@@ -175,13 +175,13 @@ class Prefetcher:
             prefetch.num_blocks = len(slots)
             self._start(prefetch, lease, slots, keys, parts)
         else:
-            prefetch.is_over = slots is not None or not wanted or not prefetch.is_due
+            prefetch.is_over = slots is not None or not wanted or not prefetch.is_retry
 
     def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
-        """Reserve host slots for all blocks, or for as many as fit.
+        """Reserve host slots for `num_blocks` blocks, or for as many blocks as fit.
 
-        Return None if other prefetches hold host blocks. The caller should wait, because those blocks are released
-        when the requests of the other prefetches start.
+        Return None if the blocks do not all fit and other prefetches hold host blocks. The caller should wait, because
+        other prefetches release their blocks when their requests start.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):
@@ -196,7 +196,7 @@ class Prefetcher:
             prefetch.lease = None
 
     def _is_busy(self, store: StoreIndex, count: int) -> bool:
-        """True if `count` more blocks exceed the store's limit. If nothing is in flight, any number is allowed."""
+        """True if `count` more blocks would exceed the limit of the store. A single fetch may exceed the limit."""
         in_flight = self._transfers.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return in_flight > 0 and in_flight + count > store.config.max_fetching_blocks
 
@@ -205,7 +205,7 @@ class Prefetcher:
         return prefetch.lease
 
     def _find(self, keys: list[bytes]) -> list[tuple[StoreIndex, int]]:
-        """Split the leading keys into runs that one store has. Return the store and the length of each run."""
+        """Return the stores that have the leading keys, each with the number of consecutive keys to read from it."""
         parts: list[tuple[StoreIndex, int]] = []
         at = 0
         while at < len(keys):
@@ -249,7 +249,7 @@ class Prefetcher:
 
 
 def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Return the tokens of `num_blocks` blocks by origin: the store they were fetched from, or the host."""
+    """Return the number of tokens in `num_blocks` blocks by origin, which is a store of the prefetch or the host."""
     origins: dict[str, int] = {}
     for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens

@@ -1,12 +1,12 @@
-"""Copy blocks down early: device to host, and host to stores.
+"""Copies of blocks from the device to the host and from the host to stores, made before the blocks are evicted.
 
-WritebackQueue   blocks to copy to the tier below, and the limits on starting these transfers
+WritebackQueue   queues blocks for copies to the next tier and limits the number of copies in flight
 HostWriter       starts transfers from the device to the host
-StoreIndex       keys that a store is known to have; starts transfers from the host to the store
+StoreIndex       records the keys in a store and starts transfers from the host to the store
 
-Device eviction never waits for a copy. An evicted block with a host copy is loaded from the host; without one it is a
-miss. The host copy stays after a load, so that a second device eviction needs no new copy. A store keeps blocks by key,
-outside the tree, and evicts without notice. Recorded keys may be out of date; a read that finds nothing is a miss.
+Device eviction never waits for a copy. If an evicted block has no copy on the host, it is a miss. The host copy stays
+after a load, so that a second device eviction needs no new copy. A store keeps blocks by key, outside the tree, and
+evicts blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class WritebackJob:
     first: int
     stop: int
     always: bool = False
-    """True if an operator requested the copy, whatever the policy."""
+    """True if an operator requested the copy. The write policy is then ignored."""
 
 
 class WritebackQueue:
-    """A queue of jobs for one target, with the limits of the write policy.
+    """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
-    `above` is the pool of the tier to copy from. Beyond `max_jobs` the oldest jobs are dropped, because a tier with
-    fewer slots than jobs cannot have blocks of every job.
+    `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. If a tier has fewer
+    slots than there are jobs, the blocks of the oldest jobs are no longer in the tier.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class WritebackQueue:
     ) -> None:
         self._tree, self._config, self._above, self._target = tree, config, above, target
         self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
-        self._allowance = config.blocks_per_second  # a burst may have the blocks of one second
+        self._allowance = config.blocks_per_second  # allows a burst of one second
         self._refilled_at: float | None = None
 
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
         """Handle blocks of a leased path that became readable in the tier above.
 
-        write_through copies them at once if the queue is empty. With `queue`, the other policies queue them.
+        With write_through, start copies now if the queue is empty. Other policies queue the blocks if `queue` is set.
         """
         if stop <= first or not lease.node.attached:
             return
@@ -72,24 +72,24 @@ class WritebackQueue:
             self.jobs.append(job)
 
     def on_reuse(self, lease: Lease) -> None:
-        """Queue the cached blocks that a request uses, if the policy is write_through_selective."""
+        """Queue the cached blocks of a request if the policy is write_through_selective."""
         if self._config.write is WritePolicy.SELECTIVE and lease.num_matched and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
-        """Queue the blocks of a finished request, if the policy is write_back: they get cold next."""
+        """Queue the blocks of a finished request if the policy is write_back, because they are evicted next."""
         if self._config.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
     @property
     def is_due(self) -> bool:
-        """True if there are jobs and, with write_back, the tier above runs low."""
+        """True if there are jobs to start. With write_back, jobs wait until the tier above has few free slots."""
         if self._config.write is not WritePolicy.BACK:
             return bool(self.jobs)
         return bool(self.jobs) and self._above.num_free < self._config.low_share * self._above.num_slots
 
     def plan(self, now: float, *, flush: bool = False) -> None:
-        """Start as many transfers as the limits allow. With `flush`, start them even if the policy would wait."""
+        """Start as many copies as the limits allow. With `flush`, start them even if the write policy would wait."""
         if self._config.blocks_per_second < math.inf:
             limit = max(1.0, self._config.blocks_per_second)
             elapsed = 0.0 if self._refilled_at is None else max(0.0, now - self._refilled_at)
@@ -107,7 +107,7 @@ class WritebackQueue:
             self._tree.release(lease, used=False)
 
     def _start(self, job: WritebackJob, lease: Lease, room: int) -> int:
-        """Start at most `room` blocks of a job and requeue the rest; returns the number started."""
+        """Start copies of at most `room` blocks of a job and requeue the rest; returns the number of started copies."""
         started, rest = self._target.save(job, lease, room)
         if rest is not None:
             self.jobs.appendleft(rest)
@@ -128,9 +128,9 @@ class HostWriter:
         return self._transfers.num_blocks(Route.DEVICE_TO_HOST)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Start copying the job's blocks that are on the device only; returns their number and the rest of the job.
+        """Copy the blocks of a job that are only on the device; returns the number of copies and the rest of the job.
 
-        If the host is full of leased blocks, the rest of the job is dropped and None is returned for it.
+        If all blocks on the host are leased, the rest of the job is dropped, and None is returned in its place.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -152,7 +152,7 @@ class HostWriter:
 
 
 def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> Slots:
-    """Reserve as many slots of a tier as a tenant can get, at most `num_blocks`."""
+    """Reserve `num_blocks` slots in a tier, or as many as are available to the tenant."""
     slots = tree.reserve(tier, num_blocks, salt)
     if isinstance(slots, Shortage):
         slots = tree.reserve(tier, min(num_blocks, slots.free + slots.evictable), salt)
@@ -170,23 +170,23 @@ class _Copies:
 
 
 class StoreIndex:
-    """Keys that one store is known to have, and writes to it."""
+    """Records the keys that one store is known to have, and starts writes to the store."""
 
     def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, transfers: TransferTracker) -> None:
         self.config = config
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys in the store or in flight to it, newest last
-        self._looked_up: dict[int, _Copies] = {}  # ranks -> instance for all keys that were looked up
+        self._looked_up: dict[int, _Copies] = {}  # ranks -> instance that looked-up keys share
         self._all_ranks = (1 << transfers.num_ranks) - 1
-        self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # transfer -> its keys
+        self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # by transfer id
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)
-        """Id of the probe for all keys; 0 after its result."""
+        """Id of the probe that lists all keys; 0 if no result is outstanding."""
 
     # ---- known keys ------------------------------------------------------------------------------------------------
 
     @property
     def num_known(self) -> int:
-        """Number of blocks that the store is known to have for some rank."""
+        """Number of blocks that the store is known to have for at least one rank."""
         known, writes = self._known, self._writes.values()
         return len(known) - sum(known.get(key) is copies for keys, copies in writes for key in keys)
 
@@ -222,7 +222,7 @@ class StoreIndex:
 
     def drop(self, keys: bytes) -> None:
         for key in split_keys(keys):
-            self._known.pop(key, None)  # the drop follows a write in flight
+            self._known.pop(key, None)  # the store executes a drop after earlier writes
         if keys:
             self._transfers.drop(Drop(self.config.name, keys))
 
@@ -232,7 +232,7 @@ class StoreIndex:
         self._transfers.drop(Drop(self.config.name))
 
     def _remember(self, copies: dict[bytes, _Copies]) -> None:
-        """Record keys; beyond the limit, forget those recorded first."""
+        """Record keys. Beyond the limit, remove the oldest keys."""
         self._known.update(copies)
         for key in list(islice(self._known, max(0, len(self._known) - self.config.max_known))):
             del self._known[key]
@@ -251,7 +251,7 @@ class StoreIndex:
         copies.ranks = self._all_ranks
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Start writing the job's blocks that are on the host only; returns their number and the rest of the job."""
+        """Write the job's blocks that the store lacks; returns the number of started writes and the rest of the job."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None
@@ -273,7 +273,7 @@ class StoreIndex:
         return started, None
 
     def _are_new(self, keys: list[bytes]) -> Mask:
-        """Return a mask of the keys that, as far as known, are neither in the store nor being written."""
+        """Return a mask of the keys that are neither recorded as complete in the store nor being written."""
         known = self._known
         if known.keys().isdisjoint(keys):
             return b"\1" * len(keys)

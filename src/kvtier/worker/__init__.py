@@ -1,4 +1,4 @@
-"""Workers execute the plans of the cache manager: they move bytes between tiers and report results."""
+"""Workers execute the plans of the cache manager. They move blocks between tiers and report results."""
 
 from kvtier.worker.controller import CacheController
 

@@ -1,9 +1,9 @@
-"""CacheController: executes plans. It moves bytes and makes no policy decisions.
+"""CacheController: executes plans. It moves blocks and makes no policy decisions.
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-Only `wait`, `release` and `close` wait for copies. A block has arrived when its data in all cache groups has.
-A failed transfer reports exactly the blocks it lost.
+Only `wait`, `release` and `close` wait for copies. A block has arrived when its data has arrived in all cache groups.
+The result of a failed transfer identifies exactly the blocks that were lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvtier.worker.store_io import StoreWorker
 
 @dataclass(slots=True)
 class _CopyInFlight:
-    """One load of a plan, or all saves of a plan, with one copy per cache group."""
+    """The copies of one load or of all saves in a plan. There is one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
     copies: list[Copy]
@@ -58,8 +58,8 @@ class CacheController:
         config: TransferConfig | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """`namespace` is the fingerprint in the labels of stored blocks, `secret` the key of their token digests. With
-        several ranks, `layout` is that of this rank (KVLayout.of_rank). `mover` executes copies; tests inject failures.
+        """`namespace` is the fingerprint in the labels of stored blocks. `secret` is the key for the token digests in
+        these labels. `layout` is the layout of this rank (see KVLayout.of_rank). `mover` executes copies.
         """
         if len(caches) != len(layout.groups) or num_host_blocks < 1:
             raise ArgumentError(
@@ -71,7 +71,7 @@ class CacheController:
         self.layout = layout
         self._device = Placement.parse(str(caches[0].device))
         self.overlaps_compute = caches[0].is_cuda
-        """True if transfers may be started and polled while the device computes a step."""
+        """True if the caller may start and poll transfers while the device computes a step."""
         self._transfers = TransferManager(layout, self._device, config, mover=mover)
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
@@ -89,18 +89,18 @@ class CacheController:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these device tensors. Previous tensors must have been released."""
+        """Use these device tensors for all later transfers. Any previous tensors must have been released."""
         for group, cache, host in zip(self.layout.groups, caches, self._hosts, strict=True):
             self._transfers.register(DeviceCache.block_first(group, cache), host)
 
     def release(self) -> None:
-        """Wait for all copies, then drop the device tensors, so that they can be freed (sleep, resize)."""
+        """Wait for all copies, then drop the references to the device tensors, so that the caller can free them."""
         self._transfers.release()
 
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        """Replace the host memory and copy the blocks that fit. No transfer may be in flight.
+        """Replace the host memory and copy the blocks that fit into the new memory. No transfer may be in flight.
 
-        Raises OutOfMemoryError without any change if the memory cannot be allocated.
+        If the memory cannot be allocated, raise OutOfMemoryError and keep the old memory.
         """
         old, new = self._hosts, self._new_hosts(num_blocks)
         try:
@@ -124,7 +124,7 @@ class CacheController:
 
     @property
     def num_host_ready(self) -> int:
-        """Number of host slots that are ready in all cache groups. The first piece of host memory is always ready."""
+        """Number of host slots that are ready in all cache groups."""
         return min(host.num_ready for host in self._hosts)
 
     def _new_hosts(self, num_blocks: int) -> list[HostMemory]:
@@ -133,11 +133,11 @@ class CacheController:
     # ---- plans -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Event | None:
-        """Return an event after the work queued on the current stream, for a plan that is submitted later."""
+        """Record an event after the work queued on the current stream, to pass to `submit` later."""
         return self._transfers.present()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Start a plan. Copies wait for `after`, or if it is None, for the work queued on the current stream."""
+        """Start a plan. Copies wait for the event `after`, or by default for the work queued on the current stream."""
         self._epoch = plan.epoch
         for drop in plan.drops:
             self._stores.drop(drop)
@@ -151,11 +151,11 @@ class CacheController:
                 self._stores.move(transfer)
             elif transfer.route is Route.HOST_TO_DEVICE:
                 self._copy((transfer,), after)
-        # All saves share one copy. They are not urgent, a step has many, and each copy takes 0.3 ms of this thread.
+        # All saves share one copy, because a step has many saves and starting a copy takes 0.3 ms.
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:
-        """Return the results since the last call, except saves if `loads_only` is True. Never waits."""
+        """Return the results since the last call, without waiting. `loads_only` leaves the saves for a later call."""
         for report in self._transfers.poll(only_urgent=loads_only):
             self._take(report)
         from_stores, lookups = self._stores.take()
@@ -184,16 +184,16 @@ class CacheController:
         return bool(self._under)
 
     def wait(self, timeout: float) -> None:
-        """Wait until a transfer may have finished, loads first. Call it if there is nothing else to do."""
+        """Wait until a transfer may have finished. If loads are in flight, wait for a load rather than a save."""
         copies = sorted(self._under.values(), key=lambda under: under.transfers[0].route is not Route.HOST_TO_DEVICE)
         if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):
                 copies[0].copies[0].settle(timeout)
-        else:  # return soon if both copies and store calls are in flight
+        else:  # if copies are in flight too, return soon to poll them
             self._stores.wait(min(timeout, 0.001) if copies else timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Return the LayerWaits of a step that starts before these loads have ended."""
+        """Return the LayerWaits for a step that starts before these loads have ended."""
         copies = [self._under[number].copies for number in transfer_ids if number in self._under]
         failed = any(not result.ok and result.transfer_id in transfer_ids for result in self._done)
         return LayerWaits(copies, self._device, failed=failed)
@@ -207,7 +207,7 @@ class CacheController:
             host.free()
 
     def _copy(self, transfers: tuple[TransferRequest, ...], after: Event | None) -> None:
-        """Start one copy per group, for one load or any number of saves."""
+        """Start one copy per cache group for one load or for any number of saves."""
         if not transfers:
             return
         under = _CopyInFlight(transfers, [])
@@ -223,9 +223,9 @@ class CacheController:
                     copy = self._transfers.save(sources, targets, group=group.name, after=after)
                 under.copies.append(copy)
         except KvtierError as error:
-            for copy in under.copies:  # they must end before the slots are reused
+            for copy in under.copies:  # started copies must end before their slots are reused
                 copy.wait()
-            if len(transfers) > 1:  # retry one by one, so that only invalid transfers fail
+            if len(transfers) > 1:  # retry each transfer alone, so that only invalid transfers fail
                 for transfer in transfers:
                     self._copy((transfer,), after)
                 return
@@ -238,14 +238,14 @@ class CacheController:
     def _take(self, report: TransferReport) -> None:
         under = self._by_copy.pop(report.id, None)
         if under is None:
-            return  # the copy's transfer failed to start
+            return  # a copy of another cache group failed to start, and the transfer with it
         under.reports.append(report)
         if len(under.reports) < len(under.copies):
             return
         failures = [failure for one in under.reports for failure in one.failures]
         lost = [failure.host_id for failure in failures]
         reason = "; ".join(sorted({str(failure.error) for failure in failures}))
-        # The duration of the copies alone, because a whole step may run between their end and this poll.
+        # Use the duration of the copies, because a whole step may run between the end of the copies and this poll.
         seconds = max(one.seconds for one in under.reports)
         num_bytes = sum(one.nbytes for one in under.reports)
         num_blocks = sum(transfer.num_blocks for transfer in under.transfers)
@@ -264,7 +264,7 @@ class CacheController:
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
     """Return the layout of block-first caches [block, layer, K/V, token, head, head size].
 
-    The first cache is group "main", the others are draft models, which are small and kept whole on rank 0.
+    The first cache is the group "main". All others belong to draft models, which are small and not sharded over ranks.
     """
     groups = []
     for number, cache in enumerate(caches):

@@ -11,7 +11,7 @@ from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
 class LayerWaits:
-    """Waits of one step: `before_layer` waits for the blocks of a layer, `arrived` for all blocks.
+    """Waits of one step for loaded blocks: `before_layer` waits for one layer, and `arrived` waits for all layers.
 
     If a layer fails to load, the step computes with invalid blocks, and `arrived` returns False. The caller must then
     discard the result of the step.
@@ -25,8 +25,8 @@ class LayerWaits:
         failed: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """For each load, `loads` has one copy per cache group. `failed` is True if a load could not be started. Waits
-        for a layer are repeated after `timeout` seconds."""
+        """`loads` contains one copy per cache group for each load. `failed` is True if a load could not be started.
+        After `timeout` seconds, a wait for a layer is repeated."""
         self._loads, self._device, self._failed, self._timeout = loads, device, failed, timeout
 
     def before_layer(self, layer: int, group: int = 0) -> None:
@@ -36,8 +36,8 @@ class LayerWaits:
             self._wait(copies[group], layer, stream)
 
     def _wait(self, copy: TransferHandle, layer: int, stream: Stream | None) -> None:
-        """Wait without limit. If a wait timed out, for example when the process was suspended for a minute, the layer
-        would be computed without its blocks, and count as valid when the blocks arrive later."""
+        """Wait without a time limit. With a limit, a process that was suspended for a minute would compute the layer
+        without its blocks, and the step would count as valid if the blocks arrive later."""
         while True:
             try:
                 copy.layers.wait(layer, stream, self._timeout)
@@ -48,6 +48,6 @@ class LayerWaits:
             return
 
     def arrived(self) -> bool:
-        """Wait for the end of all loads; return True if every block arrived."""
+        """Wait until all loads have ended; returns True if every block arrived."""
         arrived = [copy.settle().status is TransferStatus.DONE for copies in self._loads for copy in copies]
         return all(arrived) and not self._failed

@@ -1,9 +1,9 @@
-"""Scrubber: verifies the blocks in host memory, slowly and in the background.
+"""Scrubber: verifies the blocks in host memory slowly in the background, because bits in memory flip over days.
 
     caller:  forget(slot) ──> write the slot ──> note(slot)
-    thread:  compute the checksum of a noted slot, then compare it again in every round
+    thread:  compute the checksum of each new slot once, then verify the checksums of all slots in every round
 
-Bits in memory flip over days. A damaged block is reported in every round, and treated as a miss.
+A damaged block is reported in every round until its slot is written again. The cache treats the block as a miss.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Iterable, Sequence
 from kvtier.transfer import HostMemory, block_checksums
 
 BYTES_PER_SECOND = 64 << 20
-"""Verifies 64 GiB in a quarter of an hour, with 1 % of a core (CRC-32 at 7 GB/s; Xeon, 2026-11-15)."""
+"""At this rate, verifying 64 GiB takes 17 minutes and 1 % of a core (CRC-32 at 7 GB/s; Xeon, 2026-11-15)."""
 
 
 class Scrubber:
-    """Keeps one checksum per host slot and cache group. A thread recomputes and compares them; transfers never wait."""
+    """Keeps one checksum per host slot and cache group. A thread verifies the checksums without delaying transfers."""
 
     def __init__(self, hosts: Sequence[HostMemory], every_seconds: float = 0.5) -> None:
         self._hosts = hosts
         self._every = every_seconds
-        self._lock = threading.Lock()  # protects the metadata
+        self._lock = threading.Lock()  # protects the attributes below
         self._reading = threading.Lock()  # held while host memory is read
-        self._stamps: dict[int, int] = {}  # slot -> version of its contents; a checksum of another version is void
+        self._stamps: dict[int, int] = {}  # slot -> version of its contents, to discard checksums of old contents
         self._new: dict[int, None] = {}
         self._sums: dict[int, tuple[int, ...]] = {}  # the most recently verified slot is last
         self._damaged: set[int] = set()
@@ -48,7 +48,7 @@ class Scrubber:
             self._new.update(dict.fromkeys(slots))
 
     def take_damaged(self) -> list[int]:
-        """Return the slots that were found damaged and not written since."""
+        """Return the slots that were found damaged since the last call and were not written afterwards."""
         if not self._damaged:  # avoids the lock, because this method is called several times per step
             return []
         with self._lock:
@@ -56,7 +56,7 @@ class Scrubber:
             return taken
 
     def use(self, hosts: Sequence[HostMemory], num_slots: int) -> None:
-        """Switch to other memory, whose first `num_slots` slots have the same contents."""
+        """Switch to new memory, whose first `num_slots` slots are a copy of the old memory."""
         with self._reading, self._lock:
             self._hosts = hosts
             self._new = {slot: None for slot in self._new if slot < num_slots}

@@ -1,15 +1,15 @@
 """Sharding of blocks for stores, so that stored objects do not depend on the number of ranks.
 
-A stored block is one object per shard of its KV heads. The number S of shards is fixed for a store; of n ranks, rank r
-has shards [r S/n, (r + 1) S/n). Tensors that are replicated on every rank (a latent, an indexer) are a separate object,
-which rank 0 writes and all ranks read.
+A block is stored as one object per shard of its KV heads. The number S of shards is fixed for a store. If there are n
+ranks, rank r reads and writes the shards [r S/n, (r + 1) S/n). Tensors that are replicated on every rank, such as a
+latent or an indexer, form a separate object. Rank 0 writes this object, and all ranks read it.
 
-    one tensor of a block, 4 heads      token 0  | h0 h1 h2 h3 |       the block of a single rank, or
-                                        token 1  | h0 h1 h2 h3 |       | h0 h1 | of rank 0 and | h2 h3 | of rank 1
-    object of shard 2 of 4                            h2 h2 ..         the same bytes for both
+    4 heads of one token on 1 rank      | h0 h1 h2 h3 |
+    4 heads of one token on 2 ranks     | h0 h1 |  | h2 h3 |
+    object of shard 2 of 4, both cases  | h2 of token 0 | h2 of token 1 | ..
 
-An object is the shard's part of each tensor, in the order of the tensors in the block. If a rank has one shard, the
-object is the rank's whole block, and nothing is gathered.
+An object contains the shard's part of each tensor, in the order of the tensors in the block. If a rank has one shard
+and no replicated tensors, the object is the rank's whole block, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Sharding:
             raise ArgumentError(f"invalid rank {self.rank} of {self.num_ranks}")
         if self.num_shards < 1 or self.num_shards % self.num_ranks:
             raise ArgumentError(
-                f"{self.num_ranks} ranks cannot divide {self.num_shards} shards of a block equally; choose a multiple "
-                f"of every number of ranks that will read the store"
+                f"{self.num_ranks} ranks cannot divide {self.num_shards} shards of a block equally; choose a number of "
+                f"shards that is a multiple of every number of ranks that will read the store"
             )
 
     @property
@@ -53,7 +53,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Columns [start, start + width) of equal rows in a rank's block. A contiguous piece has one row."""
+    """Byte columns [start, start + width) of equal rows in a rank's block. A contiguous piece has one row."""
 
     offset: int
     num_rows: int
@@ -73,7 +73,7 @@ class Piece:
         return self.num_rows * self.width
 
     def joined(self, other: Piece) -> Piece | None:
-        """Return both pieces as one, or None if `other` does not continue this piece."""
+        """Return the union of both pieces, or None if `other` does not continue this piece."""
         if self.offset + self.num_rows * self.row_bytes != other.offset:
             return None
         if self.num_rows == other.num_rows == 1:
@@ -90,14 +90,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectPart:
-    """The part of a rank's block that is stored in one object."""
+    """Part of a rank's block that is stored in one object."""
 
     group: int
     shard: int | None
-    """None: replicated on every rank."""
+    """None if the part is not sharded."""
     pieces: tuple[Piece, ...]
     name: bytes
-    """Distinguishes the objects of a block. Empty for the first object, whose key is the key of the block."""
+    """Distinguishes the objects of a block. If it is empty, the object has the same key as the block."""
     is_written: bool
     """True if this rank writes the object."""
 
@@ -107,7 +107,7 @@ class ObjectPart:
 
     @property
     def span(self) -> Span | None:
-        """Place of the part in the block, or None if the part is not contiguous."""
+        """Location of the part in the block, or None if the part is not contiguous."""
         (only, *others) = self.pieces
         return Span(only.offset, only.nbytes) if not others and only.num_rows == 1 else None
 
@@ -115,22 +115,22 @@ class ObjectPart:
         return hashlib.sha256(fingerprint + self.name).digest() if self.name else fingerprint
 
     def key_list(self, keys: bytes) -> list[bytes]:
-        """Return object keys of block keys, or block keys of object keys: the mapping is its own inverse."""
+        """Convert block keys to object keys, or object keys to block keys. The mapping is its own inverse."""
         if self.name:
             mask = np.frombuffer(hashlib.sha256(self.name).digest(), np.uint8)
             keys = (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ mask).tobytes()
         return split_keys(keys)
 
     def gather(self, block: Bytes, data: Bytes) -> None:
-        for ours, theirs in self._pairs(block, data):
-            theirs[:] = ours
+        for in_block, in_object in self._pairs(block, data):
+            in_object[:] = in_block
 
     def scatter(self, data: Bytes, block: Bytes) -> None:
-        for ours, theirs in self._pairs(block, data):
-            ours[:] = theirs
+        for in_block, in_object in self._pairs(block, data):
+            in_block[:] = in_object
 
     def _pairs(self, block: Bytes, data: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """Yield each piece in the block and in the object, as views [row, column]."""
+        """Yield two views [row, column] of each piece: one of the block and one of the object."""
         at = 0
         for piece in self.pieces:
             yield piece.rows(block), data[at : at + piece.nbytes].reshape(piece.num_rows, piece.width)
@@ -138,7 +138,7 @@ class ObjectPart:
 
 
 def parts_of(groups: Sequence[CacheGroup], sharding: Sharding) -> tuple[ObjectPart, ...]:
-    """Return the objects of a rank's blocks. `groups` are the cache groups of the rank (`KVLayout.of_rank`)."""
+    """Return the parts of a rank's block. `groups` are the cache groups of this rank (see `KVLayout.of_rank`)."""
     return tuple(part for number, group in enumerate(groups) for part in _parts_of_group(number, group, sharding))
 
 
@@ -163,21 +163,21 @@ def _parts_of_group(number: int, group: CacheGroup, sharding: Sharding) -> Itera
 
 
 def _columns(spec: TensorSpec, span: Span, place: int, count: int) -> Piece:
-    """Return the piece of run number `place`, if the heads are divided into `count` equal runs."""
+    """Divide the heads of a tensor into `count` equal runs, and return the piece of run `place`."""
     axis = spec.head_axis
     assert axis is not None
     heads, per_head = spec.shape[axis], math.prod(spec.shape[axis + 1 :])
     if heads % count or heads * per_head // count * spec.dtype.bits % 8:
         raise ArgumentError(
-            f"{spec.name!r} has {heads} KV heads of {per_head} {spec.dtype} on each rank, which cannot be divided "
-            f"into {count} shards of whole heads and bytes"
+            f"{spec.name!r} has {heads} KV heads of {per_head} {spec.dtype} elements on each rank, which cannot be "
+            f"divided into {count} shards of whole heads and bytes"
         )
     width = spec.dtype.nbytes(heads * per_head // count)
     return Piece.of(span.offset, math.prod(spec.shape[:axis]), width * count, place * width, width)
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Merge adjacent pieces. The pieces of equal layers become one."""
+    """Merge adjacent pieces. The pieces of equal consecutive layers become one piece."""
     joined = [pieces[0]]
     for piece in itertools.islice(pieces, 1, None):
         both = joined[-1].joined(piece)

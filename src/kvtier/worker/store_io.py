@@ -1,7 +1,7 @@
 """StoreWorker: reads and writes stores for a CacheController, on its own threads.
 
-Each store has a thread for reads and probes, which requests wait for, and a thread for writes. A hanging store delays
-no other store, and a hanging write delays no read. Stores run batches in parallel and end every call by their deadline.
+Each store has one thread for reads and probes, because requests wait for them, and one thread for writes. A slow store
+does not delay other stores, and a slow write does not delay reads. A store ends every call by its own deadline.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096
 _GATHER_BYTES = 16 << 20
-"""Limit of gathered bytes per call to a store. malloc keeps this much memory, so that its pages are reused."""
+"""Maximum number of gathered bytes per call to a store. malloc reuses the pages of buffers up to this size."""
 
 
 class StoreWorker:
-    """Moves blocks between host slots and stores. A block is one object per part (sharding.py)."""
+    """Moves blocks between host slots and stores. A block is stored as one object per part (see sharding.py)."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class StoreWorker:
         self._put(drop.store, "write", lambda: self._drop(drop))
 
     def use(self, hosts: Sequence[HostMemory]) -> None:
-        """Switch to other host memory, while no transfer runs. On return no store has the old memory registered."""
+        """Switch to other host memory and unregister the old memory from all stores. No transfer may be in flight."""
         done = threading.Semaphore(0)
 
         def unregister(user: UsesMemory) -> None:
@@ -82,7 +82,7 @@ class StoreWorker:
             finally:
                 done.release()
 
-        for name, user in self._users.items():  # after the registration, which may still be in the same queue
+        for name, user in self._users.items():  # the same queue may still hold the registration
             self._queues[name, "write"].put(functools.partial(unregister, user))
         for _ in self._users:
             done.acquire()
@@ -101,7 +101,7 @@ class StoreWorker:
             return bool(self._num_open or self._results or self._lookups)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until there are results to take. Return False after the timeout."""
+        """Wait until there are results to take; returns False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._results or self._lookups), timeout)
 
@@ -120,7 +120,7 @@ class StoreWorker:
     # ---- on the threads --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        """Queue the registration of host memory before each store's first write. Pinning the memory may take long."""
+        """Queue the registration of host memory with each store, because pinning the memory may take long."""
         for name, user in self._users.items():
             self._queues[name, "write"].put(functools.partial(_for_each_host, user.register, self.hosts))
 
@@ -140,7 +140,7 @@ class StoreWorker:
             self._changed.notify_all()
 
     def _by_store(self, name: str) -> list[tuple[Store, list[ObjectPart]]]:
-        """Return the stores of a tier, each with its parts. A tier of several folders has one store per shard."""
+        """Return the stores of a tier, each with its parts. A tier has either a single store or one store per shard."""
         tier = self._stores[name]
         if not isinstance(tier, ShardStores):
             return [(tier, list(self._parts))]
@@ -160,7 +160,7 @@ class StoreWorker:
                     gone[some] |= _by_block(lost, mine).any(axis=0)
                     reasons |= {result.reason for result in results if result.reason}
                     num_bytes += results.nbytes
-        except Exception as error:  # any error of a store fails this transfer, not the thread
+        except Exception as error:  # an error in a store fails this transfer, not the thread
             good[:] = False
             reasons.add(f"{type(error).__name__}: {error}")
         absent = b"".join(itertools.compress(split_keys(transfer.keys), gone.tolist()))
@@ -170,18 +170,18 @@ class StoreWorker:
         self._report(result, StoreLookup(transfer.store, absent=absent) if absent else None)
 
     def _exchange(self, store: Store, parts: Sequence[ObjectPart], transfer: TransferRequest, some: slice) -> Results:
-        """Read or write the objects of some blocks of a transfer in one call, ordered by part."""
+        """Read or write some of a transfer's blocks in one call; returns the results ordered by part, then by block."""
         is_fetch = transfer.route is Route.STORE_TO_HOST
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
-        # The label has a digest of the block's key, which identifies all tokens up to the block's end.
+        # The label contains a digest of the block's key, which identifies all tokens up to the end of the block.
         digests = [digest_tokens(key, self._secret) for key in split_keys(block_keys)]
         keys = [key for part in parts for key in part.key_list(block_keys)]
         namespaces = [part.namespace(self._namespace) for part in parts]
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
-        # Gather and scatter block by block, while the block is in the CPU cache. Part by part takes twice as long.
+        # Process block by block, because a block stays in the CPU cache. Part by part would take twice as long.
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
@@ -196,7 +196,7 @@ class StoreWorker:
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
-        """Return the memory of a part for each slot, either in the slot's block or in the gathered copy."""
+        """Return one view of a part per slot: of the gathered copy if there is one, otherwise of the block."""
         if gathered is not None:
             return [memoryview(row) for row in gathered]
         span, host = part.span, self.hosts[part.group]
@@ -220,7 +220,7 @@ class StoreWorker:
 
     def _scan(self, probe: Probe) -> None:
         """Report, page by page, the blocks whose objects are all in the store."""
-        lacking: dict[bytes, set[ObjectPart]] = {}  # missing parts of incomplete blocks
+        lacking: dict[bytes, set[ObjectPart]] = {}  # block key -> parts that were not found yet
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
                 whole = []
@@ -246,7 +246,7 @@ class StoreWorker:
             self._report(None, None)
 
     def _pages(self, store: Store, parts: Sequence[ObjectPart]) -> Iterator[dict[ObjectPart, list[bytes]]]:
-        """Yield the object keys of each page of a store, by part."""
+        """Yield the keys of the objects on each page of a store, grouped by part."""
         known = {part.namespace(self._namespace): part for part in parts}
         for page in pages(store, limit=_SCAN_PAGE):
             keys: dict[ObjectPart, list[bytes]] = {}
@@ -257,14 +257,14 @@ class StoreWorker:
 
 
 def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemory]) -> None:
-    """Register or unregister host memory. If a store refuses, it copies blocks, or keeps the memory registered."""
+    """Register or unregister host memory. Errors are ignored, because a store can also use memory not registered."""
     for host in hosts:
         with contextlib.suppress(StoreError):
             call(host.view())
 
 
 def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
-    """Yield runs of blocks whose gathered parts stay within the limit, or all blocks if nothing is gathered."""
+    """Yield runs of blocks whose gathered parts fit into the limit. If nothing is gathered, yield one run."""
     gathered = sum(part.nbytes for part in parts if part.span is None)
     step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
     for start in range(0, num_blocks if parts else 0, step):
@@ -278,5 +278,5 @@ def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarra
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # blocks that a failed drop leaves are valid, and a probe finds them
+        with contextlib.suppress(Exception):  # only a drop raises; blocks that it leaves are valid
             task()

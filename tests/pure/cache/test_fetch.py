@@ -68,7 +68,7 @@ def test_prefetch_probes_then_transfers_then_is_over():
     allocation = lab.start(chain, fetch)
     assert allocation.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
     lab.manager.end_prefetch(fetch)
-    with pytest.raises(StateError, match="ended already"):
+    with pytest.raises(StateError, match="already ended"):
         lab.manager.end_prefetch(fetch)
 
 

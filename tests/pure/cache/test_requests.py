@@ -171,7 +171,7 @@ def test_invalid_report_raises():
         with pytest.raises(error, match=r"\d"):
             lab.manager.apply(report)
     lab.run_workers()
-    with pytest.raises(StateError, match="had none to report"):
+    with pytest.raises(StateError, match="not in flight on this rank"):
         lab.manager.apply(Report(0, 0, (TransferResult(save.id, True, 0, 0.0),)))
 
 

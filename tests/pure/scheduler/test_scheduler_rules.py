@@ -631,7 +631,7 @@ def test_prefetch_is_released_for_own_tenant_quota_only():
     assert scheduler.schedule(1.0).rows == ()  # transfers in flight still hold the blocks
     assert waiting[0].prefetch is None
     assert waiting[1].prefetch is not None
-    with pytest.raises(StateError, match="ended already"):
+    with pytest.raises(StateError, match="already ended"):
         lab.manager.end_prefetch(ends)
     scheduler.check()
 
