@@ -233,9 +233,9 @@ def test_batch_copy_with_invalid_arguments_raises():
 def test_pieces_with_invalid_arrays_raise_with_first_bad_piece():
     src, dst = Buffer(100, "u8"), Buffer(50, "u8")
     batch = BatchCopy()
-    with pytest.raises(RangeError, match=r"piece 1: 10 elements from 95 of a Buffer of 100"):
+    with pytest.raises(RangeError, match=r"piece 1: cannot copy 10 elements from offset 95 in a Buffer of 100"):
         batch.pieces(src, [0, 95, 99], 10, dst, [0, 1, 2])
-    with pytest.raises(RangeError, match=r"piece 2: 1 elements .* to 50 of one of 50"):
+    with pytest.raises(RangeError, match=r"piece 2: cannot copy 1 elements .* to offset 50 in a Buffer of 50"):
         batch.pieces(src, [0, 1, 2], 1, dst, [0, 1, 50])
     with pytest.raises(RangeError, match="piece 0: -1"):
         batch.pieces(src, [0], -1, dst, [0])

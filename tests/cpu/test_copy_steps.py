@@ -232,7 +232,9 @@ def test_piece_out_of_range_raises_with_its_number(pieces, src_size, dst_size):
         assert len(batch) == len(pieces)
         batch.discard()
     else:
-        with pytest.raises(RangeError, match=f"piece {bad}: {pieces[bad][1]} elements from {pieces[bad][0]} of"):
+        with pytest.raises(
+            RangeError, match=f"piece {bad}: cannot copy {pieces[bad][1]} elements from offset {pieces[bad][0]} in"
+        ):
             batch.pieces(src, columns[0], columns[1], dst, columns[2])
 
 

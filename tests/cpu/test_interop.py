@@ -221,7 +221,7 @@ def test_wrap_big_endian_array_raises(name):
 @pytest.mark.parametrize("foreign", [ml_dtypes.uint2, ml_dtypes.uint4, ml_dtypes.float4_e2m1fn])
 def test_wrap_unpacked_ml_dtypes_raises_with_pack_hint(foreign):
     array = np.zeros(4, foreign)
-    with pytest.raises(DTypeError, match=r"one \w+ per byte, kvtier packs \d: use Buffer\.pack"):
+    with pytest.raises(DTypeError, match=r"one \w+ per byte, but kvtier packs \d; copy with Buffer\.pack"):
         Buffer.wrap(array)
     assert Buffer.pack(array, foreign.__name__).size == 4
 

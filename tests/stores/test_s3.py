@@ -27,7 +27,7 @@ def test_s3_equal_block_is_not_uploaded_again(s3_port):
         assert put(one, 1)[0].reason == ""
         first = obstore.head(raw_s3(s3_port), path)
         with contextlib.closing(open_store(url_of(s3_port, prefix))) as other:
-            assert put(other, 1)[0].reason == "was there already"
+            assert put(other, 1)[0].reason == "already stored"
             assert obstore.head(raw_s3(s3_port), path) == first
             assert put(other, 1, version=1)[0].reason == ""
         assert get(one, 1)[1] == payload_of(1, version=1)
@@ -39,7 +39,7 @@ def test_s3_object_past_half_of_ttl_is_uploaded_again(s3_port):
         put(short, 1)
     with contextlib.closing(open_store(url_of(s3_port, prefix, options="&ttl=2h"))) as long:
         assert put(long, 1)[0].reason == ""
-        assert put(long, 1)[0].reason == "was there already"
+        assert put(long, 1)[0].reason == "already stored"
 
 
 def test_s3_wrong_credentials_raise_without_showing_them(s3_port):

@@ -1,4 +1,4 @@
-"""Allocator: allocates and frees memory of one placement with two given functions, and counts it."""
+"""Allocator: allocates and frees memory at one placement with two given functions, and counts the allocations."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _nothing(*_: object) -> None:
 
 
 class Allocator:
-    """Allocates uninitialised memory of one placement and counts it. Thread-safe.
+    """Allocates uninitialised memory at one placement and counts the allocated bytes. Thread-safe.
 
     `allocate(nbytes)` returns an address, or a tensor that owns the memory. It raises MemoryError or RuntimeError if
     there is no memory. `deallocate(address, nbytes)` frees memory, `trim()` returns cached memory to the system, and
-    `free_bytes()` returns the free memory of the system, or None. Several threads may call these functions.
+    `free_bytes()` returns the free memory of the system, or None if unknown. All four may be called by several threads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Allocator:
         self._allocate = allocate
         self._deallocate = deallocate
         self._free_bytes = free_bytes
-        # re-entrant: an allocation may trigger the collection of a Buffer, whose release takes the lock on this thread
+        # re-entrant, because an allocation may start a garbage collection that releases a Buffer on the same thread
         self._lock = threading.RLock()
         self._allocated_bytes = self._peak_bytes = self._num_live = self._num_allocations = 0
 
@@ -81,7 +81,7 @@ class Allocator:
             return AllocatorStats(self._allocated_bytes, self._peak_bytes, self._num_live, self._num_allocations)
 
     def _allocate_memory(self, nbytes: int) -> tuple[int, torch.Tensor | None]:
-        if nbytes >= 1 << 62:  # beyond any address space, where allocation functions fail in different ways
+        if nbytes >= 1 << 62:  # allocation functions report such sizes in different ways
             raise self._out_of_memory(nbytes, "larger than any address space")
         try:
             memory = self._allocate(nbytes)
@@ -92,7 +92,7 @@ class Allocator:
         if not isinstance(memory, int):
             raise ArgumentError(f"an allocate function must return an address as an int, got {type(memory).__name__}")
         if memory == 0:
-            raise self._out_of_memory(nbytes, "its allocate function returned a null address")
+            raise self._out_of_memory(nbytes, "the allocate function returned a null address")
         if memory < 0:
             raise ArgumentError(f"an allocate function returned {memory}, which is not an address")
         return memory, None
@@ -118,7 +118,7 @@ class Allocator:
 # Scattered 4 KiB reads over 4 KiB pages always miss the TLB, so large host allocations use huge pages.
 _HUGE_PAGE_BYTES = 2 << 20
 # torch's pinned pool rounds up to a power of two and never shrinks by itself. This suits staging memory, but not a host
-# tier of 33 GiB. Allocations above this size are mapped at their exact size and registered with the driver.
+# tier of 33 GiB. Larger allocations than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
 _PINNED_POOL_BYTES = 32 << 20
 
 
@@ -147,9 +147,9 @@ def _free_pinned(pointer: int, nbytes: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
-@functools.cache  # one per placement, so that its counters cover all Buffers that use the default
+@functools.cache  # one allocator per placement, so that its counters include every Buffer that uses the default
 def default_allocator(placement: Placement) -> Allocator:
-    """Return the allocator that is used if neither the call nor the context gives one."""
+    """Return the allocator that is used if neither the caller nor the context specifies one."""
     placement.require()
     if placement == CPU:
         return Allocator(placement, _allocate_host, free_bytes=_free_host_bytes)

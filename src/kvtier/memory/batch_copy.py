@@ -1,4 +1,4 @@
-"""copy, clear and empty_like for whole Buffers; BatchCopy, which collects, merges and runs many copies together."""
+"""copy(), clear() and empty_like() for single Buffers, and BatchCopy, which collects, merges and runs many copies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None = None) -> Buff
 def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream | None = None) -> Buffer:
     """Copy all elements with `copy(src, dst)`, or the first n with `copy(src, n, dst)`. Returns the rest of dst.
 
-    Runs in the order of `stream` (default: the current stream). Without any stream, host memory is copied before this
-    returns. Overlapping ranges are copied as if the source were read first.
+    The copy runs in the order of `stream` (default: the current stream). If there is no stream, host memory is copied
+    before this function returns. Overlapping ranges are copied as if the whole source were read first.
     """
     if isinstance(n, Buffer):
         if dst is not None:
@@ -106,19 +106,19 @@ def _copy_bytes(a: torch.Tensor, b: torch.Tensor, on_device: bool) -> None:
         ctypes.memmove(b.data_ptr(), a.data_ptr(), nbytes)
 
 
-@dataclass(slots=True)  # made once per batch; a frozen class would cost four times as much
+@dataclass(slots=True)  # not frozen, because creating one per batch would then take four times as long
 class CopyResult:
     """Result of `BatchCopy.run()`."""
 
     num_calls: int
-    """Copies added, including those of zero bytes."""
+    """Number of copies added, including copies of zero bytes."""
     num_entries: int
-    """Copies after merging."""
+    """Number of copies after merging."""
     nbytes: int
     num_waves: int
-    """Groups of independent copies, run one after another."""
+    """Number of waves. A wave is a group of independent copies, and waves run one after another."""
     steps: tuple[CopyStep, ...]
-    """The copies as they ran, with the path of each step and the reason."""
+    """The steps in which the copies ran. Each step has a path and the reason for the path."""
 
     @property
     def merge_ratio(self) -> float:
@@ -138,17 +138,17 @@ class CopyResult:
 class BatchCopy:
     """A batch of copies that are collected, merged and run together.
 
-        with BatchCopy() as copy:              # runs when the block ends, discards if it raises
-            with copy.group():                 # pieces that continue each other become one
+        with BatchCopy() as copy:              # runs the copies at the end of the block, or discards them on an error
+            with copy.group():                 # adjacent pieces become one copy
                 end = copy(a, 4, dst)
                 end = copy(b, 2, end)
-            copy.pieces(src, src_at, 64, dst, dst_at)       # many at once: arrays of element offsets
+            copy.pieces(src, src_at, 64, dst, dst_at)       # many copies, from arrays of element offsets
         print(copy.result.path, copy.result.merge_ratio)
 
     The result is the same as if the copies ran one after another, because pieces that depend on each other run in
-    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") where it is usable; otherwise the machine's
-    cost table selects the cheapest path. Buffers are kept alive until their copies are done; the caller keeps memory
-    alive that is given by address. Not thread-safe.
+    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") if that path is usable. Otherwise the cost
+    table of the machine selects the cheapest path. Buffers are kept alive until their copies are done. Memory that is
+    given by address must be kept alive by the caller. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None) -> None:
@@ -163,7 +163,7 @@ class BatchCopy:
 
     def _clear(self) -> None:
         self._chunks: list[Chunk] = []
-        self._single: list[tuple[int, int, int]] = []  # calls not yet turned into a chunk
+        self._single: list[tuple[int, int, int]] = []  # copies that are not yet in a chunk
         self._single_key: tuple[Direction, int] | None = None
         self._holdings: dict[int, MemoryRef] = {}
 
@@ -174,7 +174,7 @@ class BatchCopy:
     @overload
     def __call__(self, src: int, n: int, dst: int) -> int: ...
     def __call__(self, src: Buffer | int, n: int, dst: Buffer | int) -> Buffer | int:
-        """Add a copy of n elements, or of n bytes at addresses. Returns the rest of the destination, or its end."""
+        """Add a copy of n elements (of Buffers) or n bytes (at addresses). Returns the rest of the destination."""
         n = operator.index(n)
         if isinstance(src, Buffer) and isinstance(dst, Buffer):
             check_copy(src, n, dst)
@@ -212,7 +212,7 @@ class BatchCopy:
             if int(np.bitwise_or.reduce(table, axis=None)) % element.per_byte:
                 raise ArgumentError(
                     f"offsets and counts of {element} pieces must be multiples of {element.per_byte}, "
-                    "so that each is whole bytes"
+                    "so that each piece consists of whole bytes"
                 )
             table //= element.per_byte
         elif element.item_bytes > 1:
@@ -236,8 +236,8 @@ class BatchCopy:
     ) -> None:
         """Add many copies, given as arrays of addresses. `nbytes` is one number or an array.
 
-        All sources must have one placement, and so must all destinations. By default, the driver finds the placement
-        of the first address. Only `pieces` checks bounds. Buffers in `keep` are kept alive until the copy is done.
+        All sources must have one placement, and so must all destinations. By default, each is the placement that the
+        driver reports for the first address. Bounds are not checked. Buffers in `keep` are kept until the copy is done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:
@@ -263,9 +263,9 @@ class BatchCopy:
     ) -> None:
         """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
-        Nothing is checked, and the array is not copied. With `nbytes` (the total) the caller guarantees that no copy is
-        empty, writes bytes that another copy reads or writes, or continues the previous copy, and that destinations
-        ascend. A batch of one such table needs no plan.
+        Nothing is checked, and the array is not copied. A caller that passes `nbytes`, the total, guarantees that the
+        copies are independent and sorted by destination, that none is empty, and that none continues the previous one.
+        A batch of one such table needs no planning.
         """
         count = table.shape[1]
         if count:
@@ -276,7 +276,7 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge the copies added in this block that are adjacent in both source and destination, in any order."""
+        """Merge copies added in this block that are adjacent in both source and destination, even if out of order."""
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
         self._scope = next(self._scopes)
@@ -322,7 +322,7 @@ class BatchCopy:
         return len(self._single) + sum(len(chunk.table[0]) for chunk in self._chunks)
 
     def __bool__(self) -> bool:
-        return True  # an empty batch is still a batch
+        return True  # __len__ would make an empty batch falsy
 
     def __enter__(self) -> Self:
         return self
@@ -369,7 +369,7 @@ class BatchCopy:
 
     def _check_tail(self, src: Buffer, n: int, dst: Buffer) -> None:
         _writable(dst)
-        # no other element can share the last byte if that is the end of both the Buffer and its memory
+        # no other element can share the last byte of the Buffer if the Buffer ends at the end of its memory
         at_the_end = n == dst.size and dst.raw_data() + dst.nbytes == dst.holding.pointer + dst.holding.nbytes
         if n * src.dtype.bits % 8 and not at_the_end:
             raise ArgumentError(
@@ -423,11 +423,11 @@ def _check_bounds(table: I64, src_size: int, dst_size: int) -> None:
         wrong = (src < 0) | (dst < 0) | (counts < 0) | (src > src_size - counts) | (dst > dst_size - counts)
         bad = int(np.argmax(wrong))
         raise RangeError(
-            f"piece {bad}: {counts[bad]} elements from {src[bad]} of a Buffer of {src_size} "
-            f"to {dst[bad]} of one of {dst_size} do not fit"
+            f"piece {bad}: cannot copy {counts[bad]} elements from offset {src[bad]} in a Buffer of {src_size} "
+            f"to offset {dst[bad]} in a Buffer of {dst_size}"
         )
 
 
 def _writable(dst: Buffer) -> None:
     if dst.readonly:
-        raise ArgumentError("the destination Buffer is read-only (its source is); copy into a new one")
+        raise ArgumentError("the destination Buffer wraps read-only memory; copy into a new Buffer")

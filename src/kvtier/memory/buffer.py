@@ -1,4 +1,4 @@
-"""Buffer: one flat, typed region of memory on the host, pinned, or on a GPU."""
+"""Buffer: a flat, typed region of host, pinned or GPU memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Buffer:
 
         Buffer()                              empty, without a type            falsy
         Buffer(dtype="bf16")                  empty, typed                     falsy
-        Buffer(1024, "bf16", "pinned")        memory of that placement, from the context's allocator
+        Buffer(1024, "bf16", "pinned")        memory at this placement, from the current allocator
         Buffer(1024, "bf16", allocator=a)     memory from this allocator
-        Buffer.from_pointer(p, 1024, "bf16")  memory at an address; owner=... keeps it alive
-        Buffer.wrap(array)                    zero-copy over numpy, torch, DLPack, CUDA arrays, bytes
+        Buffer.from_pointer(p, 1024, "bf16")  memory at an address; owner=... keeps the memory alive
+        Buffer.wrap(array)                    memory of a numpy, torch, DLPack or CUDA array, or bytes, without a copy
 
     Contents start uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal if they
-    are the same elements of the same memory; contents are never compared.
+    cover the same memory with the same element type; contents are never compared.
     """
 
     __slots__ = ("__weakref__", "_exported", "_offset_bytes", "_region", "dtype", "placement", "size")
@@ -81,7 +81,7 @@ class Buffer:
     def from_pointer(
         cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
-        """Use memory at an address. The Buffer keeps `owner` alive; without it the caller keeps the memory alive."""
+        """Return a Buffer at an address. It keeps `owner` alive. Without `owner`, the caller keeps the memory alive."""
         element, where = memory_type(dtype), Placement.parse(placement).require()
         size = operator.index(size)
         nbytes = element.nbytes(size)
@@ -89,7 +89,7 @@ class Buffer:
             raise ArgumentError(f"address {pointer:#x} cannot hold {nbytes} bytes")
         if pointer % element.item_bytes:
             raise ArgumentError(
-                f"address {pointer:#x} is not a multiple of {element.item_bytes}, the bytes of one {element}"
+                f"address {pointer:#x} is not a multiple of {element.item_bytes}, the size of one {element}"
             )
         return cls._make(Region(MemoryRef(pointer, nbytes, where, owner)), 0, size, element, where)
 
@@ -114,7 +114,7 @@ class Buffer:
         if not element.is_packed:
             raise DTypeError(f"{element} is not packed; wrap an array of it with Buffer.wrap(array)")
         if array.dtype != np.uint8 and dt.dtype(array.dtype) != element:
-            raise DTypeError(f"pack() takes {element} elements of ml_dtypes or their bits as uint8, got {array.dtype}")
+            raise DTypeError(f"pack() needs {element} elements of ml_dtypes or their bits as uint8, got {array.dtype}")
         codes = array.view(np.uint8)
         if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
             raise RangeError(f"{element} holds bits 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
@@ -125,7 +125,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, rounded up."""
+        """Size of all elements in bytes, rounded up."""
         return self.dtype.nbytes(self.size)
 
     @property
@@ -207,7 +207,7 @@ class Buffer:
         return Buffer._make(self._region, offset, count, self.dtype, self.placement)
 
     def view(self, dtype: AnyDType) -> Buffer:
-        """Return the same bytes as elements of another type. Raise unless their number and address fit the type."""
+        """Return the same bytes as elements of another type. Raise if the size or alignment does not fit the type."""
         element = element_type(dtype)
         if self._region is None:
             return Buffer(dtype=element, placement=self.placement)
@@ -222,12 +222,12 @@ class Buffer:
             )
         if address % element.item_bytes:
             raise ArgumentError(
-                f"the first element is at {address:#x}, not a multiple of the {element.item_bytes} bytes of {element}"
+                f"address {address:#x} is not a multiple of {element.item_bytes}, the size of one {element}"
             )
         return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
 
     def borrow(self) -> Buffer:
-        """Return the same elements without keeping the memory alive. Use after the memory is freed is a ClosedError."""
+        """Return the same elements without keeping the memory alive. Use of freed memory raises ClosedError."""
         if self._region is None:
             return self
         return Buffer._make(self._region.borrow(), self._offset_bytes, self.size, self.dtype, self.placement)
@@ -329,30 +329,30 @@ class Buffer:
     # ---- exports ----
 
     def bytes_tensor(self, *, write: bool = False) -> torch.Tensor:
-        """Return the bytes as a uint8 torch tensor sharing this memory. `write` raises for read-only memory."""
+        """Return the bytes as a uint8 torch tensor sharing this memory. With `write`, raise if this is read-only."""
         region = self._open()
         if write and region.readonly:
-            raise ArgumentError("this Buffer is read-only (its source is); copy it into a new one to write")
+            raise ArgumentError("this Buffer wraps read-only memory; copy it into a new Buffer to write")
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:
-        """Return a torch tensor over this memory. Packed integers appear as bytes, fp4 as torch's type of pairs."""
+        """Return a torch tensor over this memory. Packed integers appear as bytes, fp4 as torch's pairs of fp4."""
         return self.bytes_tensor(write=True).view(torch_dtype(self.dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return a numpy array over this host memory, read-only if the Buffer is. Packed types appear as bytes."""
+        """Return this host memory as a numpy array, read-only if the Buffer is. Packed types appear as bytes."""
         array = self._host_bytes("numpy()")
         return array if self.dtype.is_packed else array.view(self.dtype.numpy)
 
     def unpack(self) -> np.ndarray[Any, Any]:
         """Return a copy of a packed host Buffer with one ml_dtypes element per byte."""
         if not self.dtype.is_packed:
-            raise DTypeError(f"{self.dtype} is not packed; numpy() shows it without copying")
+            raise DTypeError(f"{self.dtype} is not packed; numpy() returns it without copying")
         codes = torch_types.unpack_codes(self.dtype, self._host_bytes("unpack()"), self.size)
         return codes.view(self.dtype.numpy)
 
     def memoryview(self) -> builtins.memoryview:
-        """Return the bytes of this host memory, read-only if the Buffer is."""
+        """Return the bytes of this host memory. The view is read-only if the Buffer is."""
         return builtins.memoryview(self._host_bytes("memoryview()").data)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -405,7 +405,7 @@ class Buffer:
     def _host_bytes(self, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self.placement.is_device:
             raise ArgumentError(
-                f"{what} reads host memory, this Buffer is on {self.placement}; "
+                f"{what} reads host memory, but this Buffer is on {self.placement}; "
                 "copy it to a 'cpu' Buffer, or use torch()"
             )
         array: np.ndarray[Any, np.dtype[np.uint8]] = self.bytes_tensor().numpy()

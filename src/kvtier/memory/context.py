@@ -1,4 +1,4 @@
-"""The current stream and allocators, per thread and per asyncio task, and work that runs in the order of a stream."""
+"""The current stream and allocators of a thread or asyncio task, and functions that run work in stream order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _allocators: ContextVar[Mapping[Placement, Allocator]] = ContextVar(
 def context(
     *, stream: Stream | None = None, allocator: Allocator | Iterable[Allocator] | None = None
 ) -> Iterator[None]:
-    """Inside the block, use this stream and these allocators (one per placement). None keeps the current ones.
+    """Use this stream and these allocators (one per placement) inside the block. None keeps the current values.
 
     Blocks nest. A new thread starts with the defaults. torch's own current stream is not changed.
     """
     given = [] if allocator is None else [allocator] if isinstance(allocator, Allocator) else list(allocator)
     if stream is not None and not isinstance(stream, Stream):
-        raise ArgumentError(f"a stream is needed, got {type(stream).__name__}; use Stream.wrap() for foreign ones")
+        raise ArgumentError(f"a stream is needed, got {type(stream).__name__}; use Stream.wrap() for other types")
     if len({each.placement for each in given}) < len(given):
         raise ArgumentError("two allocators of one placement were given; only one can be current")
     stream_token = _stream.set(stream or _stream.get())
@@ -48,7 +48,7 @@ def context(
 def current_stream(placement: Placement) -> Stream | None:
     """Return the stream for work on memory at `placement`.
 
-    This is the context's stream, else torch's current stream for a GPU, else None (host work is then done at once).
+    This is the stream of the context, or else torch's current stream on a GPU. None: host work runs immediately.
     """
     return choose_stream(None, placement)
 
@@ -56,8 +56,8 @@ def current_stream(placement: Placement) -> Stream | None:
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
     """Allocate memory from `allocator` (default: the current one) for use on the current stream.
 
-    torch's pool may return memory that pending work on torch's current stream still uses. Our stream is therefore
-    made torch's current stream during the allocation.
+    torch's pool may return memory that pending work on torch's current stream still uses. The current kvtier stream
+    is therefore made torch's current stream during the allocation.
     """
     source, stream = allocator or current_allocator(placement), _stream.get()
     if stream is None or not placement.is_device or stream.placement != placement:
@@ -67,18 +67,18 @@ def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = No
 
 
 def current_allocator(placement: Placement) -> Allocator:
-    """Return the allocator for `placement`: the context's, else the default one."""
+    """Return the context's allocator for `placement`, or else the default allocator."""
     return _allocators.get().get(placement) or default_allocator(placement)
 
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
-    """Return `stream`, or the current stream for work on memory at `placements`. None: the work is done at once."""
+    """Return `stream`, or the current stream for work on memory at `placements`. None: the work runs immediately."""
     stream, devices = stream or _stream.get(), [each for each in placements if each.is_device]
     if stream is None:
         return Stream.wrap(torch.cuda.current_stream(devices[-1].torch)) if devices else None
     if devices and stream.placement not in devices:
         raise ArgumentError(
-            f"work on {devices[-1]} memory cannot go to a stream on {stream.placement}; pass a stream on it, or use "
+            f"work on {devices[-1]} memory cannot run on a stream on {stream.placement}; pass another stream, or use "
             f"`with context(stream=Stream({str(devices[-1])!r}))`"
         )
     return stream
@@ -89,7 +89,7 @@ def launch(
 ) -> None:
     """Run `task` in the order of `stream`. `on_device`: the task accesses GPU memory.
 
-    On a host stream, the closure of `task` must keep the memory alive. On CUDA, `holdings` are kept until it is done.
+    On a host stream, the closure of `task` must keep the memory alive. On CUDA, `holdings` stay alive until it is done.
     """
     if stream is None:
         task()
@@ -100,7 +100,7 @@ def launch(
             with torch.cuda.stream(stream.native):
                 task()
         finally:  # if the task fails, a part of its work may be in flight
-            if not is_capturing(stream):  # a graph may be replayed, so the caller keeps its memory
+            if not is_capturing(stream):  # the caller keeps the memory of a graph, which may be replayed
                 hold(stream, holdings)
     else:
         run_after(stream, task)

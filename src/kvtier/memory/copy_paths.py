@@ -1,4 +1,4 @@
-"""Copy paths: the ways to run independent pieces, and the checks for which paths a job can use.
+"""Copy paths: four ways to copy independent pieces, and the checks that find the paths usable for a job.
 
 host     compiled copier, several threads           host memory only
 loop     one copy after another                     any memory; the only path that keeps the order of pieces
@@ -31,14 +31,14 @@ Direction = tuple[Placement, Placement]
 
 @dataclass(slots=True)
 class CopyContext:
-    """Source, destination and stream of a set of pieces. Without a stream, the host copies them at once."""
+    """Source, destination and stream of a set of pieces. Without a stream, the host copies the pieces immediately."""
 
     src: Placement
     dst: Placement
     stream: Stream | None
     capturing: bool = False
     blocks: int | None = None
-    """Maximum number of thread blocks of the gather kernel; None: the number that is fastest on an idle GPU."""
+    """Maximum number of thread blocks of the gather kernel. None selects the number that is fastest on an idle GPU."""
 
     @property
     def on_device(self) -> bool:
@@ -55,12 +55,12 @@ class CopyContext:
 
 @dataclass(slots=True)
 class Pieces:
-    """Copies to run (rows SRC, DST, NBYTES), and the plan they come from."""
+    """A table of copies to run (rows SRC, DST, NBYTES), and the plan that contains these copies."""
 
     table: I64
     plan: CopyPlan | None = None
     ids: I64 | None = None
-    """The index of each piece in `plan`; None if these are all pieces of the plan, in order."""
+    """The index of each piece in `plan`; None if the table contains all pieces of the plan, in order."""
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -73,13 +73,13 @@ class Pieces:
 
     def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
         ids = np.arange(len(self)) if self.ids is None else self.ids
-        # indexing with a mask would return columns that are contiguous; native code needs contiguous rows
+        # native code needs contiguous rows, but indexing with a mask would make the columns contiguous instead
         table = self.table[:, chosen] if isinstance(chosen, slice) else self.table.compress(chosen, axis=1)
         return Pieces(table, self.plan, ids[chosen])
 
 
 def why_not(path: PathName, job: CopyContext) -> str | None:
-    """Return why `path` cannot do `job`; None if it can."""
+    """Return the reason that `path` cannot do `job`, or None if it can."""
     if not job.on_device:
         if path == "host":
             return None if native().code is not None else native().reason
@@ -87,7 +87,7 @@ def why_not(path: PathName, job: CopyContext) -> str | None:
     if path == "host":
         return "the host copier cannot reach GPU memory"
     if path == "loop":
-        return None  # by the driver or, without cuda-bindings, by torch
+        return None  # the driver does it or, without cuda-bindings, torch
     try:
         cuda.driver()
         if path == "driver":
@@ -106,7 +106,7 @@ def why_not(path: PathName, job: CopyContext) -> str | None:
 
 
 def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
-    """Return the paths that can do `job`, in order of preference, and why the others cannot."""
+    """Return the paths that can do `job`, in order of preference, and the reasons that exclude the others."""
     candidates: tuple[PathName, ...] = ("gather", "driver", "loop") if job.on_device else ("host", "loop")
     refusals = {path: why_not(path, job) for path in candidates}
     usable = [path for path, refusal in refusals.items() if refusal is None]
@@ -114,7 +114,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Run independent pieces. Return the path that ran them. CopyError names an entry that could not be copied."""
+    """Copy independent pieces and return the path that was used. CopyError names an entry that could not be copied."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
@@ -131,7 +131,7 @@ def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
 
 
 def run_in_order(job: CopyContext, pieces: Pieces) -> None:
-    """Run one piece after another. This is correct for dependent and overlapping pieces too, but fast only for few."""
+    """Copy one piece after another. This is also correct for dependent and overlapping pieces, but slow for many."""
     columns = zip(*pieces.table.tolist(), strict=True)
     if not job.on_device:
         for src, dst, nbytes in columns:
@@ -150,7 +150,7 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
     assert job.stream is not None
     if abs(src - dst) >= nbytes:
         return cuda.memcpy_async(dst, src, nbytes, job.stream)
-    # device copies do not support a source that overlaps its destination: copy through scratch memory
+    # device copies do not support a source that overlaps its destination, so copy through scratch memory
     with torch.cuda.stream(job.stream.native):  # torch's pool reuses the scratch only after these copies
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch).data_ptr()
     return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)
@@ -159,7 +159,7 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
 def _retry_parts(job: CopyContext, pieces: Pieces, k: int) -> None:
     """Copy the entries of piece k one by one, after the driver refused the piece. CopyError names an entry that fails.
 
-    The driver refuses a copy across two allocations, even if they are adjacent. The entries of such a piece succeed.
+    The driver refuses a copy across two allocations, even if they are adjacent. Each entry of such a piece succeeds.
     """
     plan = pieces.plan
     if plan is None:
@@ -182,8 +182,8 @@ def _run_driver(job: CopyContext, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
-        # The call reports at most the chunk that failed. The pieces are independent, so it is safe to repeat them one
-        # by one. This finds the invalid piece, or succeeds if a piece was merged across two allocations.
+        # The call reports only the chunk that failed. The pieces are independent, so it is safe to repeat them one by
+        # one. The repetition finds the invalid piece, or succeeds if a piece was merged across two allocations.
         run_in_order(job, pieces.part(slice(failed, None)))
         return "loop"
     return "driver"

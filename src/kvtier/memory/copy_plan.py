@@ -1,4 +1,4 @@
-"""Plan a batch of copies: merge pieces, and order pieces that depend on each other. Uses numpy and copies no data.
+"""Plan a batch of copies: merge pieces, and order pieces that depend on each other. Planning copies no data.
 
 The result is the same as if the entries ran one after another, each reading its whole source before it writes:
 
@@ -8,11 +8,11 @@ The result is the same as if the entries ran one after another, each reading its
 
 Pieces of one wave are independent, so any path may run them in any order; waves run one after another.
 
-A table has the rows SRC, DST and NBYTES: addresses of sources and destinations, and positive sizes in bytes. It is one
-array, because calls dominate the time of a batch of a few hundred pieces. For the same reason the dataclasses here are
-not frozen, although they never change (0.4 us to create one, 1.5 us if frozen), and native.py can compile the first
-scan. The scope of an entry limits merging: entries of the same scope >= 0 (a group, an array) may merge, entries of
-scope ALONE never merge. Without scopes, all entries have the same scope.
+A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. It is one array, because numpy calls
+dominate the time for a batch of a few hundred pieces. For the same reason, the first scan has a compiled equivalent in
+native.py, and the dataclasses here are not frozen, although they never change (creating one takes 0.4 us, or 1.5 us if
+frozen). Scopes limit merging. Entries of the same scope >= 0 (one group or one array) may merge; entries of scope ALONE
+never merge. Without scopes, all entries have the same scope.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SRC, DST, NBYTES = 0, 1, 2
 ALONE = -1
 """Scope of an entry that merges with no other."""
 
-# Beyond these limits, entries run one by one in their order, because waves would cost more: each wave is a launch
-# (5-20 us on any path), and every conflicting pair is listed.
+# Beyond these limits, entries run one by one in the caller's order. Waves would cost more, because each wave is a
+# launch (5-20 us on any path) and every conflicting pair is stored.
 MAX_WAVES = 64
 MAX_PAIRS_PER_ENTRY = 16
 
@@ -58,7 +58,7 @@ class CopyPlan:
     wave_starts: list[int]
     """First piece of each wave, followed by the number of pieces."""
     entries: I64
-    """Table of the entries that the pieces are made of, in the same order."""
+    """Table of the entries from which the pieces were merged, in the order of the pieces."""
     order: I64 | None
     """The caller's index of each entry; None if the entries are in the caller's order."""
     starts: I64 | None = None
@@ -140,7 +140,7 @@ def _reads_written_bytes(table: I64) -> bool:
 
 
 def _waves(table: I64) -> I64 | None:
-    """Return the wave of each entry: one after the last wave with an earlier conflicting entry. None if too many."""
+    """Return the wave of each entry, which follows the waves of earlier conflicting entries. None beyond a limit."""
     pairs = _conflicts(table)
     if pairs is None:
         return None
@@ -169,14 +169,14 @@ def _waves(table: I64) -> I64 | None:
 
 
 def _conflicts(table: I64) -> tuple[I64, I64] | None:
-    """Return pairs (earlier, later) of entries where one writes a byte that the other accesses. None if too many."""
+    """Return pairs (earlier, later) of entries where one writes bytes that the other accesses. None beyond a limit."""
     src, dst, nbytes = table
     n = table.shape[1]
     writes, reads = np.argsort(dst), np.argsort(src)
     write_starts, read_starts = dst[writes], src[reads]
     write_ends, read_ends = write_starts + nbytes[writes], read_starts + nbytes[reads]
     find = np.searchsorted
-    # intervals overlap if one starts inside the other; each case is a range of the sorted starts
+    # two intervals overlap if one starts inside the other; each case below is a range of the sorted starts
     ranges = (
         (writes, writes, np.arange(n) + 1, find(write_starts, write_ends)),
         (writes, reads, find(read_starts, write_starts), find(read_starts, write_ends)),
@@ -208,8 +208,8 @@ def _merge(
 ) -> CopyPlan:
     """Return the plan for a table that is sorted by wave, then by destination.
 
-    Entry k is the caller's entry `order[k]` (None: entry k). Pieces begin at the entries `starts` (None: nothing
-    merges), and waves at the entries `wave_starts` (None: one wave).
+    Entry k of the table is the caller's entry `order[k]` (None: entry k). Pieces begin at the entries `starts` (None:
+    nothing merges), and waves begin at the entries `wave_starts` (None: there is one wave).
     """
     if starts is None:
         count = table.shape[1]
@@ -222,7 +222,7 @@ def _merge(
 
 
 def _piece_starts(table: I64, scopes: I64 | None, wave_starts: I64 | None) -> I64 | None:
-    """Return the first entry of each piece: it does not continue the previous entry. None if nothing merges."""
+    """Return the first entry of each piece, which does not continue the previous entry. None if nothing merges."""
     src, dst, nbytes = table
     continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
     if scopes is not None:

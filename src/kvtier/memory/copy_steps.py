@@ -1,4 +1,4 @@
-"""Turn collected copies into steps. A step is a set of independent pieces of one direction, and the path for them."""
+"""Turn collected copies into steps. A step is a set of independent pieces of one direction, with its copy path."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class CopyStep:
     why: str
     """The reason for the path, without the estimates."""
     estimates_us: Mapping[PathName, float] = field(default_factory=dict)
-    """Expected time of each usable path, by the cost table."""
+    """Estimated time of each measured path, from the cost table."""
 
     @property
     def reason(self) -> str:
-        """The reason for this path: the estimates, or why other paths are not usable."""
+        """The reason for this path, with the estimates and the reasons that exclude other paths."""
         ranked = sorted(self.estimates_us.items(), key=lambda item: item[1])
         estimates = ", ".join(f"{path} {us:.0f} us" for path, us in ranked)
         return (self.why + (estimates and f"estimated {estimates}")).rstrip("; ")
@@ -122,7 +122,7 @@ def plan_steps(
 
 
 def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[MemoryRef]) -> None:
-    """Run the steps in order. Memory in `holdings` is kept alive until they are done."""
+    """Run the steps in order. Memory in `holdings` is kept alive until the steps are done."""
     if not steps:
         return
     if not any(step.job.on_device for step in steps):
@@ -189,11 +189,11 @@ def _choose(job: CopyContext, pieces: Pieces, forced: PathName | None) -> CopySt
     costs: CostTable | None = None
     if forced is None and job.on_device:
         device = job.dst if job.dst.is_device else job.src
-        costs = saved_costs(device) if job.capturing else cost_table(device)  # a capture prevents measuring
+        costs = saved_costs(device) if job.capturing else cost_table(device)  # a capture prevents calibration
     return CopyStep(job, pieces, *_decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), pieces.nbytes))
 
 
-# Cached: batches of the same shape recur, and without the cache this function takes longer than all other planning.
+# Cached, because batches of the same shape recur, and this function takes longer than all other planning.
 @functools.lru_cache(maxsize=4096)
 def _decide(
     src: Placement,
@@ -204,7 +204,7 @@ def _decide(
     num_pieces: int,
     nbytes: int,
 ) -> tuple[PathName, str, Mapping[PathName, float]]:
-    """Return the path to take, the reason, and the estimates of usable paths."""
+    """Return the path, the reason for it, and the estimated times of the measured paths."""
     job = CopyContext(src, dst, None, capturing)
     why = ""
     if forced is not None:

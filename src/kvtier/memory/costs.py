@@ -1,5 +1,5 @@
-"""CostTable: the time of every copy path, the time that a running model loses to it, and the rate of the link. It is
-measured once per GPU and driver, saved in a file, and used to choose paths and strategies.
+"""CostTable: the time of every copy path, the time that a running model loses to copies, and the rate of the link. The
+table is measured once per GPU and driver, saved in a file, and used to choose copy paths and transfer strategies.
 
 The time of a path for n pieces of one size is fixed + n * per_piece. Both values are measured at a few sizes and
 interpolated on a logarithmic scale. Pieces of mixed sizes are treated as pieces of the mean size.
@@ -72,7 +72,7 @@ def _measure_lost(
     for src, dst in ((device, host), (host, device)):
         job = CopyContext(src.placement, dst.placement, stream)
         pieces = _scattered(src, dst, _PIECE_BYTES, src.nbytes // _PIECE_BYTES)
-        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # one always in flight
+        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # so that one is always in flight
         for path in _TIMED_PATHS:
             if why_not(path, job) is None:
                 shared = min(seconds(*[(path, job, pieces)] * num_copies) for _ in range(_ROUNDS))
@@ -93,8 +93,8 @@ def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
 _FORMAT = 2
 _SIZE_STEP = 2  # log2 of the ratio between consecutive sizes
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
-_POOL_BYTES = 64 << 20  # memory of each placement, for measuring
-_FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both times gives the fixed cost and the cost per piece
+_POOL_BYTES = 64 << 20  # size of the memory to measure with, at each placement
+_FEW_PIECES, _MAX_PIECES = 8, 1024  # the times of both counts yield the fixed cost and the cost per piece
 _BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20
 _REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and needs less precision
 
@@ -108,9 +108,9 @@ class Cost:
     per_piece_us: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as a key of cached choices
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, because copy_steps uses it as a cache key
 class CostTable:
-    """Costs by direction ("cuda>pinned") and path, in ascending size. `origin` is the GPU and driver."""
+    """Costs by direction ("cuda>pinned") and path, in ascending size. `origin` names the GPU and the driver."""
 
     origin: str
     costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]
@@ -144,14 +144,14 @@ class CostTable:
         try:
             content = json.loads(text)
             if content["format"] != _FORMAT:
-                raise FormatError(f"cost table of format {content['format']}, this build reads {_FORMAT}")
+                raise FormatError(f"the cost table has format {content['format']}, but this build reads {_FORMAT}")
             costs = {
                 name: {path: tuple(Cost(**row) for row in rows) for path, rows in paths.items()}
                 for name, paths in content["costs"].items()
             }
             for rows in (rows for paths in costs.values() for rows in paths.values()):
                 if [row.nbytes for row in rows] != [*_SIZES]:
-                    raise FormatError(f"cost table of other piece sizes than {_SIZES}")
+                    raise FormatError(f"the piece sizes of the cost table are not {_SIZES}")
                 if not all(row.fixed_us >= 0 and row.per_piece_us > 0 for row in rows):
                     raise FormatError(f"invalid cost in a cost table: {rows}")
             links = {name: float(rate) for name, rate in content["links"].items()}
@@ -164,13 +164,13 @@ class CostTable:
 
 
 def cost_key(job: CopyContext) -> str:
-    """Return the key of a job's costs: both kinds of memory, without GPU indices."""
+    """Return the key of the costs for a job, such as "cuda>pinned", which contains no GPU indices."""
     return f"{job.src.kind}>{job.dst.kind}"
 
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """Return the saved costs of this GPU and driver. If there are none, measure and save them (a second or two)."""
+    """Return the saved costs of this GPU and driver. If there are none, measure and save them, which takes seconds."""
     return saved_costs(placement) or calibrate(placement)
 
 
@@ -186,7 +186,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    Without this call, the first copy calibrates; without a cache directory, the first copy of every process does.
+    Without this call, the first copy calibrates. Without a cache directory, each process calibrates at its first copy.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):
@@ -206,12 +206,12 @@ def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: 
                     progress(f"{cost_key(job)} {path}")
                     rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
                     costs.setdefault(cost_key(job), {})[path] = rows
-        progress("links, and what the model loses to copies")
+        progress("links, and the time that the model loses to copies")
         links = _measure_links(pools[placement], pools[PINNED], stream)
         lost = _measure_lost(placement, pools[placement], pools[PINNED], links)
     origin = f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_release()}"
     table = CostTable(origin, costs, links, lost, time.perf_counter() - begin)
-    with contextlib.suppress(UnavailableError, OSError):  # no cache directory: the next process measures again
+    with contextlib.suppress(UnavailableError, OSError):  # without a cache directory, the next process measures again
         write_atomically(_file(placement), table.to_json().encode())
     cost_table.cache_clear()
     return table

@@ -26,7 +26,7 @@ from kvtier.memory.stream import LEGACY_DEFAULT_HANDLES, Stream
 _SUCCESS, _INVALID_VALUE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 1, 3, 201
 _SRC_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
 _PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-# One submission of 51,828 entries hung a driver 580 (vllm issue 49276); chunks of this size cost nothing measurable.
+# A submission of 51,828 entries hung driver 580 (vllm issue 49276). Chunks of 4,096 entries add no measurable cost.
 _MAX_BATCH = 4096
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
@@ -44,7 +44,7 @@ def driver() -> Any:
 
 
 def unwrap(result: Any) -> Any:
-    """Return the value of a driver call. CopyError names the CUDA status."""
+    """Return the result of a driver call. If the call failed, raise CopyError with the CUDA status."""
     status, *values = result
     if int(status) != _SUCCESS:
         raise CopyError(f"the CUDA driver returned {status.name} ({int(status)})")
@@ -55,7 +55,7 @@ def unwrap(result: Any) -> Any:
 def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callable[..., int]:
     """Return a driver function of this CUDA version. The function returns its status as an int.
 
-    cuda-bindings finds the function and ctypes calls it, at a third of the cost of a wrapper that returns an enum.
+    cuda-bindings finds the function, and ctypes calls it. A call takes a third of the time of a cuda-bindings wrapper.
     """
     status, address, found = driver().cuGetProcAddress(name.encode(), version, 0)
     if int(status) != _SUCCESS or int(found) != 0 or not int(address):
@@ -85,10 +85,10 @@ def _primary_context(index: int) -> int:
 
 
 def current_context(placement: Placement) -> AbstractContextManager[None]:
-    """Inside the block, driver calls of this thread use this GPU.
+    """Make driver calls of this thread use this GPU inside the block.
 
-    A new thread has no context. The context of another GPU is restored afterwards. Without cuda-bindings this does
-    nothing, because only torch calls the driver then.
+    A new thread has no context. If the context of another GPU was current, it is restored afterwards. Without
+    cuda-bindings this does nothing, because then only torch calls the driver.
     """
     if not has_driver():
         return nullcontext()
@@ -108,7 +108,7 @@ def _pushed_context(wanted: int) -> Iterator[None]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Inside the block, this thread may make calls that are unsafe during a capture; these are not captured."""
+    """Allow this thread to make calls in the block that are forbidden during a capture. They are not captured."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -136,7 +136,7 @@ def is_capturing(stream: Stream) -> bool:
     capturing = ctypes.c_int(0)
     status = query(stream.handle, ctypes.addressof(capturing))
     if status != _SUCCESS:
-        raise CopyError(f"cuStreamIsCapturing of stream {stream.handle:#x} failed with CUDA status {status}")
+        raise CopyError(f"cuStreamIsCapturing for stream {stream.handle:#x} failed with CUDA status {status}")
     return capturing.value != 0
 
 
@@ -167,7 +167,7 @@ def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
 
 
 def launch_kernel(function: int, blocks: int, threads: int, parameters: int, stream: Stream) -> None:
-    """Launch a kernel with one parameter. It is at the address `parameters`, and is copied before this returns."""
+    """Launch a kernel with one parameter. The driver copies it from the address `parameters` before this returns."""
     addresses = ctypes.c_void_p(parameters)  # an array of one
     status = _launch_function()(
         function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None
@@ -188,14 +188,14 @@ _ATTRIBUTES = (_SRC_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP)
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """cuMemcpyBatchAsync of one CUDA version. Version 12.8 has an extra argument for the entry that failed."""
+    """cuMemcpyBatchAsync of one CUDA version. Version 12.8 has an extra argument that returns the failed entry."""
 
     call: Callable[..., int]
     reports_failure: bool
 
     @classmethod
     def of_version(cls, version: int) -> BatchCall:
-        """Return the call of version 12080 or 13000. UnavailableError if the driver does not have it."""
+        """Return the call of version 12080 or 13000. UnavailableError if the driver does not have this version."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         reports_failure = version < 13000
         tail = (pointer, pointer) if reports_failure else (pointer,)
@@ -205,7 +205,7 @@ class BatchCall:
     def submit(self, table: I64, stream: Stream) -> int | None:
         """Submit independent pieces (rows SRC, DST, NBYTES). Returns the first piece of the failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
-            # the call refuses the legacy default stream: use a side stream, between the earlier and the later work
+            # the call refuses the legacy default stream, so a side stream runs it after earlier and before later work
             side = _side_stream(stream.placement)
             side.wait(stream.record())
             failed = self.submit(table, side)
@@ -230,7 +230,7 @@ def _side_stream(placement: Placement) -> Stream:
 
 @functools.cache
 def batch_call(placement: Placement) -> BatchCall:
-    """Return the batch call for a GPU, after one self-test. UnavailableError has the reason if it is not usable."""
+    """Return the batch call for a GPU, after one self-test. UnavailableError states the reason if the test fails."""
     version = driver_version()
     if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
         raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")

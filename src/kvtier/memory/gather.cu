@@ -1,6 +1,6 @@
 // The gather kernel: one launch copies many pieces (contiguous byte ranges) in device and mapped host memory.
 //
-// The descriptors are kernel parameters: no upload, nothing to keep alive, and a captured launch can be replayed.
+// The descriptors are kernel parameters, so they need no upload, and a captured launch can be replayed.
 //   Rows    pieces of equal size; 32-bit offsets from two bases, in units of 1 << shift bytes
 //   Pieces  any sizes and addresses
 // A piece is divided into `parts`; work item w is part w % parts of piece w / parts.
@@ -58,8 +58,8 @@ template <int N> __device__ __forceinline__ void copy_pieces(const Pieces<N> &pi
     }
 }
 
-// gather.py defines ROWS_SMALL .. PIECES_LARGE: the number of pieces that fit 4 KiB of parameters (small) or 32,764
-// bytes (large, if the driver supports it).
+// gather.py defines ROWS_SMALL to PIECES_LARGE, the numbers of pieces that fit into 4 KiB of parameters (small) or
+// 32,764 bytes (large, if the driver supports that size).
 extern "C" __global__ void rows_small(const __grid_constant__ Rows<ROWS_SMALL> rows) { copy_rows(rows); }
 extern "C" __global__ void pieces_small(const __grid_constant__ Pieces<PIECES_SMALL> pieces) { copy_pieces(pieces); }
 #ifdef ROWS_LARGE

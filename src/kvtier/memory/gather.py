@@ -1,4 +1,4 @@
-"""Load and launch gather.cu. NVRTC compiles it on first use per GPU architecture, in a fraction of a second.
+"""Load and launch gather.cu. On first use on a GPU, NVRTC compiles it in a fraction of a second.
 
 The kernel is CUDA C, because Triton cannot pass arrays as parameters by value. By-value parameters take 1.0x to 1.1x
 the time of torch.index_select on an H200. Descriptors that are uploaded, or read from pinned memory, take 1.7x to 5x
@@ -26,10 +26,10 @@ _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and P
 _PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of `parts`, in 4-byte words
 _LARGE_VERSION = 12010
 _THREADS = 256
-# Bytes that a thread block moves before it takes the next part of a piece: 256 threads x 4 loads x 16 bytes.
+# Bytes of one part of a piece. A thread block copies a part in one pass of 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Thread blocks. Device to device: enough for 132 multiprocessors. Over PCIe a few thread blocks saturate the link, and
-# more would take multiprocessors from the model (H200, 2026-11-15).
+# Numbers of thread blocks. Device-to-device copies use all 132 multiprocessors. Over PCIe a few thread blocks saturate
+# the link, and more would take multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 
@@ -38,7 +38,7 @@ _LINK_BLOCKS = 32
 class _Kernel:
     function: int
     capacity: int
-    """Number of pieces that fit the parameters."""
+    """Number of pieces that fit into the parameters."""
     parameter_bytes: int
 
 
@@ -56,7 +56,7 @@ class GatherKernels:
         """
         most_blocks = blocks or (_LINK_BLOCKS if over_link else _DEVICE_BLOCKS)
         count = table.shape[1]
-        compact = int(table[NBYTES, 0]) * count == nbytes  # else the sizes differ
+        compact = int(table[NBYTES, 0]) * count == nbytes  # if False, the sizes differ
         code, start = native().code, 0
         fill_compact, fill_general = (code.fill_rows, code.fill_pieces) if code else (fill_rows, fill_pieces)
         while start < count:
@@ -76,7 +76,7 @@ class GatherKernels:
 
 
 def fill_rows(table: I64, capacity: int, block: U32) -> int:
-    """Write pieces of equal size as Rows<capacity>, except `parts`. Returns the size, or 0 if the pieces do not fit."""
+    """Write pieces of equal size as Rows<capacity>, except `parts`. Returns that size, or 0 if they do not fit."""
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
         return 0
@@ -105,7 +105,7 @@ def fill_pieces(table: I64, _capacity: int, block: U32) -> int:
 
 @functools.cache
 def gather_kernels(placement: Placement) -> GatherKernels:
-    """Return the kernels for a GPU, compiled on first use. UnavailableError has the reason if that fails."""
+    """Return the kernels for a GPU, compiled on first use. UnavailableError states the reason if they fail."""
     large = driver_version() >= _LARGE_VERSION and torch.cuda.get_device_capability(placement.torch)[0] >= 7
     limits = {"small": _SMALL_PARAMETERS, **({"large": _LARGE_PARAMETERS} if large else {})}
     forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the header, and per piece
@@ -153,7 +153,7 @@ def _compile(placement: Placement, defines: dict[str, int]) -> bytes:
         raise UnavailableError(
             f"NVRTC cannot compile the gather kernel for sm_{major}{minor}: {log.decode(errors='replace')}"
         )
-    binary = bytes(nvrtc.nvrtcGetCUBINSize(program)[1])  # written in place
+    binary = bytes(nvrtc.nvrtcGetCUBINSize(program)[1])  # nvrtcGetCUBIN fills it
     nvrtc.nvrtcGetCUBIN(program, binary)
     nvrtc.nvrtcDestroyProgram(program)
     return binary

@@ -1,11 +1,11 @@
-"""MappedMemory: host memory near a GPU, which is made present and pinned piece by piece. Also finds NUMA nodes of GPUs.
+"""MappedMemory: host memory near a GPU that is made resident and pinned piece by piece. Also finds a GPU's NUMA node.
 
 The memory is one mapping of exactly the requested size (torch's pinned pool rounds up to a power of two):
 
-    [ piece 0 | piece 1 | piece 2 | ... ]      each: bind to the NUMA node, touch, register as pinned
-      ready     ready     at work   mapped
+    [ piece 0 | piece 1 | piece 2 | ... ]      each piece is bound to the NUMA node, touched, and pinned
+      ready     ready     pinning   mapped
 
-Pages are bound by address, so the affinity and memory policy of threads do not change and need no restoring.
+Pages are bound by address, so the affinity and memory policy of threads do not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def node_of_gpu(
     address: str, ask: Callable[[str], str] | None = None, devices: Path = _PCI_DEVICES
 ) -> tuple[int | None, str]:
     """Return the NUMA node of the GPU at a PCI address and the source (nvidia-smi, sysfs), or None and the reason."""
-    # such as "NUMA IDs of closest CPU: 1", with a number, a list, a range, or N/A
+    # the output is "NUMA IDs of closest CPU: 1", or has a list, a range, or N/A in place of the number
     match = re.search(r":\s*(\d+)", (ask or _ask_nvidia_smi)(address))
     if match:
         return int(match[1]), "nvidia-smi"
@@ -51,8 +51,8 @@ def node_of_gpu(
     try:
         node = int(file.read_text())
     except (OSError, ValueError):
-        return None, f"neither nvidia-smi nor {file} has the NUMA node"
-    return (node, "sysfs") if node >= 0 else (None, f"{file} is {node}: this machine has one node")
+        return None, f"neither nvidia-smi nor {file} reports the NUMA node"
+    return (node, "sysfs") if node >= 0 else (None, f"{file} contains {node}, because this machine has one node")
 
 
 def _ask_nvidia_smi(address: str) -> str:
@@ -69,7 +69,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context
 
 
 def map_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
-    """Map anonymous memory, in huge pages if available. Its pages become present when they are touched."""
+    """Map anonymous memory, in huge pages if available. Pages become resident when they are touched."""
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -95,10 +95,10 @@ class MappedMemory:
         return self.tensor.data_ptr()
 
     def bind(self, node: int) -> str | None:
-        """Prefer this NUMA node for pages that are not yet present. Returns None, or the reason of a failure."""
+        """Prefer this NUMA node for pages that are not yet resident. Returns the reason of a failure, or None."""
         number = _MBIND.get(platform.machine())
         if number is None or not hasattr(os, "sched_getaffinity"):
-            return f"no memory binding known for {platform.system()} {platform.machine()}"
+            return f"memory binding is not supported on {platform.system()} {platform.machine()}"
         mask = (ctypes.c_ulong * (node // 64 + 1))()
         mask[node // 64] = 1 << node % 64
         libc = ctypes.CDLL(None, use_errno=True)
@@ -110,11 +110,11 @@ class MappedMemory:
         return None
 
     def touch(self, offset: int, nbytes: int) -> None:
-        """Make these bytes present, in huge pages if available. Releases the GIL."""
+        """Make these bytes resident, in huge pages if available. Releases the GIL."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.pointer + offset)
         if libc.madvise(address, ctypes.c_size_t(nbytes), ctypes.c_int(_POPULATE_WRITE)) != 0:
-            self.tensor[offset : offset + nbytes : mmap.PAGESIZE] = 0  # an older kernel
+            self.tensor[offset : offset + nbytes : mmap.PAGESIZE] = 0  # the kernel is older than Linux 5.14
 
     def pin(self, offset: int, nbytes: int, placement: Placement) -> None:
         pointer = self.pointer + offset

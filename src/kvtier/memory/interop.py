@@ -1,4 +1,4 @@
-"""Zero-copy use of foreign arrays, by the first protocol that an array supports: torch tensor,
+"""Use foreign arrays without copying. The first protocol that an array supports is used, in this order: torch tensor,
 `__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer protocol.
 """
 
@@ -62,7 +62,7 @@ def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
             f"{tensor.stride()}; pass tensor.contiguous(), which copies"
         )
     if tensor.is_neg() or tensor.is_conj():
-        raise ArgumentError("this tensor's memory differs from its values; pass tensor.resolve_neg().resolve_conj()")
+        raise ArgumentError("this tensor is a lazy negation or conjugate; pass tensor.resolve_neg().resolve_conj()")
     return MemoryRef(tensor.data_ptr(), tensor.nbytes, placement_of(tensor), owner=tensor.detach(), pooled=pooled)
 
 
@@ -83,11 +83,11 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
     dtype = dt.dtype(array.dtype)
     if array.ctypes.data % dtype.item_bytes:
         raise ArgumentError(
-            f"this array begins at {array.ctypes.data:#x}, not a multiple of the {dtype.item_bytes} bytes of {dtype}"
+            f"address {array.ctypes.data:#x} is not a multiple of {dtype.item_bytes}, the size of one {dtype}"
         )
     if dtype.is_packed:
         raise DTypeError(
-            f"ml_dtypes keeps one {dtype} per byte, kvtier packs {dtype.per_byte}: use Buffer.pack(array), which copies"
+            f"ml_dtypes has one {dtype} per byte, but kvtier packs {dtype.per_byte}; copy with Buffer.pack(array)"
         )
     holding = MemoryRef(array.ctypes.data, array.nbytes, CPU, owner=array)
     if has_gpu():  # numpy does not record whether memory is pinned
@@ -119,7 +119,7 @@ def _adopt_dlpack(source: Any) -> Adopted:
     kind, index = source.__dlpack_device__()
     stream: int | None = None
     if int(kind) == _DLPACK_CUDA:
-        # the producer makes the given stream wait for its pending work (1 is the legacy default stream)
+        # __dlpack__ makes this stream wait for the producer's pending work (1 is the legacy default stream)
         ours = current_stream(Placement("cuda", int(index)).require())
         stream = (ours.handle or 1) if ours is not None else 1
     try:
@@ -131,7 +131,7 @@ def _adopt_dlpack(source: Any) -> Adopted:
 
 
 def _is_readonly(capsule: object) -> bool:
-    """Return the read-only flag of a versioned capsule: bit 0 of the field after version, context and deleter."""
+    """Return the read-only flag of a versioned capsule, which is bit 0 of the field after version, context, deleter."""
     if '"dltensor_versioned"' not in repr(capsule):
         return False
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer

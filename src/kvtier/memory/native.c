@@ -1,14 +1,14 @@
-/* Loops that numpy cannot do in one pass. Compiled on first use (native.py). Each has a Python twin for machines without
- * a compiler, and a test that compares their results.
+/* Loops that numpy cannot do in one pass. native.py compiles them on first use. Each function has a Python twin for
+ * machines without a compiler, and a test that compares the results of both.
  *
  * kvtier_copy_pieces: scattered host copies (twin: run_in_order in copy_paths.py). The total number of bytes is divided
  * equally among the threads; a share may begin and end inside a piece.
  *
  * This is twice as fast as memcpy per piece (10,000 x 4 KiB, Xeon, 2 cores, 2026-11-15: 5.2 -> 2.4 ms), because:
- * - The start of the next source is prefetched during a copy: the hardware prefetcher stops at each 4 KiB page. 512
- *   bytes are enough; all 4,096 are slower.
+ * - The start of the next source is prefetched during a copy, because the hardware prefetcher stops at each 4 KiB page.
+ *   Prefetching 512 bytes is enough; prefetching all 4,096 is slower.
  * - Batches larger than the cache use stores that bypass it, which avoids reading every destination line before it is
- *   overwritten. Smaller batches do not: 1 MiB takes 20 us in the cache, 280 us past it. */
+ *   overwritten. Smaller batches use normal stores: 1 MiB takes 20 us in the cache, but 280 us past it. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -19,7 +19,7 @@ enum { LINE = 64, PREFETCH_BYTES = 512, MAX_THREADS = 64, STREAM_FROM_BYTES = 16
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-/* memcpy with stores that bypass the cache. For small pieces the unaligned ends cost more than this saves. */
+/* memcpy with stores that bypass the cache. Small pieces use memcpy, because their unaligned ends would dominate. */
 static void copy_past_cache(char *dst, const char *src, size_t n) {
     if (n < 4 * LINE) {
         memcpy(dst, src, n);
@@ -38,7 +38,7 @@ static void copy_past_cache(char *dst, const char *src, size_t n) {
     }
     memcpy(dst, src, n - head - lines * LINE);
 }
-#define FENCE() _mm_sfence() /* streaming stores are weakly ordered: make them visible before the join */
+#define FENCE() _mm_sfence() /* makes the streaming stores, which are weakly ordered, visible before the join */
 #else
 #define copy_past_cache memcpy
 #define FENCE()
@@ -74,7 +74,7 @@ static void *copy_share(void *argument) {
     return NULL;
 }
 
-/* Copy `count` independent pieces, `total` bytes in sum. Return the number of threads used. */
+/* Copy `count` independent pieces of `total` bytes together. Return the number of threads used. */
 int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, const int64_t *nbytes, int64_t total, int threads) {
     Share shares[MAX_THREADS];
     pthread_t others[MAX_THREADS];
@@ -101,10 +101,10 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
     return worked;
 }
 
-/* kvtier_row_copies: the copies that reorder rows (twin: row_copies in state/warp.py). Row i of the output is row index[i]
- * of the old rows if index[i] < size0, else row i of the new rows. Rows whose source is at address 0 are skipped.
+/* kvtier_row_copies: list the copies that reorder rows (twin: row_copies in state/warp.py). Row i of the output is row
+ * index[i] of the old rows if index[i] < size0, else row i of the new rows. Rows whose source is at address 0 are skipped.
  * Rows that are adjacent on both sides become one copy, so destinations ascend and do not overlap.
- * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n. */
+ * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n numbers. */
 size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t old_rows, int64_t new_rows, int64_t out_rows,
                          int64_t row_bytes, int64_t *out) {
     int64_t *src = out, *dst = out + n, *nbytes = out + 2 * n;
@@ -163,14 +163,14 @@ void kvtier_scan(size_t n, const int64_t *src, const int64_t *dst, const int64_t
     }
     found.independent = found.disjoint;
     for (size_t k = 0; k < n && found.independent; ++k)
-        if (src[k] < dst_end && src[k] + nbytes[k] > dst[0]) /* usually false: outside the range of all destinations */
+        if (src[k] < dst_end && src[k] + nbytes[k] > dst[0]) /* usually false, because sources and destinations are far apart */
             found.independent = !is_written(n, dst, nbytes, src[k], src[k] + nbytes[k]);
     found.num_pieces = pieces;
     *scan = found;
 }
 
 /* kvtier_fill_rows: write pieces of equal size as kernel parameters, Rows<capacity> of gather.cu (twin: fill_rows in
- * gather.py). Returns that size; 0 if the sizes differ or the offsets do not fit. The caller sets `parts`. */
+ * gather.py). Returns the size of a piece, or 0 if sizes differ or offsets do not fit. The caller sets `parts`. */
 typedef struct {
     uint64_t src_base, dst_base, nbytes;
     uint32_t count, parts, shift, unused, offsets[];
@@ -183,7 +183,7 @@ int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const
         if (src[k] < src_base) src_base = src[k];
         if (dst[k] < dst_base) dst_base = dst[k];
     }
-    uint64_t used = 16; /* bits set in any offset; 16: units above 16 bytes are not needed */
+    uint64_t used = 16; /* bits set in any offset; the initial bit limits the unit to 16 bytes */
     for (size_t k = 0; k < n; ++k) used |= (uint64_t)(src[k] - src_base) | (uint64_t)(dst[k] - dst_base);
     unsigned shift = (unsigned)__builtin_ctzll(used);
     if (used >> shift >> 32) return 0;
@@ -216,8 +216,8 @@ int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, con
 }
 
 /* kvtier_sort_moves: validate pairs of device and host block ids and sort them by destination (twin: sort_moves in
- * transfer/compiled.py). `order` has room for 4 * n: the permutation, the sorted device ids, the sorted host ids, scratch.
- * Returns 0 if an id is out of range or a destination occurs twice; the twin then raises the error that names it. */
+ * transfer/compiled.py). `order` has room for 4 * n numbers: permutation, sorted device ids, sorted host ids, scratch.
+ * Returns 0 if an id is out of range or a destination occurs twice; the twin then raises the error that names the id. */
 enum { DIGIT = 11 };
 
 int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int64_t num_device, int64_t num_host, int to_host,
@@ -249,10 +249,10 @@ int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int6
     return 1;
 }
 
-/* kvtier_block_copies: the copies of blocks of `nbytes` that are contiguous on both sides (twin: block_copies in
- * transfer/compiled.py). Blocks that are adjacent on both sides become one copy, which does not cross a multiple of
- * `run_blocks` on the host (0: no such limit).
- * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n. */
+/* kvtier_block_copies: list the copies for blocks of `nbytes` bytes that are contiguous on both sides (twin: block_copies
+ * in transfer/compiled.py). Blocks that are adjacent on both sides become one copy. A copy does not cross a host block id
+ * that is a multiple of `run_blocks` (0: no such limit). Writes all sources, then all destinations, then all sizes, and
+ * returns the number of copies; `out` has room for 3 * n numbers. */
 size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host, int64_t device_at, int64_t device_stride, int64_t host_at,
                            int64_t host_stride, int64_t nbytes, int64_t run_blocks, int to_host, int64_t *out) {
     int64_t *near = out + (to_host ? 0 : n), *far = out + (to_host ? n : 0), *size = out + 2 * n;
@@ -270,9 +270,9 @@ size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host,
     return count;
 }
 
-/* kvtier_crc32: the CRC-32 of each of `count` blocks (twin: zlib.crc32). Folds 64 bytes at a time with carry-less
- * multiplication if the processor supports it (Intel's method, reflected polynomial 0xEDB88320): 7.4 GB/s, zlib 1.6 GB/s
- * (Xeon, 2026-11-15). Threads take blocks from a shared counter. */
+/* kvtier_crc32: compute the CRC-32 of each of `count` blocks (twin: zlib.crc32). Folds 64 bytes at a time with carry-less
+ * multiplication if the processor supports it (Intel's method, reflected polynomial 0xEDB88320). This reaches 7.4 GB/s,
+ * zlib 1.6 GB/s (Xeon, 2026-11-15). Each thread gets its next block from a shared counter. */
 static uint32_t crc_table[256];
 
 static void make_crc_table(void) {

@@ -15,7 +15,7 @@ from kvtier.memory.copy_plan import I64, Scan
 from kvtier.native_code import Native, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
-# Minimum of bytes per thread. Starting and joining a thread takes 20 to 60 us, in which one core copies 1 to 3 MB.
+# Minimum bytes per thread. Starting and joining a thread takes 20 to 60 us, during which one core copies 1 to 3 MB.
 _BYTES_PER_THREAD = 2 << 20
 # A few cores saturate the memory of a socket; more threads would only take cores from the model.
 _MAX_THREADS = 8
@@ -28,7 +28,7 @@ Strided = tuple[int, int]
 class MemoryNative:
     """The compiled functions. All of them release the GIL.
 
-    Methods without a docstring do the same as the Python functions of the same names in other modules, in one pass.
+    Methods without a docstring return the same results as the Python functions of the same names in other modules.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class MemoryNative:
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def copy(self, table: I64, total: int | None = None) -> int:
-        """Copy independent pieces (rows SRC, DST, NBYTES), `total` bytes in sum. Returns the number of threads used."""
+        """Copy independent pieces (rows SRC, DST, NBYTES), `total` bytes altogether. Returns the number of threads."""
         if not table.shape[1]:
             return 1
         if total is None:
@@ -136,7 +136,7 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
     elif between_columns == table.itemsize or table.shape[1] <= 1:
         first = table.ctypes.data
     else:
-        raise ArgumentError(f"a table of copies must have contiguous rows, this one has strides {table.strides}")
+        raise ArgumentError(f"a table of copies must have contiguous rows, but this one has strides {table.strides}")
     return first, first + between_rows, first + 2 * between_rows
 
 

@@ -72,12 +72,12 @@ class Placement:
         return self
 
 
-@functools.cache  # called for every foreign array; torch looks for a driver each time
+@functools.cache  # called for every foreign array, and torch would look for a driver each time
 def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-@functools.cache  # called for every tensor; making a Placement would dominate the cost
+@functools.cache  # called for every tensor, where creating a Placement would dominate the cost
 def gpu(index: int) -> Placement:
     return Placement("cuda", index)
 

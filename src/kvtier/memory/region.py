@@ -1,9 +1,9 @@
-"""The memory of a Buffer: its lifetime, and whether it may still be used.
+"""The memory of a Buffer, its lifetime, and the check that the memory may still be used.
 
 Buffer ─┐
 Buffer ─┼─> Region ──(until close)──> MemoryRef ──> owner: tensor, mmap, ndarray, an allocation …
 Buffer ─┘                                ^
-numpy / torch / DLPack export ───────────┘   exports outlive close(): they hold the MemoryRef, not the Region
+numpy / torch / DLPack export ───────────┘   exports outlive close(), because they bypass the Region
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryRef:
         self.placement = placement
         self.owner = owner
         self._release = release
-        self._pooled = pooled and placement.is_device  # `owner` is a tensor of torch's CUDA pool
+        self._pooled = pooled and placement.is_device  # `owner` is a tensor from torch's CUDA pool
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
@@ -53,7 +53,7 @@ class MemoryRef:
 
     def used_by(self, stream: Stream, event: Event) -> None:
         """Record that work on `stream` up to `event` uses this memory. Replaces an earlier event of the stream."""
-        self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream with handle 0
+        self._in_flight[stream.placement, stream.handle] = event  # handles are unique only per GPU
 
     def wait(self) -> None:
         """Wait until the copies in flight that use this memory are done, or have failed."""
@@ -86,7 +86,7 @@ def _array_view(holding: MemoryRef) -> SimpleNamespace:
 
 
 def gpu_of(pointer: int) -> int:
-    """Return the index of the GPU that a device address belongs to. torch gets it from the driver."""
+    """Return the index of the GPU that owns a device address, as reported to torch by the driver."""
     view = _array_view(MemoryRef(pointer, 1, Placement("cuda")))
     return int(torch.as_tensor(view).device.index)
 
@@ -123,10 +123,8 @@ class Region:
         holding = self._holding if self._borrowed is None else self._borrowed()
         if holding is None:
             if self._borrowed is not None:
-                raise ClosedError(
-                    "this Buffer borrows memory that was freed; keep its owner alive, or use a slice of it"
-                )
-            raise ClosedError("this Buffer was closed, by itself or through another view of the same memory")
+                raise ClosedError("this Buffer borrows memory that was freed; keep the owner alive, or do not borrow()")
+            raise ClosedError("this Buffer was closed, directly or through another view of the same memory")
         return holding
 
     @property
@@ -134,7 +132,7 @@ class Region:
         return (self._holding if self._borrowed is None else self._borrowed()) is not None
 
     def tensor(self) -> torch.Tensor:
-        """Return all bytes as a uint8 tensor. A borrowed Region caches none, since it would keep the memory alive."""
+        """Return all bytes as a uint8 tensor. A borrowed Region caches no tensor, which would keep the memory alive."""
         if self._borrowed is not None:
             return self.holding.tensor()
         if self._tensor is None:
@@ -142,5 +140,5 @@ class Region:
         return self._tensor
 
     def close(self) -> None:
-        """Release the memory for every view. It is freed when no export and no copy in flight uses it."""
+        """Close every view of the memory. The memory is freed when no export and no copy in flight uses it."""
         self._holding = self._tensor = self._borrowed = None

@@ -1,4 +1,4 @@
-"""Save and load Buffers: a self-describing record with checksums, little-endian, no pickle.
+"""Save and load Buffers as self-describing little-endian records with checksums, without pickle.
 
     at    bytes  field
        0      8  magic
@@ -15,8 +15,8 @@
      128         zeros
     4096         payload
 
-The header CRC includes the padding, so that any flipped bit is found. The payload starts on a page, so that it can be
-memory-mapped. CRC-32 is zlib's: 3.5 GB/s on one core (2026-11-15).
+The header CRC includes the padding, so that any flipped bit is found. The payload starts at a page boundary, so that it
+can be memory-mapped. zlib computes the CRC-32 at 3.5 GB/s on one core (2026-11-15).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool =
     """Read a Buffer into memory of `placement`. FormatError if the record is damaged or invalid.
 
     An open file is read from its current position; a path or memory must contain exactly one record. With `map_file`
-    the file is mapped: the result is a read-only host Buffer, whose pages the system may drop and reload.
+    the result is a read-only host Buffer over the mapped file, whose pages the system may drop and reload.
     """
     where = Placement.parse(placement).require()
     if map_file and not isinstance(source, str | os.PathLike):
@@ -161,7 +161,7 @@ def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool =
             return _load_memory(memoryview(mapped), where, borrow=True)
         loaded = _load_file(file, where, file_bytes)
         if file.read(1):
-            raise FormatError(f"{os.fspath(source)!r} continues after its record")
+            raise FormatError(f"{os.fspath(source)!r} has extra bytes after its record")
         return loaded
 
 
@@ -170,7 +170,7 @@ def _host_bytes(buffer: Buffer) -> memoryview:
     if not buffer:
         if buffer.size == 0 and buffer.dtype != dt.null:
             return memoryview(b"")
-        buffer.holding  # noqa: B018 - raises, because it is closed or has no memory
+        buffer.holding  # noqa: B018 - raises, because the Buffer is closed or has no memory
     stream = choose_stream(None, buffer.placement)
     if buffer.placement.is_device:
         host = empty_like(buffer, placement=CPU)
@@ -194,14 +194,14 @@ def _load_file(file: BinaryIO, where: Placement, file_bytes: int | None = None) 
     header = _Header.unpack(block)
     if file_bytes is not None and file_bytes < HEADER_BYTES + header.nbytes:  # checked before memory is allocated
         raise FormatError(
-            f"the record has {header.nbytes} bytes after its header, the file {file_bytes - HEADER_BYTES}"
+            f"the record has {header.nbytes} bytes after its header, but the file has {file_bytes - HEADER_BYTES}"
         )
     host = Buffer(header.size, header.dtype, CPU if where.is_device else where)
     target, got = host.memoryview(), 0
     while got < len(target):
         count = file.readinto(target[got:])  # type: ignore[attr-defined]
         if not count:
-            raise FormatError(f"the record has {header.nbytes} bytes after its header, the file {got}")
+            raise FormatError(f"the record has {header.nbytes} bytes after its header, but the file has {got}")
         got += count
     return _finish(header, host, where)
 
@@ -210,7 +210,7 @@ def _load_memory(memory: memoryview, where: Placement, *, borrow: bool) -> Loade
     header = _Header.unpack(bytes(memory[:HEADER_BYTES]))
     payload = memory[HEADER_BYTES:]
     if len(payload) != header.nbytes:
-        raise FormatError(f"the record has {header.nbytes} bytes after its header, the memory {len(payload)}")
+        raise FormatError(f"the record has {header.nbytes} bytes after its header, but the memory has {len(payload)}")
     if borrow:
         view = Buffer.wrap(payload).view(header.dtype).slice(0, header.size) if header.size else Buffer(0, header.dtype)
         return _finish(header, view, where)

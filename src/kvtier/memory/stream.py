@@ -1,9 +1,9 @@
-"""Stream and Event: one interface for the order of work on CUDA and on the host.
+"""Stream and Event: one interface for ordering work on CUDA and on the host.
 
 A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. It allows tests
-of asynchrony, ordering and overlap without a GPU. After an error in a task, later tasks are skipped, and marks recorded
-before the next synchronize() raise the error in their waiters, including other queues. That synchronize() also raises
-the error, and makes the queue usable again.
+of asynchrony, ordering and overlap without a GPU. After a task fails, later tasks are skipped, and every wait for a
+later mark raises the error, in other queues too. The next synchronize() also raises the error, and makes the queue
+usable again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HostMark:
     def settle(self) -> None:
         """Wait for the position, without raising the error of the queue."""
         if threading.current_thread() is self._thread and not self.reached.is_set():
-            raise StateError("a host stream cannot wait for itself: one of its tasks waits for a later one")
+            raise StateError("a host stream cannot wait for itself: one of its tasks waits for a later task")
         self.reached.wait()
 
     def synchronize(self, timeout: float | None = None) -> bool:
@@ -53,7 +53,7 @@ class HostMark:
         elif not self.reached.wait(timeout):
             return False
         if self.error is not None:
-            raise self.error.with_traceback(self.traceback)  # the original, which does not grow with each waiter
+            raise self.error.with_traceback(self.traceback)  # else it would grow with each waiter
         return True
 
     def elapsed_time(self, end: HostMark) -> float:
@@ -67,10 +67,10 @@ class HostQueue:
     """Runs tasks one after another on a thread. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        # (task or None, the mark after the task, True if the mark clears the error); None ends the thread
+        # entries: (task or None, the mark after the task, True if the mark clears the error); None stops the thread
         self._entries: SimpleQueue[tuple[Task | None, HostMark, bool] | None] = SimpleQueue()
         self._unfinished: deque[None] = deque()  # one item per unfinished entry; append and pop are atomic
-        # re-entrant: submitting may start a garbage collection, which may submit on the same thread
+        # re-entrant, because submitting may start a garbage collection, which may submit on the same thread
         self._lock = threading.RLock()
         self._closed = False
         self._unseen: BaseException | None = None
@@ -79,7 +79,7 @@ class HostQueue:
         atexit.register(self.close)  # finish submitted tasks at exit
 
     def submit(self, task: Task | None, *, clear: bool = False) -> HostMark:
-        """Return a mark that is reached when this and all earlier tasks are done. With `clear` it clears the error."""
+        """Return a mark that is reached when this and all earlier tasks are done. With `clear`, it clears the error."""
         mark = HostMark(self._thread)
         with self._lock:
             if self._closed:
@@ -112,7 +112,7 @@ class HostQueue:
                 del error  # its traceback refers to this frame, and the cycle would keep the task's memory alive
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish submitted tasks and end the thread. With `wait`, join the thread and raise an error not yet raised."""
+        """Finish submitted tasks and stop the thread. With `wait`, join it and raise an error that was never raised."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -130,7 +130,7 @@ class HostQueue:
             if task is not None and error is None:
                 try:
                     task()
-                except BaseException as raised:  # kept, not swallowed: later marks raise it in their waiters
+                except BaseException as raised:  # waits for later marks raise it
                     error = raised
             mark.error, mark.seconds = error, time.perf_counter()
             mark.traceback = None if error is None else error.__traceback__
@@ -146,9 +146,9 @@ class HostQueue:
 
 
 _host_ids = itertools.count(1)
-_POLL_INTERVAL = 20e-6  # seconds: short compared with any transfer, and the core is free in between
-# Waits poll this long before they sleep. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late, a polling
-# thread 0.03 to 0.06 ms (H200 in a virtual machine, 2026-11-15). The difference matters for short transfers only.
+_POLL_INTERVAL = 20e-6  # seconds; short compared with any transfer, and the core is free in between
+# Waits poll this long before they sleep. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late; a polling
+# thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). This matters only for short transfers.
 _POLL_SECONDS = 3e-3
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 
@@ -210,7 +210,7 @@ class Stream:
         return self._native
 
     def enqueue(self, task: Callable[[], object]) -> None:
-        """Run `task` on this host stream, after all earlier work. CUDA streams take device work, not tasks."""
+        """Run `task` on this host stream, after all earlier work. A CUDA stream cannot run tasks."""
         if self.placement.is_device:
             raise ArgumentError(
                 f"a stream on {self.placement} runs device work; enqueue() needs a host stream: Stream('cpu')"
@@ -224,7 +224,7 @@ class Stream:
         return event
 
     def wait(self, event: Event) -> None:
-        """Make later work wait for `event`. A host event blocks the caller if this is a CUDA stream."""
+        """Make later work wait for `event`. If this is a CUDA stream, a wait for a host event blocks the caller."""
         event.wait(self)
 
     def query(self) -> bool:
@@ -236,7 +236,7 @@ class Stream:
         self.native.synchronize()
 
     def close(self) -> None:
-        """Finish enqueued work and release the queue; a wrapped stream is only released. Closing twice is allowed."""
+        """Finish enqueued work and release the stream. A wrapped stream is only released. Closing twice is allowed."""
         if self._native is not None and self._finalizer is not None:
             self._finalizer.detach()
             self._native.close()
@@ -244,12 +244,12 @@ class Stream:
 
 
 class Event:
-    """A position in a stream: record it, wait for it from other streams or the host, measure the time between two."""
+    """A recorded position in a stream. Other streams and the host can wait for it, and measure the time between two."""
 
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 
     def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
-        """`timing`: allow elapsed(). `blocking`: long host waits sleep instead of spinning."""
+        """`timing` allows elapsed(). With `blocking`, long host waits sleep instead of spinning."""
         self._timing = timing
         self._blocking = blocking
         self._native: Any = None  # a HostMark or torch.cuda.Event, set by record()
@@ -282,7 +282,7 @@ class Event:
         return self._native is None or bool(self._native.query())
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Block until the event is reached; False after `timeout` seconds. Raises the error of the event's stream."""
+        """Block until the event is reached, or return False after `timeout` seconds. Raises the error of its stream."""
         if self._native is None:
             return True
         if not self._on_device:
@@ -294,7 +294,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Block until the event is reached; host errors are not raised. Polling reacts faster, but needs the GIL."""
+        """Block until the event is reached, without raising host errors. Polling reacts faster, but needs the GIL."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:

@@ -41,7 +41,7 @@ def whole_number(dtype: DType, value: float, low: int, high: int) -> int:
 
 
 def decode(dtype: DType, codes: Bytes) -> list[Any]:
-    """Return the values of elements of a packed type from their bits."""
+    """Return the values that these codes (the bits of one element each) have in a packed type."""
     values: list[Any] = codes.tolist()
     return [_FP4_VALUES[code] for code in values] if dtype == dt.fp4 else values
 
@@ -59,7 +59,7 @@ def unpack_codes(dtype: DType, packed: Bytes, size: int) -> Bytes:
 
 
 def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
-    """Pack one element per byte into packed bytes. Unused bits of the last byte are zero."""
+    """Pack codes, which have one element per byte, into bytes. Unused bits of the last byte are zero."""
     padded = np.zeros(dtype.nbytes(codes.size) * dtype.per_byte, np.uint8)
     padded[: codes.size] = codes & ((1 << dtype.bits) - 1)
     shifts = np.arange(0, 8, dtype.bits, dtype=np.uint8)
@@ -69,7 +69,7 @@ def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
 
 AnyDType = DType | str | torch.dtype
 
-# Packed integers become uint8, because torch's uint2 and uint4 have no operations. torch's fp4 is a pair of elements.
+# Packed integers become uint8, because torch's uint2 and uint4 have no operations. torch's fp4 holds two elements.
 _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
     {
         **{each: getattr(torch, each.numpy_name) for each in dt.ALL if not each.is_packed},
@@ -98,7 +98,7 @@ def memory_type(given: AnyDType) -> DType:
     """Return the element type of a name or torch type. DTypeError for null."""
     element = element_type(given)
     if element == null:
-        raise DTypeError("memory needs an element type; null is that of an empty Buffer without one")
+        raise DTypeError("memory needs an element type; only an empty Buffer can have the type null")
     return element
 
 

@@ -1,4 +1,4 @@
-"""Stores keep blocks outside memory, behind one small batched interface. Never imports torch."""
+"""Stores, which keep blocks outside memory and share one batched interface. This package never imports torch."""
 
 from kvtier.storage.audit import Inventory, Verification, take_inventory, verify
 from kvtier.storage.calls import Breaker

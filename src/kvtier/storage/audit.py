@@ -1,4 +1,4 @@
-"""Inventory and verification of any store: `kvtier inspect` and `kvtier verify`."""
+"""Inventory and verification of any store, for `kvtier inspect` and `kvtier verify`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.storage.store import ObjectResult, ObjectStatus, Page, Read, Store, 
 
 _BATCH_BYTES = 32 << 20
 _MAX_OBJECT_BYTES = 1 << 30
-"""An upper bound for the size of a block: 128 tokens of 8 MiB each. A damaged record may claim any size."""
+"""Larger than any block (128 tokens of 8 MiB each). A damaged record may claim any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class Inventory:
     """Number of objects and bytes in a store."""
 
     usages: dict[bytes, tuple[int, int]]
-    """Objects and bytes by namespace, the largest first."""
+    """Number of objects and bytes by namespace, in descending order of bytes."""
     num_unreadable: int
     """Number of objects whose records are invalid."""
     seconds: float
     reason: str = ""
-    """Set if the inventory is incomplete."""
+    """The reason if the inventory is incomplete."""
 
     @property
     def num_objects(self) -> int:
@@ -47,7 +47,7 @@ class Verification:
     num_unreadable: int
     seconds: float
     reason: str = ""
-    """Set if the verification is incomplete."""
+    """The reason if the verification is incomplete."""
 
     @property
     def ok(self) -> bool:
@@ -56,7 +56,7 @@ class Verification:
 
 
 def take_inventory(store: Store, *, timeout_s: float | None = None) -> Inventory:
-    """Count the objects of a store, page by page; `timeout_s` is per page."""
+    """Count the objects of a store, page by page. `timeout_s` applies to each page."""
     begin = time.perf_counter()
     counts: dict[bytes, tuple[int, int]] = {}
     num_unreadable, reason = 0, ""
@@ -72,9 +72,9 @@ def take_inventory(store: Store, *, timeout_s: float | None = None) -> Inventory
 def verify(
     store: Store, *, timeout_s: float | None = None, progress: Callable[[int, int], object] = lambda *_: None
 ) -> Verification:
-    """Read and check every object of a store; `timeout_s` is per page and per batch.
+    """Read and check every object of a store. `timeout_s` applies to each page and each batch.
 
-    `progress` receives the objects and bytes read so far.
+    `progress` receives the numbers of objects and bytes read so far.
     """
     begin = time.perf_counter()
     num_sound = total = num_gone = num_unreadable = 0
@@ -84,7 +84,7 @@ def verify(
         num_unreadable, reason = num_unreadable + page.num_unreadable, page.reason
         for stored in page.objects:
             if stored.nbytes > _MAX_OBJECT_BYTES:
-                claim = f"its record claims {stored.nbytes} bytes"
+                claim = f"the record claims {stored.nbytes} bytes"
                 defects.append((stored.key, ObjectResult(ObjectStatus.CORRUPT, reason=claim)))
         for batch in _batches([stored for stored in page.objects if stored.nbytes <= _MAX_OBJECT_BYTES]):
             reads = [Read(stored.key, stored.label, bytearray(stored.nbytes)) for stored in batch]
@@ -101,7 +101,7 @@ def verify(
 
 
 def pages(store: Store, timeout_s: float | None = None, limit: int = 1000) -> Iterator[Page]:
-    """Yield all pages of an inventory; the last one has a reason if the store failed."""
+    """Yield all pages of an inventory. If the store fails, the last page has a reason."""
     cursor = ""
     while True:
         page = store.scan(cursor, limit, timeout_s=timeout_s)

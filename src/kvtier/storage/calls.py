@@ -1,6 +1,6 @@
 """Calls to a store: threads, deadline, results and the circuit breaker.
 
-A failing store costs its callers one deadline: Batch ends a call in time, and Breaker then refuses new calls.
+A failing store delays its callers by one deadline at most. Batch returns in time, and Breaker then refuses new calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, then set the results. If the call has returned, only return False."""
+        """Run `act`, which must be short, then set the results. After the call has returned, only return False."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -125,9 +125,9 @@ class Breaker:
         self.num_refused = 0
 
     def refusal(self, *, is_try: bool = True) -> str:
-        """Return the reason why a call is refused. An empty string admits the call, and `record` must follow.
+        """Return the reason for refusing a call, or an empty string if the call is admitted. `record` must follow then.
 
-        `is_try` is False for a call that is answered from memory. Such a call is not counted, and no `record` follows.
+        `is_try` is False for a call that is answered from memory. Such a call is not counted and needs no `record`.
         """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
@@ -137,7 +137,7 @@ class Breaker:
             elif left > 0:
                 reason = f"breaker open for another {left:.3g} s ({self._reason})"
             elif is_try and self._is_trying:
-                reason = f"breaker open, another call tries the store ({self._reason})"
+                reason = f"breaker open while another call tries the store ({self._reason})"
             else:
                 self._is_trying |= is_try and self._open_until is not None
                 return ""
@@ -189,7 +189,7 @@ class CallRunner:
         return outcomes
 
     def close(self) -> bool:
-        """Finish submitted jobs and end the threads. Return False if a thread still hangs after the deadline."""
+        """Finish submitted jobs and stop the threads. Return False if a thread still hangs after the deadline."""
         for _ in self._threads:
             self._jobs.put(None)
         give_up = time.monotonic() + self._timeout_s

@@ -29,14 +29,14 @@ from kvtier.storage.store import (
 StoreCall = Callable[[Store], Callable[..., Results]]
 """Selects the method of a store to call."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-"""From best to worst. The worst result is reported, because the object may exist in a store that failed."""
+"""Statuses from best to worst. The worst one is reported, because the object may exist in a store that failed."""
 
 
 class Cascade:
     """Reads try one store after the other; writes and removals go to all of them in parallel.
 
-    A store that is not `writable` is only read. The deadline is for the whole call: a read divides the remaining time
-    among the remaining stores, so that a hanging store leaves time for the others.
+    A store that is not `writable` is only read. The deadline applies to the whole call. A read divides the remaining
+    time among the remaining stores, so that a hanging store leaves time for the others.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Cascade:
         return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Write to all writable stores. STORED means that at least one has the object; `reason` has any errors."""
+        """Write to all writable stores. STORED means that at least one has the object; `reason` lists all errors."""
         begin = self._meter.begin([write.key for write in writes])
         results = self._in_parallel(lambda store: store.write, writes, timeout_s)
         outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]
@@ -75,7 +75,7 @@ class Cascade:
         return self._meter.end("removals", outcomes, begin, is_durable=is_durable)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory, one store after the other. An object in two stores is listed twice."""
+        """Return a page of the inventory, which lists the stores in order. An object in two stores is listed twice."""
         begin = self._meter.begin()
         number, _, inner = (cursor or "0|").partition("|")
         if not number.isdecimal() or int(number) >= len(self._stores):
@@ -119,7 +119,7 @@ class Cascade:
         return outcomes
 
     def _in_parallel(self, call: StoreCall, items: Sequence[Any], timeout_s: float | None) -> list[Results]:
-        """Call each writable store on its own thread, since each may take the whole deadline."""
+        """Call each writable store on its own thread, because each call may last until the deadline."""
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         calls = [functools.partial(call(store), items, timeout_s=wait_s) for store in self._writable]
         if len(calls) < 2:

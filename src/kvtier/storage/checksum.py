@@ -1,9 +1,9 @@
 """Checksum of stored bytes: CRC-32 in the lower half, the sum of the 32-bit words in the upper half.
 
 A CRC detects every error of one or two bits and every burst of up to 32 bits, the typical disk errors. The sum adds 32
-bits, so that one in 2^64 other errors, such as a replaced page, is missed. native.c computes both in one pass; zlib and
-numpy replace it on other processors and without a compiler. Rates on one core, with 1 MiB in its cache: native 24 GB/s,
-zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
+bits, so that only one in 2^64 other errors, such as a replaced page, is missed. native.c computes both in one pass. On
+other processors than x86-64, or without a compiler, zlib and numpy compute them. Rates on one core with 1 MiB in cache:
+native.c 24 GB/s, zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StorageNative:
 @functools.cache  # compile and load once per process
 def native() -> Native[StorageNative]:
     if platform.machine() not in ("x86_64", "AMD64"):
-        return Native(None, f"native.c is for x86-64, this is {platform.machine()}")
+        return Native(None, f"native.c needs x86-64, but this machine is {platform.machine()}")
     return load("kvtier.storage", ["native.c"], _FLAGS, _tried)
 
 
@@ -59,14 +59,14 @@ def address_of(data: memoryview | bytes | bytearray) -> int:
     if not len(data):
         return 0
     if isinstance(data, memoryview) and not data.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(data))  # a fifth of the cost of numpy
+        return ctypes.addressof(ctypes.c_char.from_buffer(data))  # takes a fifth of the time of numpy
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address
 
 
 _STEP = 64  # bytes per iteration of the C loop
 _MASK = 0xFFFFFFFF
-_LARGE = 2 << 20  # bytes; above this size a second thread pays off, which costs about 50 us
+_LARGE = 2 << 20  # bytes; from this size on, a second thread saves more than the 50 us that it costs
 
 
 def checksum(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:

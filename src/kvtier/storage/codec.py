@@ -14,7 +14,7 @@ from kvtier.storage.record import Flags, Record
 from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read
 
 ALIGNMENT = 4096
-"""Alignment of addresses, offsets and lengths for direct I/O. It suffices for every disk we know."""
+"""Alignment of addresses, offsets and lengths for direct I/O. It is sufficient for all known disks."""
 _HUGE = 2 << 20  # bytes of a huge page
 
 
@@ -23,7 +23,7 @@ def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
 
 
 class Scratch:
-    """Aligned memory of one thread, which grows to the largest size that was taken."""
+    """Aligned memory for one thread. It grows to the largest size that was requested."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -51,7 +51,7 @@ def encode(
     known: int | None = None,
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
-    `known` is the checksum of the payload. Pass it only without compression and token ids."""
+    `known` is the checksum of the payload, if known. It must not be passed with compression or token ids."""
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
         packed = zlib.compress(payload, 1)
@@ -81,7 +81,7 @@ def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: 
 
 
 def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
-    """Return the verified payload from a slot's bytes. If it is invalid, return empty memory and the reason."""
+    """Verify the bytes of a slot and return the payload. If they are invalid, return empty memory and the reason."""
     empty = memoryview(b"")
     if len(data) < record.total_bytes:
         return empty, f"truncated: {len(data)} of {record.total_bytes} bytes"
@@ -90,7 +90,7 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
     stored = data[: record.stored_bytes]
     if not record.flags & Flags.ZLIB:
         if record.stored_bytes != record.nbytes:  # servers are shared, and a forged record can have a valid checksum
-            return empty, f"inconsistent: {record.stored_bytes} bytes stored of {record.nbytes}, uncompressed"
+            return empty, f"inconsistent: {record.stored_bytes} uncompressed bytes stored instead of {record.nbytes}"
         return stored, ""
     unpacker = zlib.decompressobj()
     try:
@@ -114,6 +114,6 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> ObjectResult | None:
-    """Return a miss if the stored object is not the expected one."""
+    """Return a MISSING result if the stored object is not the expected one, else None."""
     reason = label.difference(read.label) or (nbytes != wanted and f"stored {nbytes} bytes, expected {wanted}")
     return ObjectResult(ObjectStatus.MISSING, reason=reason) if reason else None

@@ -1,4 +1,4 @@
-"""MemoryStore: a store in a dictionary. For tests, and the shortest example of a Store."""
+"""MemoryStore: a store in a dictionary, for tests and as the shortest example of a Store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvtier.storage.store import (
 
 @dataclass(slots=True, eq=False)
 class MemoryObject:
-    """A stored object; tests damage its payload, which includes the token ids."""
+    """A stored object. The payload includes the token ids, and tests can damage it."""
 
     record: Record
     payload: bytearray
@@ -48,7 +48,7 @@ class MemoryStore:
         self._meter = Meter("this MemoryStore")
         self._used_bytes = self._num_evicted = self._num_quarantined = 0
         self.objects: OrderedDict[bytes, MemoryObject] = OrderedDict()
-        """From the least to the most recently used."""
+        """Objects by key, sorted from the least to the most recently used."""
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
         begin = self._meter.begin(keys)
@@ -122,7 +122,7 @@ class MemoryStore:
         record, _ = encode(write.key, write.label, payload)
         new = MemoryObject(record, bytearray(payload) + write.label.token_ids)
         if new.nbytes > self._max_bytes:
-            return ObjectResult(ObjectStatus.FAILED, reason=f"{new.nbytes} bytes in a store of {self._max_bytes}")
+            return ObjectResult(ObjectStatus.FAILED, reason=f"{new.nbytes} bytes exceed the limit of {self._max_bytes}")
         self._drop(write.key)
         while self._used_bytes + new.nbytes > self._max_bytes:
             self._drop(next(iter(self.objects)))

@@ -1,7 +1,7 @@
-"""Open stores by URL, and one store per shard.
+"""Open stores by URL: one store for all shards, or one store per shard.
 
-A server stores all shards of a block. A folder has one owning process, but the owner of a shard depends on the number
-of ranks. A disk store of S shards is therefore S folders, and each rank opens the folders of its shards.
+A server stores all shards of a block. A folder belongs to one process at a time, and the number of ranks determines the
+process of a shard. A disk store of S shards is therefore S folders, and each rank opens the folders of its shards.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|
@@ -43,11 +43,11 @@ _S3_THREADS = 16  # each request has one object and mostly waits for the network
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store of a URL. Several URLs give a Cascade, which reads in order and writes to all without `write=no`.
+    """Open the store at a URL. Several URLs make a Cascade, which reads in order and writes to all without `write=no`.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
-    `secret` encrypts objects on servers with AES-GCM; `secret=FILE` sets it for one URL. docs/stores.md lists the URL
+    `secret` encrypts objects on servers with AES-GCM; `?secret=FILE` sets it for one URL. docs/stores.md lists the URL
     options. In a folder, each of `num_shards` shards has its own subfolder and an equal share of the bytes. Raises
     ArgumentError for an invalid URL, UnavailableError for a missing extra, StoreError if the server does not respond.
     """
@@ -61,7 +61,7 @@ def open_store(
 
 
 def _open_all(openers: Sequence[Callable[[], Store]]) -> list[Store]:
-    """Open stores. If one fails, close those that are open."""
+    """Open all stores. If one fails to open, close the others."""
     stores: list[Store] = []
     with contextlib.ExitStack() as opened:
         for opener in openers:
@@ -73,7 +73,7 @@ def _open_all(openers: Sequence[Callable[[], Store]]) -> list[Store]:
 
 @dataclass(frozen=True, slots=True)
 class _UrlOptions:
-    """Options of a URL. Reading an option removes it, so the options left at the end are unknown ones."""
+    """Options of a URL. Reading an option removes it from `left`, so that only unknown options remain there."""
 
     url: SplitResult
     shown: str
@@ -115,7 +115,7 @@ class _UrlOptions:
     def finish(self) -> None:
         if self.left:
             known = ", ".join(sorted(self.known))
-            raise ArgumentError(f"{self.shown}: unknown option {', '.join(sorted(self.left))}; known are {known}")
+            raise ArgumentError(f"{self.shown}: unknown option {', '.join(sorted(self.left))}; options are {known}")
 
     def parsed(self, name: str, default: Value, what: str, parse: Callable[[str], Value]) -> Value:
         text = self.text(name)
@@ -182,7 +182,7 @@ def _open_redis(options: _UrlOptions, secret: bytes | None) -> Store:
     with_tls, url = options.url.scheme == "rediss", options.url
     database = url.path.strip("/")
     if not url.hostname or not (database or "0").isdecimal():
-        raise ArgumentError(f"{options.shown}: needs a host and a database number: redis://host:6379/0")
+        raise ArgumentError(f"{options.shown}: a Redis store needs a host and a database number: redis://host:6379/0")
     with _extra("redis", options):
         from kvtier.storage.remote.redis import RedisBucket
     is_cluster, ca_file, cert_file = options.flag("cluster", False), options.text("ca"), options.text("cert")
@@ -211,7 +211,7 @@ def _open_redis(options: _UrlOptions, secret: bytes | None) -> Store:
 
 def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
-        raise ArgumentError(f"{options.shown}: needs a bucket: s3://bucket/prefix")
+        raise ArgumentError(f"{options.shown}: an S3 store needs a bucket: s3://bucket/prefix")
     with _extra("s3", options):
         from kvtier.storage.remote.s3 import S3Bucket
     connect = functools.partial(
@@ -228,7 +228,7 @@ def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
 
 def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
-        raise ArgumentError(f"{options.shown}: needs the master: mooncake://host:50051")
+        raise ArgumentError(f"{options.shown}: a Mooncake store needs the master: mooncake://host:50051")
     with _extra("mooncake", options):
         from kvtier.storage.remote.mooncake import MooncakeBucket
     connect = functools.partial(
@@ -266,7 +266,7 @@ def _open_remote(
     except BucketError as error:
         raise StoreError(
             f"cannot open {options.shown}: {error}; check that the server runs, that host, port and credentials are "
-            f"correct, and that this machine can reach it"
+            f"correct, and that this machine can reach the server"
         ) from error
     return RemoteStore(
         bucket, options.shown, envelope=envelope, num_threads=num_threads, timeout_s=timeout_s, num_retries=num_retries
@@ -282,7 +282,7 @@ def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        libraries = "; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1" if extra == "mooncake" else ""
+        libraries = "; it also needs: apt-get install libibverbs1 librdmacm1 libnuma1" if extra == "mooncake" else ""
         raise UnavailableError(
             f"{options.shown} needs the extra `{extra}`: pip install 'kvtier[{extra}]' ({error}){libraries}"
         ) from error
@@ -290,13 +290,13 @@ def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ShardStores:
-    """Stores of one rank's shards: one store for all shards, or one store per shard, the first for shard `first`."""
+    """Stores for the shards of one rank: one store for all, or one store per shard in order from shard `first`."""
 
     stores: tuple[Store, ...]
     first: int = 0
 
     def of(self, shard: int | None) -> Store:
-        """Return the store of a shard. None stands for data that every rank has, stored with the first shard."""
+        """Return the store of a shard. None means data that every rank has, which is stored with the first shard."""
         if len(self.stores) == 1:
             return self.stores[0]
         return self.stores[0 if shard is None else shard - self.first]
@@ -316,7 +316,7 @@ class ShardStores:
 
 
 def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: bytes | None = None) -> ShardStores:
-    """Open URLs as `open_store` does, for `shards`, which are some of a block's `num_shards` shards."""
+    """Open the stores at these URLs for `shards`, which are the shards of one rank, of `num_shards` in total."""
     if num_shards == 1 or not any(urlsplit(url).scheme == "disk" for url in urls):
         return ShardStores((open_store(urls, secret=secret),), shards.start)
     opener = functools.partial(open_store, urls, secret=secret, num_shards=num_shards)

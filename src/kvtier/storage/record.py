@@ -4,19 +4,19 @@
       0      8  magic
       8      2  format version
      10      2  flags: 1 = the payload is compressed with zlib, 2 = quarantined
-     12      4  bytes of token ids behind the payload
-     16      8  sequence: if two records have the same key, the higher sequence counts
-     24      4  number of the segment this record belongs to
-     28      4  slot in that segment
+     12      4  size of the token ids after the payload
+     16      8  sequence; of two records with the same key, the one with the higher sequence is valid
+     24      4  number of the segment that contains this record
+     28      4  slot in the segment
      32     32  key
      64     32  namespace fingerprint
      96     16  token digest
-    112      8  bytes of the object, uncompressed
-    120      8  bytes of the stored payload, possibly compressed
+    112      8  size of the uncompressed object
+    120      8  size of the stored payload, which may be compressed
     128      8  checksum of the stored payload (checksum.py)
-    136      8  expiry, seconds since 1970; 0: none
+    136      8  expiry in seconds since 1970, or 0 for no expiry
     144    108  zeros
-    252      4  CRC-32 of the 252 bytes before
+    252      4  CRC-32 of the first 252 bytes
 
 The record of an empty slot is 256 zeros. On disk, records are in the table of their segment; remote stores put the
 record before the payload, with segment and slot 0.
@@ -76,12 +76,12 @@ class Record:
         return self.stored_bytes + self.token_bytes
 
     def at(self, segment: int, slot: int, sequence: int) -> Record:
-        """Return the record of the same object in another place."""
+        """Return the record for the same object in another slot."""
         sizes = (self.nbytes, self.stored_bytes, self.checksum, self.token_bytes, self.flags)
         return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot, self.expires_s)
 
     def is_same_object(self, other: Record) -> bool:
-        """True if both objects have the same bytes and label. Place and expiry may differ."""
+        """True if both objects have the same bytes and label. Slot, sequence and expiry may differ."""
         if self.checksum != other.checksum:
             return False
         return replace(self.at(0, 0, 0), expires_s=0) == replace(other.at(0, 0, 0), expires_s=0)
@@ -105,7 +105,7 @@ class Record:
         if zlib.crc32(data[:-4]) != _CRC.unpack_from(data, RECORD_BYTES - 4)[0]:
             raise FormatError("the record is damaged: its CRC differs")
         if version != VERSION:
-            raise VersionError(f"the record has format version {version}, this kvtier reads {VERSION}")
+            raise VersionError(f"the record has format version {version}, but this kvtier reads {VERSION}")
         key, namespace, digest, nbytes, stored_bytes, checksum, expires_s = rest
         place = (sequence, segment, slot, expires_s)
         return cls(key, namespace, digest, nbytes, stored_bytes, checksum, token_bytes, Flags(flags), *place)

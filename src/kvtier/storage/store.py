@@ -1,8 +1,8 @@
-"""Store: the batched interface behind which a disk, a server or a bucket keeps blocks.
+"""Store: the batched interface to blocks on a disk or a server.
 
-Every call takes a batch and returns one result per object: found, stored, removed, missing, corrupt or failed, with a
-reason. A miss is not an exception; exceptions are for invalid calls. Every call ends by its deadline: objects that are
-not done by then are failed, and memory passed to `read_into` is not written after the call has returned.
+Every call accepts a batch and returns one result per object: found, stored, removed, missing, corrupt or failed, with a
+reason. A miss is not an exception; exceptions are for invalid calls. Every call returns by its deadline. Objects that
+are not done by then are failed, and memory passed to `read_into` is not written after the call has returned.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ CallKind = Literal["lookups", "reads", "writes", "removals"]
 
 
 class ObjectStatus(Enum):
-    """Result of one object of a batch."""
+    """Result for one object of a batch."""
 
     FOUND = "found"
     """For `contains`, the object is present. For `read_into`, its verified bytes are in the caller's memory."""
     STORED = "stored"
     REMOVED = "removed"
     MISSING = "missing"
-    """Absent, or present with another namespace, tokens or length: see the reason."""
+    """The object is absent, or its namespace, tokens or length differ from the expected ones (see `reason`)."""
     CORRUPT = "corrupt"
-    """The object's bytes differ from those that were stored. It is quarantined, and missing from now on."""
+    """The object's bytes have changed since they were stored. The object is quarantined, and missing from now on."""
     FAILED = "failed"
-    """An error, a deadline, no space, or an open breaker."""
+    """Caused by an error, a missed deadline, a full store, or an open breaker."""
 
 
 _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
@@ -94,10 +94,10 @@ class Label:
     """Identity of an object in addition to its key. A read that expects another label is a miss."""
 
     namespace: bytes
-    """Fingerprint of model, weights, dtype, layout and block size: index.Namespace.fingerprint."""
+    """Fingerprint of model, weights, dtype, layout and block size (index.Namespace.fingerprint)."""
     token_digest: bytes = bytes(DIGEST_BYTES)
     token_ids: bytes = b""
-    """The tokens (little-endian int32), if the operator wants them in the store. Only the digest is compared."""
+    """The tokens (little-endian int32), if the store is configured to keep them. Only the digest is compared."""
 
     def __post_init__(self) -> None:
         if len(self.namespace) != NAMESPACE_BYTES or len(self.token_digest) != DIGEST_BYTES:
@@ -157,12 +157,12 @@ class Page:
 
     objects: tuple[StoredObject, ...]
     cursor: str
-    """For the next call; empty after the last page."""
+    """Cursor for the next call; empty after the last page."""
     seconds: float
     reason: str = ""
-    """Set if the page is empty because the store failed."""
+    """The reason if the page is empty because the store failed."""
     num_unreadable: int = 0
-    """Objects of this page that are omitted because their records are invalid."""
+    """Number of objects that this page omits because their records are invalid."""
 
 
 class CallStats(NamedTuple):
@@ -194,7 +194,7 @@ class StoreStats:
     num_objects: int = 0
     """If a server keeps the objects, `num_objects`, `used_bytes` and `max_bytes` are 0. Use `scan` instead."""
     used_bytes: int = 0
-    """Bytes of the store, metadata and free slots included."""
+    """Size of the store, including metadata and free slots."""
     max_bytes: int = 0
     num_evicted: int = 0
     num_quarantined: int = 0
@@ -223,11 +223,11 @@ class Store(Protocol):
         ...
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return one page of the inventory, about `limit` objects. Objects that change may be missing or doubled."""
+        """Return one page of about `limit` objects. Objects that change meanwhile may be missing or listed twice."""
         ...
 
     def close(self) -> None:
-        """Stop threads and release resources. Idempotent; calls after it raise ClosedError."""
+        """Stop threads and release resources. Later calls raise ClosedError. Closing twice is allowed."""
         ...
 
     @property
@@ -236,9 +236,9 @@ class Store(Protocol):
 
 @runtime_checkable
 class UsesMemory(Protocol):
-    """Optional interface of stores and buckets that prepare memory before blocks are moved from it.
+    """Optional interface of stores and buckets that prepare memory before blocks are copied from it.
 
-    A store that refuses raises StoreError, a bucket raises BucketError. A refusal does not affect later calls. There is
+    If that fails, a store raises StoreError and a bucket raises BucketError, but later calls are not affected. There is
     no deadline, because a call may pin gigabytes.
     """
 
@@ -252,7 +252,7 @@ class UsesMemory(Protocol):
 
 
 def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
-    """Return the bytes of a buffer. Raise ArgumentError if it is not contiguous, or not writable as requested."""
+    """Return the bytes of a buffer. Raise ArgumentError if it is not contiguous, or read-only despite `writable`."""
     view = memoryview(buffer)
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
@@ -281,7 +281,7 @@ class Meter:
         self.is_closed = False
 
     def begin(self, keys: Sequence[bytes] = ()) -> float:
-        """Check a call; return its start time for `end`."""
+        """Check a call and return its start time, which `end` needs."""
         if self.is_closed:
             raise ClosedError(f"{self._name} is closed")
         for key in keys:

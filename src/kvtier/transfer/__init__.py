@@ -1,4 +1,4 @@
-"""Copies blocks between the device cache and host memory, at the rate of the link, while the model runs."""
+"""Block transfers between the device cache and host memory, at the rate of the link, while the model runs."""
 
 from kvtier.transfer.block_view import BlockView, Direction
 from kvtier.transfer.compiled import CompiledTransfer

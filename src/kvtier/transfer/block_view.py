@@ -1,4 +1,4 @@
-"""BlockView: the address, stride and size of the blocks of a tensor. Direction: which way blocks move."""
+"""BlockView: the address, stride and size of the blocks in a tensor. Direction: to the host, or to the device."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def as_direction(direction: Direction | str) -> Direction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockView:
-    """Blocks of equal size and stride: one tensor of one layer, or whole blocks. Keeps the memory alive."""
+    """Blocks of equal size and stride, of one tensor of a layer or of all layers. Keeps the memory alive."""
 
     pointer: int
     stride: int
     """Bytes from one block to the next."""
     block_bytes: int
-    """Bytes of a block, which are contiguous."""
+    """Size of a block. The bytes of a block are contiguous."""
     num_blocks: int
     holding: MemoryRef
     run_blocks: int = 0
-    """No copy crosses a multiple of this number of blocks, since memory is registered in pieces; 0: no limit."""
+    """Number of blocks in a piece of memory that is pinned separately. No copy spans two pieces. 0: one piece."""
 
     @property
     def placement(self) -> Placement:
@@ -55,7 +55,7 @@ class BlockView:
 
     @property
     def end(self) -> int:
-        """The address behind the last block."""
+        """The address after the last block."""
         return self.pointer + (self.num_blocks - 1) * self.stride + self.block_bytes if self.num_blocks else 0
 
     @classmethod
@@ -65,7 +65,7 @@ class BlockView:
             return source
         if isinstance(source, Buffer):
             if not block_bytes or source.nbytes % block_bytes:
-                raise ArgumentError(f"a Buffer of {source.nbytes} bytes is not a number of blocks of {block_bytes}")
+                raise ArgumentError(f"a Buffer of {source.nbytes} bytes does not consist of blocks of {block_bytes}")
             count = source.nbytes // block_bytes
             return cls(source.data(), block_bytes, block_bytes, count, source.holding)
         return cls._of_tensor(source)
@@ -80,13 +80,13 @@ class BlockView:
             expected *= length
         if not dense:
             raise ArgumentError(
-                f"a block must be contiguous, but in this tensor of shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()} it is not; register each contiguous part by itself"
+                f"the blocks of this tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} are not "
+                "contiguous; register each contiguous part separately"
             )
         item = tensor.element_size()
         stride = tensor.stride(0) * item
         if tensor.shape[0] > 1 and stride < expected * item:
-            raise ArgumentError(f"the blocks of this tensor overlap: {expected * item} bytes every {stride}")
+            raise ArgumentError(f"the blocks of this tensor overlap: {expected * item} bytes at stride {stride}")
         holding = MemoryRef(tensor.data_ptr(), tensor.nbytes, placement_of(tensor), owner=tensor.detach(), pooled=True)
         return cls(tensor.data_ptr(), stride, expected * item, tensor.shape[0], holding)
 
@@ -109,7 +109,7 @@ def check_ids(name: str, ids: Any, num_blocks: int) -> I64:
 def check_moves(
     device_ids: Ids, host_ids: Ids, direction: Direction, num_device: int, num_host: int
 ) -> tuple[I64, I64]:
-    """Return the ids of both sides as arrays. They must be in range and paired, without a duplicate destination."""
+    """Return both lists of ids as arrays. Raise if ids are out of range or unpaired, or if a destination repeats."""
     on_device = check_ids("device_ids", device_ids, num_device)
     on_host = check_ids("host_ids", host_ids, num_host)
     if len(on_device) != len(on_host):
@@ -120,5 +120,5 @@ def check_moves(
     in_order = np.sort(targets)
     duplicates = in_order[1:][in_order[1:] == in_order[:-1]]
     if len(duplicates):
-        raise ArgumentError(f"block {int(duplicates[0])} is twice in {name}; a destination can be written only once")
+        raise ArgumentError(f"block {int(duplicates[0])} occurs twice in {name}; each destination can occur only once")
     return on_device, on_host

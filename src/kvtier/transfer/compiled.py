@@ -1,10 +1,10 @@
-"""Compile block ids into tables of copies, with numpy. Ids are checked and sorted once per transfer. Tables are made
-for each slice.
+"""Compile block ids into tables of copies. Ids are checked and sorted once per transfer, and a table is built for each
+slice.
 
-A transfer is split into slices: all layers of some blocks, or a group of layers of some blocks. A slice is submitted,
-waited for, and reported as done or failed as a unit.
+A slice contains some blocks, with all their layers or with one group of layers. It is submitted as a unit, and it
+arrives or fails as a unit.
 
-    blocks, in the order of their destination   0 ........ 31 | 32 ........ 63 | ...        slice_bytes each
+    blocks, sorted by destination     0 ........ 31 | 32 ........ 63 | ...        about slice_bytes per slice
     layer-wise: layers 0-7 of all blocks, then layers 8-15 of all blocks, ...
 """
 
@@ -33,7 +33,7 @@ class SortedBlockIds:
     device_ids: I64
     host_ids: I64
     order: I64
-    """Positions in the caller's order, sorted by destination."""
+    """Positions in `device_ids` and `host_ids`, sorted by destination."""
     sorted_device: I64
     sorted_host: I64
 
@@ -59,10 +59,10 @@ def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device:
 def block_copies(
     device_ids: I64, host_ids: I64, device: Strided, host: Strided, nbytes: int, run_blocks: int, direction: Direction
 ) -> I64:
-    """Return the copies (rows SRC, DST, NBYTES) of blocks of `nbytes` that are contiguous on both sides.
+    """Return the copies (rows SRC, DST, NBYTES) for blocks of `nbytes` bytes that are contiguous on both sides.
 
-    Blocks that are adjacent on both sides become one copy, but not across a multiple of `run_blocks` on the host
-    (0: no limit).
+    Blocks that are adjacent on both sides become one copy. No copy crosses a host block id that is a multiple of
+    `run_blocks` (0: no limit).
     """
     code = native().code
     if code is not None and len(device_ids):
@@ -88,13 +88,13 @@ def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Directi
     return table
 
 
-_STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
+_STAGE_ALIGNMENT = 256  # a gather kernel can load 16 bytes at once only from aligned addresses
 _FIRST_SHARE = 16  # the first chunk of a large transfer has 1/16 of the blocks
 
 
 Tables = tuple[I64, I64 | None]
-"""Copies over the link and, if staged, copies between cache and staging memory: rows SRC, DST, NBYTES. Addresses in
-staging memory are relative to the start of a slot."""
+"""Copies over the link and, if staged, copies between cache and staging memory. The rows are SRC, DST and NBYTES.
+Addresses in staging memory are relative to the start of a slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class CompiledTransfer:
 
     direction: Direction
     device_ids: I64
-    """In the caller's order, like `host_ids`."""
+    """Device block ids in the caller's order, paired with `host_ids`."""
     host_ids: I64
     layer_groups: list[range]
     slices: list[Slice]
@@ -152,7 +152,7 @@ def compile_transfer(
     group, num_slots = cache.group, host.num_ready
     host.keep()  # raises if freed
     if host.group != group:
-        raise ArgumentError(f"the host memory is not for blocks of cache group {group.name!r}")
+        raise ArgumentError(f"the host memory belongs to another cache group than {group.name!r}")
     moves = sort_moves(device_ids, host_ids, direction, cache.num_blocks, num_slots)
     count = len(moves)
     parts = [cache.part(layers) for layers in layer_groups]
@@ -187,13 +187,13 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
-    """Return the number of blocks per chunk (a slot of the staging ring). With `ramp`, the first chunk is small."""
+    """Return the number of blocks in each chunk (a slot of the staging ring). `ramp` makes the first chunk small."""
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride
     if step < 1:
-        raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {chunk_bytes}")
+        raise ArgumentError(f"a block of {span_bytes} bytes does not fit into a staging chunk of {chunk_bytes}")
     first = min(count, step, max(FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
-    # equal chunks, because a short chunk would not hide the kernel of the next chunk
+    # the remaining chunks are equal, because copying a short chunk would not hide the kernel of the next chunk
     left = count - first
     num_full = -(-left // step)
     sizes = [first, *(left * (k + 1) // num_full - left * k // num_full for k in range(num_full))]

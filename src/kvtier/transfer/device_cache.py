@@ -1,4 +1,4 @@
-"""DeviceCache: the engine's cache tensors, and the address of each layer's part of a block."""
+"""DeviceCache: the engine's cache tensors, and the addresses of the layers of a block in these tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.transfer.block_view import BlockView
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRange:
-    """Some layers of a block, and their contiguous segments in the device cache (one if the cache is block-first)."""
+    """Some layers of a block, and their contiguous segments in the device cache (one segment if block-first)."""
 
     span: Span
     """Position of the layers in the block."""
@@ -34,22 +34,22 @@ class LayerRange:
 
 
 class DeviceCache:
-    """One group's cache tensors, owned by the engine. `release()` drops the references to the tensors.
+    """The cache tensors of one group, which the engine owns. `release()` drops the references to the tensors.
 
         DeviceCache.block_first(group, tensor)              [block, layer, K/V, ...]: a block is contiguous
-        DeviceCache.layer_first(group, [{"key": k, "value": v}, ...])   a tensor per layer and role, blocks first
+        DeviceCache.layer_first(group, [{"key": k, "value": v}, ...])   [block, ...] for each layer and role
 
     Layer-first tensors may be views into one tensor (such as tensor[:, 0]); adjacent parts are copied together.
     """
 
     def __init__(self, group: CacheGroup, views: Sequence[tuple[int, int, BlockView]]) -> None:
-        """`views`: (layer, offset in the block, view) of each part, in the order of the block."""
+        """`views` contains (layer, offset in the block, view) for each part of a block, in ascending offset."""
         first = views[0][2]
         if any(view.placement != first.placement for _, _, view in views):
             raise ArgumentError("the tensors of one cache group must be on one device")
         if any(view.num_blocks != first.num_blocks for _, _, view in views):
             raise ArgumentError(
-                f"the tensors of one cache group need equally many blocks, got "
+                f"the tensors of one cache group must have the same number of blocks, got "
                 f"{sorted({view.num_blocks for _, _, view in views})}"
             )
         self.group = group
@@ -67,7 +67,7 @@ class DeviceCache:
         if view.block_bytes != group.block_bytes:
             raise ArgumentError(
                 f"a block of this tensor of shape {tuple(tensor.shape)} has {view.block_bytes} bytes, "
-                f"one of group {group.name!r} {group.block_bytes}"
+                f"but a block of group {group.name!r} has {group.block_bytes}"
             )
         spans = [group.span(range(layer, layer + 1)) for layer in range(group.num_layers)]
         parts = [replace(view, pointer=view.pointer + span.offset, block_bytes=span.nbytes) for span in spans]
@@ -81,8 +81,8 @@ class DeviceCache:
         if wanted != given:
             at = next((i for i, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]), len(given))
             raise ArgumentError(
-                f"group {group.name!r} has {len(wanted)} layers, {len(given)} were given; the first that differs is "
-                f"{at}: it needs {sorted(wanted[at]) if at < len(wanted) else 'nothing'}, "
+                f"group {group.name!r} has {len(wanted)} layers, and {len(given)} were given; the first mismatch is "
+                f"layer {at}, which needs {sorted(wanted[at]) if at < len(wanted) else 'nothing'}, "
                 f"got {sorted(given[at]) if at < len(given) else 'nothing'}"
             )
         views = []
@@ -90,8 +90,8 @@ class DeviceCache:
             view = BlockView.of(layers[layer][spec.name])
             if view.block_bytes != span.nbytes:
                 raise ArgumentError(
-                    f"{spec.name} of layer {layer} has {view.block_bytes} bytes per block, group {group.name!r} says "
-                    f"{span.nbytes} ({spec.shape} of {spec.dtype})"
+                    f"{spec.name} of layer {layer} has {view.block_bytes} bytes per block, "
+                    f"but group {group.name!r} needs {span.nbytes} ({spec.shape} of {spec.dtype})"
                 )
             views.append((layer, span.offset, view))
         return cls(group, views)
@@ -110,11 +110,11 @@ class DeviceCache:
         self._parts = {}
 
     def part(self, layers: range) -> LayerRange:
-        """Return the segments of these layers, in the order of the block. Cached, because each transfer needs them."""
+        """Return the segments of these layers, in ascending offset. Cached, because each transfer needs this."""
         part = self._parts.get(layers)
         if part is None:
             if self.is_released:
-                raise ClosedError(f"the cache of group {self.group.name!r} was released; register the new one")
+                raise ClosedError(f"the cache of group {self.group.name!r} was released; register the new cache")
             views = [each for each in self._views if each[0] in layers]
             part = self._parts[layers] = LayerRange(self.group.span(layers), *_segments(views))
         return part

@@ -36,7 +36,7 @@ class TransferStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockFailure:
-    """A block that did not arrive: its content at the destination is undefined."""
+    """A block that did not arrive. The content of its destination is undefined."""
 
     device_id: int
     host_id: int
@@ -52,7 +52,7 @@ class TransferReport:
     direction: Direction
     status: TransferStatus
     device_ids: I64
-    """In the caller's order, like `host_ids`."""
+    """Device block ids in the caller's order, paired with `host_ids`."""
     host_ids: I64
     failures: tuple[BlockFailure, ...]
     """The blocks that did not arrive."""
@@ -60,20 +60,20 @@ class TransferReport:
     """Bytes of the blocks that arrived."""
     num_copies: int
     seconds: float
-    """From the first copy to the end of the last, measured on the stream."""
+    """Time from the start of the first copy to the end of the last copy, measured on the stream."""
     choice: StrategyChoice
-    """The strategy and the reason."""
+    """The strategy, and the reason for it."""
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """(device id, host id) of each block that arrived. Computed on demand; an engine reads only the failures."""
+        """(device id, host id) of each block that arrived. Computed on demand, as an engine needs only `failures`."""
         lost = {(failure.device_id, failure.host_id) for failure in self.failures}
         pairs = zip(self.device_ids.tolist(), self.host_ids.tolist(), strict=True)
         return tuple(pair for pair in pairs if pair not in lost)
 
 
 class TransferHandle:
-    """A transfer submitted to a TransferManager. Its report comes from `wait()` or from the manager's `poll()`."""
+    """A transfer submitted to a TransferManager. `wait()` or the manager's `poll()` returns the report."""
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class TransferHandle:
             return self._report
 
     def wait(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report. TransferTimeoutError after `timeout` seconds; the transfer then continues."""
+        """Wait for the report. Raises TransferTimeoutError after `timeout` seconds, but the transfer continues."""
         report = self.settle(timeout)
         self.was_waited_for = True
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report like `wait`. The manager's poll() will still return the report."""
+        """Wait for the report like `wait`, but let the manager's poll() return it again."""
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -146,7 +146,7 @@ class TransferHandle:
         return report
 
     def cancel(self) -> bool:
-        """Drop the slices that are not yet submitted; submitted slices finish. False if there was none to drop."""
+        """Drop the slices that are not yet submitted. Submitted slices finish. False if no slice was dropped."""
         error = CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved")
         return self._drop_rest(error, TransferStatus.CANCELLED)
 
@@ -160,13 +160,13 @@ class TransferHandle:
 
     @property
     def next_bytes(self) -> int | None:
-        """Bytes of the next slice to submit; None if none is left."""
+        """Size of the next slice to submit, or None if no slice is left."""
         with self._changed:
             self._expire()
             return None if self._is_claimed() else self.compiled.slices[self._next_slice].nbytes
 
     def claim(self) -> int | None:
-        """Return the next slice to submit. `cancel` no longer drops it, and the caller must call `submitted`."""
+        """Return the index of the next slice, or None. The caller must submit it, and `cancel` cannot drop it."""
         with self._changed:
             if self._is_claimed():
                 return None
@@ -175,7 +175,7 @@ class TransferHandle:
             return self._next_slice - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
-        """Record that slice `index` was submitted and ends with `end`. After an error, only a part may be submitted."""
+        """Record that slice `index` was submitted, or after an error a part of it. `end` follows the last copy."""
         with self._changed:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:
@@ -229,7 +229,7 @@ class TransferHandle:
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
-        """Return the end event of submitted slice `step`. If there is none, wait for a change and return None."""
+        """Return the end event of the slice submitted as number `step`, or wait for a change and return None."""
         with self._changed:
             if step < len(self._ends):
                 return self._ends[step]

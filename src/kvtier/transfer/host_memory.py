@@ -40,10 +40,10 @@ class GrowthState(Enum):
 
 
 class HostMemory:
-    """Memory with `num_slots` slots for blocks of `group`: pinned, near the GPU `device`, or plain if that is "cpu".
+    """Host memory with `num_slots` slots for blocks of `group`. It is pinned near the GPU `device`, or plain for "cpu".
 
-    Slots are contiguous. Those below `num_ready` are usable, the others become usable in the background. The memory
-    outlives the device cache: a sleeping engine frees its tensors and finds its blocks here when it wakes.
+    Slots are contiguous. Slots below `num_ready` are usable; a thread makes the others usable. The memory outlives the
+    device cache, so an engine that frees its tensors to sleep finds its blocks here when it wakes.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class HostMemory:
         background: bool = True,
     ) -> None:
         if num_slots < 1 or piece_bytes < 1:
-            raise ArgumentError(f"host memory needs slots, got {num_slots} in pieces of {piece_bytes} bytes")
+            raise ArgumentError(f"host memory needs at least one slot, got {num_slots}, in pieces of {piece_bytes}")
         self.group = group
         self.slot_bytes = group.slot_bytes
         self.num_slots = num_slots
         self.piece_slots = max(1, min(num_slots, piece_bytes // self.slot_bytes))
-        """Slots registered together; no copy spans two pieces."""
+        """Number of slots in a piece, which is pinned as a unit. No copy spans two pieces."""
         self.device = Placement.parse(device).require()
         self.placement: Placement = PINNED if self.device.is_device else CPU
         self.trouble = ""
-        """The reason why the memory stopped growing, or is not on the GPU's NUMA node; empty if neither."""
+        """The reason that the memory stopped growing, or is not on the NUMA node of the GPU. Empty in other cases."""
         memory = self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self.pointer = memory.pointer
         """The address of slot 0. A transfer keeps the memory alive from its submission to its report."""
-        # freed by its last user, which may be a copy in flight
+        # the last user, which may be a copy in flight, frees the memory
         self._holding: MemoryRef | None = MemoryRef(
             memory.pointer, memory.nbytes, self.placement, memory.tensor, release=memory.free
         )
@@ -88,9 +88,9 @@ class HostMemory:
                 pass
 
     def wait_ready(self, num_slots: int | None = None, timeout: float | None = None) -> int:
-        """Wait until `num_slots` slots are usable (None: until growth ends); return the number of usable slots.
+        """Wait until `num_slots` slots are usable (None: until growth ends). Returns the number of usable slots.
 
-        TransferTimeoutError after `timeout` seconds; OutOfMemoryError if there will never be that many.
+        Raises TransferTimeoutError after `timeout` seconds, and OutOfMemoryError if growth ends with fewer slots.
         """
         wanted = self.num_slots if num_slots is None else num_slots
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -123,27 +123,27 @@ class HostMemory:
     def block(self, slot: int) -> Buffer:
         holding = self.keep()
         if not 0 <= slot < self.num_ready:
-            raise RangeError(f"slot {slot} is outside 0..{self.num_ready - 1}, the ready ones of {self.num_slots}")
+            raise RangeError(f"slot {slot} is outside 0..{self.num_ready - 1}, the usable slots of {self.num_slots}")
         pointer = holding.pointer + slot * self.slot_bytes
         return Buffer.from_pointer(pointer, self.group.block_bytes, "u8", self.placement, owner=holding)
 
     def slots(self) -> torch.Tensor:
-        """Return the usable slots as bytes, [slot, byte]; the tensor must not outlive this memory."""
+        """Return the usable slots as a byte tensor [slot, byte], which must not outlive this memory."""
         self.keep()
         return self._memory.tensor[: self.num_ready * self.slot_bytes].view(self.num_ready, self.slot_bytes)
 
     def view(self) -> memoryview:
-        """Return the bytes of all slots, ready or not, for stores that register memory; not valid after `free`."""
+        """Return the bytes of all slots, usable or not, for stores that register memory. Not valid after `free`."""
         self.keep()
         return self._memory.tensor.numpy().data[: self._memory.nbytes]
 
     def used_by(self, stream: Stream, event: Event) -> None:
-        """Record that work on `stream` up to `event` uses these slots; free() waits for it."""
+        """Record that work on `stream` up to `event` uses these slots. free() waits for this work."""
         if self._holding is not None:
             self._holding.used_by(stream, event)
 
     def free(self) -> None:
-        """Release the memory after the copies in flight. Later use is a ClosedError. Freeing twice is allowed."""
+        """Wait for copies in flight and release the memory. Later use raises ClosedError. Freeing twice is allowed."""
         with self._changed:
             holding, self._holding = self._holding, None
             self.growth, self.num_ready = GrowthState.FREED, 0
@@ -161,8 +161,8 @@ class HostMemory:
     # ---- growing ----
 
     def _grow_piece(self) -> bool:
-        """Make the next piece usable. False if no further piece follows, or the system is out of memory."""
-        holding = self._holding  # kept alive while the piece is made
+        """Make the next piece usable. Returns False if no further piece follows."""
+        holding = self._holding  # keeps the memory alive during this call
         if holding is None or self.growth is not GrowthState.GROWING:
             return False
         first = self.num_ready
@@ -198,7 +198,7 @@ class HostMemory:
 
 
 def _grow(watched: weakref.ref[HostMemory]) -> None:
-    """Grow the memory while it is referenced elsewhere."""
+    """Grow the memory until it is complete, or until no other code refers to it."""
     while (memory := watched()) is not None and memory._grow_piece():
         del memory
 
@@ -206,8 +206,8 @@ def _grow(watched: weakref.ref[HostMemory]) -> None:
 def block_checksums(host: HostMemory, slots: Ids, threads: int = 1) -> dict[int, int]:
     """Return the CRC-32 of the block in each of these slots.
 
-    CRC-32 detects memory errors, at 7 GB/s per core (zlib: 1.6 GB/s; Xeon, 2026-11-15). A keyed hash would only protect
-    from an adversary who can already write this memory.
+    CRC-32 detects memory errors at 7 GB/s per core (zlib: 1.6 GB/s; Xeon, 2026-11-15). A keyed hash would only protect
+    against an adversary who can already write to this memory.
     """
     view = host.block_view()
     ids = check_ids("slots", slots, view.num_blocks)

@@ -1,10 +1,10 @@
 """Lane: one direction of the link. Decides the order of transfers, their stream, and the bytes in flight.
 
-urgent   submitted whole by the caller, on a separate stream; never queued behind bulk
-bulk     on another stream, at most max_in_flight_bytes at a time, and none while an urgent transfer is in flight.
-         Submitted by the caller if it fits and the queue is empty, else by the lane's thread, slice by slice
+urgent   transfers have a separate stream. The caller submits them as a whole, and they never wait behind bulk.
+bulk     transfers have at most max_in_flight_bytes in flight, and submit nothing while an urgent one is in flight. The
+         caller submits one that fits if the queue is empty; else the thread of the lane submits it slice by slice.
 
-queue   [ urgent beyond its bound, oldest first | bulk, oldest first ]
+queue    [ urgent transfers that exceed max_urgent_bytes, oldest first | bulk transfers, oldest first ]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Lane:
         self._closed = False
 
     def submit(self, transfer: TransferHandle) -> None:
-        """Start the transfer now if it fits and overtakes no queued one, else queue it."""
+        """Start the transfer if it fits and would overtake no queued transfer. Otherwise queue it."""
         with self._changed:
             if self._can_start(transfer):
                 while (index := transfer.claim()) is not None:
@@ -65,7 +65,7 @@ class Lane:
         self._ring.close()
 
     def drop_staging(self) -> None:
-        """Free the staging memory; the next staged slice allocates it again. No transfer may be in flight."""
+        """Free the staging memory, which the next staged slice allocates again. No transfer may be in flight."""
         with self._changed:
             self._ring.close()
 
@@ -85,12 +85,12 @@ class Lane:
                         self._start(transfer, index)
                     continue
             with contextlib.suppress(Exception):  # reported by the transfers that failed
-                # without the lock, since a more urgent transfer may arrive; without polling, since the engine's thread
-                # needs the interpreter, and the slices in flight keep the link busy
+                # Wait without the lock, because an urgent transfer may arrive. Wait without polling, because the engine
+                # needs the GIL, and the slices in flight keep the link busy anyway.
                 blocker.settle(polling=False)
 
     def _next_queued(self) -> tuple[TransferHandle, int] | None:
-        """Wait for a transfer with a slice left to submit. Return it and the bytes of the slice, None if closed."""
+        """Wait for a transfer with a slice left to submit. Return it and the slice's size, or None if closed."""
         while True:
             while self._queue:
                 wanted = self._queue[0].next_bytes
@@ -104,10 +104,10 @@ class Lane:
     # ---- submitting; the lock is held ----
 
     def _blocker(self, urgent: bool, wanted: int) -> Event | None:
-        """Return the event that a slice of `wanted` bytes must wait for; None if it can start now.
+        """Return the event that a slice of `wanted` bytes must wait for, or None if the slice can start now.
 
-        Bulk waits for all urgent copies, since copy engines have no priorities: a stream that always has a copy ready
-        keeps the engine. An urgent load took as long as all bulk copies (18.5 ms instead of 1.9; H200, 2026-11-15).
+        Bulk waits for all urgent copies. Copy engines have no priorities, so a stream that always has a copy ready
+        would keep the engine, and an urgent load would wait for all bulk copies (18.5 ms, not 1.9; H200, 2026-11-15).
         """
         self._retire(True)
         self._retire(False)
@@ -119,7 +119,7 @@ class Lane:
         return line[0][1] if used and used + wanted > limit else None
 
     def _can_start(self, transfer: TransferHandle) -> bool:
-        """True if the whole transfer can be submitted now without overtaking a queued one."""
+        """True if the whole transfer can be submitted now without overtaking a queued transfer."""
         if any(each.urgent or not transfer.urgent for each in self._queue):
             return False
         nbytes = transfer.compiled.nbytes
@@ -138,7 +138,7 @@ class Lane:
         start = self._start_on_device if self._placement.is_device else self._start_on_host
         try:
             end, error = start(transfer, index, stream)
-        except Exception as raised:  # no event can be recorded: the GPU or the stream is lost
+        except Exception as raised:  # the GPU or the stream is lost, so no event can be recorded
             end, error = Event(), raised
         compiled.host.used_by(stream, end)
         self._in_flight[transfer.urgent].append((compiled.slices[index].nbytes, end))
@@ -159,7 +159,7 @@ class Lane:
                     return self._ring.run(part, host, choice.path, stream, transfer.after), None
                 self._mover(choice.path, self._job(host, stream), Pieces(part.tables[0]))
                 return stream.record(Event(timing=True, blocking=True)), None
-            except Exception as error:  # a part may be in flight
+            except Exception as error:  # a part of the slice may be in flight
                 return stream.record(Event(timing=True, blocking=True)), error
 
     def _start_on_host(

@@ -1,6 +1,6 @@
-"""LayerDoneCounter: which layers of a load have arrived.
+"""LayerDoneCounter: tracks the layers of a load that have arrived.
 
-Layers are copied in groups. The state of a group:
+Layers are copied in groups. A group has these states:
 
     PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> done
        └──────────(failed, cancelled, late)──> FAILED    host waits raise the error
@@ -17,7 +17,7 @@ from kvtier.errors import LayerSwapTimeoutError, RangeError, TransferError
 from kvtier.memory import Event, Stream
 
 DEFAULT_TIMEOUT = 30.0
-"""Seconds. Generous, since a load may be queued behind others."""
+"""Seconds. The value is generous, because a load may be queued behind other transfers."""
 
 
 class LayerDoneCounter:
@@ -27,8 +27,8 @@ class LayerDoneCounter:
             counter.wait(layer, stream)      # the stream waits, the host does not
             compute(layer)
 
-    An urgent load is submitted whole before its counter is returned, so a stream can wait at once; for a load still in
-    the queue, wait() blocks until it is submitted.
+    The caller gets the counter of an urgent load after the load is submitted, so wait() does not block. For a load that
+    is still queued, wait() blocks until the load is submitted.
     """
 
     def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:
@@ -39,10 +39,10 @@ class LayerDoneCounter:
         self._changed = changed or threading.Condition()
 
     def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Make later work on `stream` wait until this layer has arrived; without `stream`, block the caller.
+        """Make later work on `stream` wait until this layer has arrived. Without `stream`, block the caller.
 
-        LayerSwapTimeoutError after `timeout` seconds. Without `stream`, TransferError if the layer does not arrive
-        complete. With `stream`, the transfer's report names the missing blocks, which must be computed instead.
+        Raises LayerSwapTimeoutError after `timeout` seconds. If blocks of the layer fail to arrive, a call without
+        `stream` raises TransferError; after a call with `stream`, the report of the transfer names these blocks.
         """
         group, deadline = self._group_of(layer), time.monotonic() + timeout
         event = self._submitted(group, layer, deadline, timeout)
@@ -69,11 +69,11 @@ class LayerDoneCounter:
     def _group_of(self, layer: int) -> int:
         group = bisect.bisect_right(self._starts, layer) - 1
         if group < 0 or layer not in self.groups[group]:
-            raise RangeError(f"layer {layer} is not one of the layers of this transfer: {self.groups}")
+            raise RangeError(f"layer {layer} is not part of this transfer, which has {self.groups}")
         return group
 
     def _submitted(self, group: int, layer: int, deadline: float, timeout: float) -> Event | None:
-        """Wait for the group's event; None if the group failed before it was submitted."""
+        """Wait for the event of the group and return it, or None if the group failed before it was submitted."""
         with self._changed:
             while self._events[group] is None and self._errors[group] is None:
                 left = deadline - time.monotonic()
@@ -85,7 +85,7 @@ class LayerDoneCounter:
     # ---- called by the transfer ----
 
     def submitted(self, group: int, event: Event) -> None:
-        """Record that all copies of a group are submitted and end with the event."""
+        """Record that all copies of a group are submitted. `event` follows the last copy."""
         with self._changed:
             self._events[group] = event
             self._changed.notify_all()

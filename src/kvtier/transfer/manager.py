@@ -1,4 +1,4 @@
-"""TransferManager: copies blocks between the device cache and host memory, both ways at once, while the model runs."""
+"""TransferManager: copies blocks between the device cache and host memory in both directions while the model runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class TransferManager:
 
         manager = TransferManager(layout, "cuda:0")
         manager.register(DeviceCache.block_first(group, tensor), HostMemory(group, 1000, "cuda:0"))
-        save = manager.save([3, 7], [0, 1])                       # bulk, after the current stream's work
+        save = manager.save([3, 7], [0, 1])                       # bulk, after work on the current stream
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
         for report in manager.poll(): ...                         # transfers that ended since the last poll
 
-    Copies wait for the event `after` (None: for all work on the current stream; an unrecorded Event(): no wait). The
-    report of a transfer that fails in part, is cancelled, or misses its `timeout` names the blocks that did not arrive;
-    other blocks are not affected. Thread-safe.
+    Copies wait for the event `after`. None means all work on the current stream, an unrecorded Event() no wait. If a
+    transfer fails in part, is cancelled, or misses its `timeout`, the report names the blocks that did not arrive; the
+    other blocks are valid. Thread-safe.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TransferManager:
         *,
         mover: Mover = run_path,
     ) -> None:
-        """`mover` executes copies; tests pass one that fails."""
+        """`mover` executes the copies. Tests pass one that fails."""
         self.layout = layout
         self.placement = Placement.parse(device).require()
         self.config = config or TransferConfig()
@@ -59,22 +59,22 @@ class TransferManager:
     # ---- caches ----
 
     def register(self, cache: DeviceCache, host: HostMemory) -> None:
-        """Use this cache and host memory for their group. An earlier cache of the group must have been released."""
+        """Use this cache and host memory for their group. An earlier cache of the group must be released first."""
         group = self.layout.group(cache.group.name)
         if group != cache.group or group != host.group:
             raise ArgumentError(f"the cache or the host memory is for another layout of group {group.name!r}")
         if cache.placement != self.placement:
-            raise ArgumentError(f"this manager moves blocks of {self.placement}, the cache is on {cache.placement}")
+            raise ArgumentError(f"this manager moves blocks on {self.placement}, but the cache is on {cache.placement}")
         host_end = host.pointer + host.num_slots * host.slot_bytes
         if any(start < host_end and host.pointer < end for start, end in cache.extent):
-            raise ArgumentError("the device cache and the host memory share bytes: blocks would move onto themselves")
+            raise ArgumentError("the device cache and the host memory overlap in memory")
         with self._lock:
             if group.name in self._caches and not self._caches[group.name][0].is_released:
-                raise StateError(f"group {group.name!r} has a cache; release() it first")
+                raise StateError(f"group {group.name!r} already has a cache; call release() first")
             self._caches[group.name] = (cache, host)
 
     def release(self, group: str | None = None) -> None:
-        """Wait for all transfers, then drop the device tensors of a group (None: of all groups). Host memory stays."""
+        """Wait for all transfers, then drop the device tensors of one group or all groups. Keeps the host memory."""
         self.wait_all()
         with self._lock:
             for name in [group] if group is not None else list(self._caches):
@@ -97,7 +97,7 @@ class TransferManager:
         urgent: bool = False,
         strategy: Strategy | None = None,
     ) -> CompiledTransfer:
-        """Prepare a transfer, to be submitted once or repeatedly."""
+        """Prepare a transfer that can be submitted once or repeatedly."""
         name = self.layout.groups[0].name if group is None else self.layout.group(group).name
         with self._lock:
             registered = self._caches.get(name)
@@ -125,7 +125,7 @@ class TransferManager:
         if self._closed:
             raise ClosedError("this TransferManager was closed")
         if compiled.cache.is_released:
-            raise ClosedError(f"the cache of group {compiled.cache.group.name!r} was released since this was compiled")
+            raise ClosedError(f"the cache of group {compiled.cache.group.name!r} was released after compile()")
         keep = [*compiled.cache.holdings, compiled.host.keep()]
         deadline = None if timeout is None else time.monotonic() + timeout
         after = self.present() if after is None else after
@@ -148,7 +148,7 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the host, after the event `after` of the computation that wrote the blocks."""
+        """Copy blocks to the host after `after`, the event of the computation that wrote the blocks."""
         compiled = self.compile(Direction.D2H, device_ids, host_ids, group=group, urgent=urgent, strategy=strategy)
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
@@ -164,7 +164,7 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the device. With `layer_wise`, the model can wait for each layer on the handle's `layers`."""
+        """Copy blocks to the device. With `layer_wise`, the `layers` of the handle allow waits for single layers."""
         compiled = self.compile(
             Direction.H2D, device_ids, host_ids, group=group, layer_wise=layer_wise, urgent=urgent, strategy=strategy
         )
@@ -192,7 +192,7 @@ class TransferManager:
         return None if stream is None else stream.record()
 
     def close(self) -> None:
-        """Cancel queued transfers and finish those in flight. Closing twice is allowed."""
+        """Cancel queued transfers and finish transfers in flight. Closing twice is allowed."""
         if self._closed:
             return
         self._closed = True
@@ -210,5 +210,5 @@ class TransferManager:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):  # fully initialised
+        if hasattr(self, "_closed"):  # False if __init__ raised
             self.close()  # tensors must not return to torch's pool while copies use them

@@ -7,8 +7,8 @@
     slot 1            [gather 1]  [copy 1      ]                   the streams wait for each other, the host does not
     slot 2                        [gather 2]   [copy 2      ]
 
-The kernel stream has high priority: while the model runs large matrix products, a kernel can start only when a product
-ends, and must then be first. All slots share it: a stream per slot, enqueued ahead, was slower (docs/decisions/0006).
+The kernel stream has high priority. While the model runs large matrix products, a kernel can start only when a product
+ends, and must then be first. All slots share the stream, because one stream per slot was slower (docs/decisions/0006).
 
 Some pairs of a copy stream and a kernel stream interfere in the driver or the GPU: while the kernel stream has pending
 work and the model is busy, copies of any size run at 0.93 of the link rate. Such a pair stays slow; with another kernel
@@ -36,16 +36,16 @@ Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 """Executes independent copies: copy_paths.run_path, or a replacement in tests."""
 
 
-# Stream priority: lower numbers run first. No stream of a lane has this priority, because torch's pool for one priority
-# may return the same stream twice, and kernels on a stream with copies would wait for the copies.
+# Stream priority: lower numbers run first. No stream of a lane has this priority. torch's pool may return the same
+# stream twice for one priority, and kernels on a stream with copies would wait for the copies.
 _FIRST = -2
 _SLOW = 0.96  # share of the best known rate; interfering pairs reach 0.93, others 0.98 or more
 _TIMED_BYTES = 32 << 20  # smaller copies are not timed
-_JUDGED = 4  # copies per decision, because other traffic may slow down a single copy
+_JUDGED = 4  # copies to time for each decision, because other traffic may slow down a single copy
 
 
 class StagingRing:
-    """Device memory for one direction, allocated on first use. Not thread-safe: its lane locks."""
+    """Device memory for one direction, allocated on first use. Not thread-safe; callers hold the lock of the lane."""
 
     def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
         self._direction = direction
@@ -54,17 +54,17 @@ class StagingRing:
         self._mover = mover
         self._memory: torch.Tensor | None = None
         self._free: list[Event] = []
-        """For each slot, the event after which it may be written again."""
+        """For each slot, the event after which the slot may be written again."""
         self._turn = 0
         self._kernels: Stream | None = None
         self._timed: deque[tuple[Event, Event, int]] = deque()
-        """Begin, end and bytes of copies whose rate is not known yet."""
+        """Begin, end and size of copies whose rate is not known yet."""
         self._rates: list[float] = []
         """GB/s of finished copies."""
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
-        """Submit a staged slice after `after`. Returns the event at its end; slices end in order."""
+        """Submit a staged slice that waits for `after`. Returns the event at its end. Slices end in order."""
         slot = self._take()
         self._check_rate()
         assert self._kernels is not None
@@ -122,7 +122,7 @@ class StagingRing:
             self._kernels.wait(before.record())  # so that slices end in order
 
     def _take(self) -> int:
-        """Return the next slot; allocate the ring on first use."""
+        """Return the next slot. Allocates the ring on first use."""
         if not self._free:
             config = self._config
             nbytes = config.chunk_bytes * config.num_chunks
@@ -139,7 +139,7 @@ class StagingRing:
         return self._turn % len(self._free)
 
     def close(self) -> None:
-        """Free the memory; all work that used it must be done."""
+        """Free the memory. All work that used the memory must be done."""
         if self._kernels is not None:
             self._kernels.synchronize()
         self._memory, self._kernels, self._free = None, None, []

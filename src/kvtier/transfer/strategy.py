@@ -1,11 +1,11 @@
 """Transfer configuration, and the choice between direct, staged and kernel copies.
 
 direct   the copy engines move each contiguous part (cuMemcpyBatchAsync); best for large parts
-kernel   a kernel reads and writes all parts over the link; any size, but it takes multiprocessors from the model
-staged   a kernel gathers parts in staging memory on the device (a fiftieth of the time), and the copy engines move
-         whole blocks between staging memory and the host
+kernel   a kernel copies all parts over the link; fast for small parts, but takes multiprocessors from the model
+staged   a kernel gathers parts in staging memory on the device (in a fiftieth of the transfer time), and the copy
+         engines move whole blocks between staging memory and the host
 
-The price of a strategy is its time plus the time that the model loses during it, both from the calibration.
+The price of a strategy is its time plus the time that the model loses meanwhile. Both come from the calibration.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class TransferConfig:
     """Settings of a TransferManager. The defaults were tuned on an H200 with PCIe 5.0 x16, 2026-11-15."""
 
     strategy: Strategy | None = None
-    """Strategy to use where possible; None: the cheapest by the machine's calibration."""
+    """Strategy to use where possible. None selects the cheapest strategy according to the calibration."""
     slice_bytes: int = 64 << 20
-    """Bulk transfers are submitted in slices of about this size: 1.2 ms of the link."""
+    """Approximate size of a slice of a bulk transfer. 64 MiB take 1.2 ms on the link."""
     max_in_flight_bytes: int = 192 << 20
-    """Bulk bytes in flight per direction: enough to keep the link busy, and the most that an urgent transfer waits for
-    (3.5 ms)."""
+    """Maximum bulk bytes in flight per direction. The default keeps the link busy, and delays an urgent transfer by at
+    most 3.5 ms."""
     max_urgent_bytes: int = 8 << 30
-    """Urgent bytes in flight per direction. Beyond this limit, urgent transfers are queued ahead of bulk transfers."""
+    """Maximum urgent bytes in flight per direction. Further urgent transfers are queued ahead of bulk transfers."""
     group_piece_bytes: int = 512 << 10
-    """Minimum bytes per block of a group of layers in a layer-wise load. DMA then runs at 96 % of the link rate."""
+    """Minimum bytes per block and layer group in a layer-wise load. With 512 KiB, DMA reaches 96 % of the link rate."""
     min_layer_groups: int = 4
     """Minimum number of groups in a layer-wise load. The model can start when the first group has arrived."""
     chunk_bytes: int = 64 << 20
-    """Size of a slot of the staging ring. Copying two slots takes longer than a gather kernel waits for a busy GPU.
-    Each slot costs the host a launch and a batch call (0.1 ms)."""
+    """Size of a slot of the staging ring. Copying two slots should take longer than a gather kernel waits for a busy
+    GPU. Small slots cost more host time, because each slot needs a launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     gather_blocks: int = 264
-    """Thread blocks of the kernel that gathers into staging: two per multiprocessor."""
+    """Number of thread blocks of the kernel that gathers into staging memory. The default is two per multiprocessor."""
 
     def __post_init__(self) -> None:
         if self.strategy is not None and self.strategy not in STRATEGIES:
@@ -57,9 +57,9 @@ class TransferConfig:
                 raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# The link is idle during the first gather (or the last scatter), so that chunk is small. But copying a chunk should
-# outlast the gather of the next chunk, which may wait for a busy GPU. On an idle GPU, 64 MiB in the worst shape reach
-# 0.969 of the link with 4 MiB, 0.963 with 8, 0.962 with 12; no difference during matrix products (H200, 2026-11-15).
+# The link is idle during the gather of the first chunk (or the scatter of the last chunk), so this chunk is small. But
+# copying it should take longer than the gather of the next chunk. With 4 MiB, transfers of 64 MiB in the worst shape
+# reach 0.969 of the link rate on an idle GPU; with 8 or 12 MiB, 0.963 (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
@@ -77,13 +77,13 @@ class TransferShape:
 
 
 Paths = Mapping[Strategy, PathName]
-"""The copy path that crosses the link, by usable strategy."""
+"""The copy path over the link for each usable strategy."""
 Prices = dict[Strategy, float]
 
 
 @functools.cache  # needed for every transfer; the result never changes
 def _options(src: Placement, dst: Placement, in_one_piece: bool) -> tuple[Paths, Mapping[Strategy, str], str]:
-    """Return the usable strategies, the reasons against the others, and those reasons as text."""
+    """Return the usable strategies, the reasons against the others, and the same reasons as text."""
     link, device = CopyContext(src, dst, None), dst if dst.is_device else src
     engine = next(path for path in usable_paths(link)[0] if path != "gather")
     if not link.on_device:
@@ -92,7 +92,7 @@ def _options(src: Placement, dst: Placement, in_one_piece: bool) -> tuple[Paths,
     refusals: dict[Strategy, str | None] = {
         "direct": None,
         "kernel": why_not("gather", link),
-        "staged": "blocks are one piece on both sides"
+        "staged": "blocks are contiguous on both sides"
         if in_one_piece
         else why_not("gather", CopyContext(device, device, None)),
     }
@@ -101,21 +101,21 @@ def _options(src: Placement, dst: Placement, in_one_piece: bool) -> tuple[Paths,
     return usable, reasons, "".join(f"no {name}: {reason}; " for name, reason in reasons.items())
 
 
-@dataclass(slots=True)  # made for every transfer: not frozen, with estimates on demand
+@dataclass(slots=True)  # created for every transfer, so it is not frozen and computes estimates on demand
 class StrategyChoice:
-    """The chosen strategy and the reason."""
+    """The chosen strategy, and the reason for it."""
 
     strategy: Strategy
     path: PathName
-    """Copy path that crosses the link."""
+    """The copy path over the link."""
     note: str = ""
     """The reason without the estimates."""
     estimate: Callable[[], tuple[Prices, Prices]] | None = None
-    """Computes the result of `_prices`; None if the strategy was forced or the only one."""
+    """Returns the result of `_prices`. None if the strategy was forced or is the only usable one."""
 
     @property
     def why(self) -> str:
-        """The reason, with the estimated time and the model's lost time per strategy; the lowest sum wins."""
+        """The reason, with the estimated time and the model's lost time per strategy. The lowest sum is chosen."""
         if self.estimate is None:
             return self.note.rstrip("; ")
         times, prices = self.estimate()
@@ -139,7 +139,7 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
         note = f"{forced} was forced, but {reasons.get(forced, 'there is no GPU')}; {note}"
     if len(paths) == 1:
         only = next(iter(paths))
-        return StrategyChoice(only, paths[only], note or "the only way between host memories")
+        return StrategyChoice(only, paths[only], note or "the only strategy between host memories")
     table = costs or cost_table(shape.dst if shape.dst.is_device else shape.src)
     magnitudes = (shape.nbytes.bit_length(), shape.num_parts.bit_length(), shape.num_spans.bit_length())
     best = _cheapest(shape.src, shape.dst, table, *magnitudes)
@@ -150,14 +150,14 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
 def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
-    """Return the strategy of the lowest price for a transfer of this order of magnitude."""
+    """Return the strategy with the lowest price for a transfer of this order of magnitude."""
     shape = TransferShape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
     prices = _prices(shape, _options(src, dst, parts_bits == spans_bits)[0], table)[1]
     return min(prices, key=lambda name: prices[name])
 
 
 def _prices(shape: TransferShape, paths: Paths, table: CostTable) -> tuple[Prices, Prices]:
-    """Return the microseconds of each usable strategy, and its price: that time plus the time that the model loses."""
+    """Return the time of each usable strategy in microseconds, and its price, which adds the model's lost time."""
     device = shape.dst if shape.dst.is_device else shape.src
     link, inside, engine = CopyContext(shape.src, shape.dst, None), CopyContext(device, device, None), paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)

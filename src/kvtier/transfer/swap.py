@@ -46,8 +46,8 @@ def swap_cache_per_layer_async(
     """Copy between block device_ids[i] of `cache` and block host_ids[i] of `host`, in the order of `stream`.
 
     `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`).
-    The default stream is the current one; without any stream, host memory is copied before this returns. Ids may be in
-    any order. Blocks that are adjacent on both sides are copied together. `direction` selects the side that is read.
+    The default is the current stream. If there is no stream, host memory is copied before this returns. Ids may be in
+    any order. Blocks that are adjacent on both sides are copied together. `direction` selects the side to read from.
     """
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
 
@@ -63,7 +63,7 @@ def swap_cache_all_layers(
     path: PathName | None = None,
     wait: bool = True,
 ) -> CopyResult:
-    """Copy the same blocks of all layers, between caches[i] and hosts[i], as one batch. `wait`: wait for the copies."""
+    """Copy the same blocks of all layers, between caches[i] and hosts[i], as one batch. `wait` blocks until done."""
     checked = as_direction(direction)
     if len(caches) != len(hosts):
         raise ArgumentError(f"caches and hosts must have the same length, got {len(caches)} and {len(hosts)}")
@@ -80,7 +80,7 @@ def swap_cache_all_layers(
 
 
 def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_ids: Ids, direction: Direction) -> None:
-    if isinstance(cache, Buffer):  # a Buffer has no block size: use the host's
+    if isinstance(cache, Buffer):  # a Buffer has no block size, so use that of the host
         hosted = BlockView.of(host)
         device = BlockView.of(cache, hosted.block_bytes)
     else:
@@ -92,7 +92,7 @@ def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_id
     sides = [device, hosted] if direction is Direction.D2H else [hosted, device]
     ids = [on_device, on_host] if direction is Direction.D2H else [on_host, on_device]
     starts = [view.addresses(each) for view, each in zip(sides, ids, strict=True)]
-    # no copy may span separately registered pieces of memory: copies merge inside a table only, one per piece
+    # no copy may span two separately pinned pieces, so each piece has a table, and copies merge only inside a table
     pieces = on_host // hosted.run_blocks if hosted.run_blocks else np.zeros_like(on_host)
     for piece in np.unique(pieces):
         here = pieces == piece

@@ -431,7 +431,7 @@ def test_load_that_cannot_start_has_not_arrived():
 def test_controller_init_failure_leaves_no_thread():
     before = set(threading.enumerate())
     wrong = [torch.zeros(8, group.block_bytes + 2, dtype=torch.uint8) for group in LAYOUT.groups]
-    with pytest.raises(ArgumentError, match="bytes, one of group"):
+    with pytest.raises(ArgumentError, match="bytes, but a block of group"):
         CacheController(LAYOUT, wrong, 8, stores={"disk": MemoryStore(1 << 20)}, namespace=NAMESPACE)
     assert not [thread.name for thread in set(threading.enumerate()) - before if "scrub" in thread.name]
     assert not [thread.name for thread in set(threading.enumerate()) - before if "disk" in thread.name]

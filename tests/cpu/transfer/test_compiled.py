@@ -99,7 +99,7 @@ def test_staged_chunks_are_even_and_the_first_is_small(count, span_bytes, per_ch
 
 def test_staged_chunks_block_larger_than_chunk_raises():
     assert _staged_chunks(2, 512, 512, ramp=False) == [1, 1]
-    with pytest.raises(ArgumentError, match="512 bytes does not fit a staging chunk of 511"):
+    with pytest.raises(ArgumentError, match="512 bytes does not fit into a staging chunk of 511"):
         _staged_chunks(2, 512, 511, ramp=False)
 
 
@@ -127,7 +127,7 @@ def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
 def test_compile_with_host_memory_of_another_group_raises():
     cache, _ = filled_cache(SMALL, 4, "block-first", CPU, 1)
     host = ready_host(CacheGroup.mla("main", 2, 32, "f16", 4), 4, CPU)
-    with pytest.raises(ArgumentError, match="not for blocks of cache group 'main'"):
+    with pytest.raises(ArgumentError, match="another cache group than 'main'"):
         compile_transfer(cache, host, Direction.D2H, [0], [0], [range(4)], TransferConfig(), slice_bytes=1)
 
 
@@ -187,7 +187,7 @@ def test_register_cache_overlapping_host_memory_raises():
     for start in (end, begin - 40):  # the last byte of the second block is at 39
         register(start)
     for start in (end - 1, begin - 39):
-        with pytest.raises(ArgumentError, match="share bytes"):
+        with pytest.raises(ArgumentError, match="overlap in memory"):
             register(start)
 
 
@@ -216,10 +216,10 @@ def test_block_view_of_invalid_tensor_raises():
     for wrong in (torch.tensor(1), np.zeros(3)):
         with pytest.raises(ArgumentError, match="first dimension of a tensor"):
             BlockView.of(wrong)
-    with pytest.raises(ArgumentError, match="overlap: 8 bytes every 4"):
+    with pytest.raises(ArgumentError, match="overlap: 8 bytes at stride 4"):
         BlockView.of(torch.as_strided(torch.zeros(12, dtype=torch.uint8), (2, 8), (4, 1)))
     assert BlockView.of(torch.as_strided(torch.zeros(8, dtype=torch.uint8), (1, 8), (4, 1))).num_blocks == 1
-    with pytest.raises(ArgumentError, match="overlap: 16 bytes every 14"):
+    with pytest.raises(ArgumentError, match="overlap: 16 bytes at stride 14"):
         BlockView.of(torch.as_strided(torch.zeros(15, dtype=torch.int16), (2, 8), (7, 1)))
     with pytest.raises(ArgumentError, match="contiguous"):
         BlockView.of(torch.zeros(3, 2, 4)[:, :, ::2])
@@ -229,6 +229,6 @@ def test_block_view_of_invalid_tensor_raises():
 
 @pytest.mark.parametrize(("nbytes", "block_bytes"), [(10, 4), (10, None), (10, 0)])
 def test_block_view_of_buffer_not_divisible_raises(nbytes, block_bytes):
-    with pytest.raises(ArgumentError, match="is not a number of blocks"):
+    with pytest.raises(ArgumentError, match="does not consist of blocks"):
         BlockView.of(Buffer(nbytes, "u8"), block_bytes)
     assert BlockView.of(Buffer(12, "u8"), 4).num_blocks == 3

@@ -73,7 +73,7 @@ def test_host_memory_is_usable_while_it_grows(stuck):
     stuck.gate.release()
     assert host.wait_ready(2, timeout=60) == 2
     host.block(1).fill(9)
-    with pytest.raises(RangeError, match=r"0..1, the ready ones of 5"):
+    with pytest.raises(RangeError, match=r"0..1, the usable slots of 5"):
         host.block(2)
     assert host.block_view().num_blocks == 2
     stuck.gate.release(2)
@@ -152,7 +152,7 @@ def test_host_memory_keeps_the_cpu_affinity_of_the_caller(device):
 
 @pytest.mark.parametrize("arguments", [{"num_slots": 0}, {"num_slots": 1, "piece_bytes": 0}])
 def test_host_memory_without_slots_raises(arguments):
-    with pytest.raises(ArgumentError, match="needs slots"):
+    with pytest.raises(ArgumentError, match="at least one slot"):
         HostMemory(GROUP, **arguments)
 
 

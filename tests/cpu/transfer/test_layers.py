@@ -120,5 +120,5 @@ def test_wait_for_a_layer_outside_the_transfer_raises():
     counter = LayerDoneCounter(GROUPS)
     assert counter.groups == (range(1, 3), range(3, 6))
     for layer in (-1, 0, 6):
-        with pytest.raises(RangeError, match=f"layer {layer} is not one of"):
+        with pytest.raises(RangeError, match=f"layer {layer} is not part of"):
             counter.wait(layer, timeout=0)

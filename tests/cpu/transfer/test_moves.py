@@ -99,7 +99,7 @@ def test_check_moves_accepts_exactly_the_ids_in_range(device, host, num_device, 
                 call(device, host, direction, num_device, num_host)
         elif len({*targets}) < len(targets):
             again = min(each for each in targets if targets.count(each) > 1)
-            with pytest.raises(ArgumentError, match=f"block {again} is twice"):
+            with pytest.raises(ArgumentError, match=f"block {again} occurs twice"):
                 call(device, host, direction, num_device, num_host)
         else:
             call(device, host, direction, num_device, num_host)

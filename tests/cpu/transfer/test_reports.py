@@ -140,7 +140,7 @@ def test_report_has_the_time_of_all_slices():
         start = time.perf_counter()
         report = moving.save(range(9), range(9)).wait(60)
         assert times[-1] - times[0] <= report.seconds <= time.perf_counter() - start
-        assert (report.choice.strategy, report.choice.why) == ("direct", "the only way between host memories")
+        assert (report.choice.strategy, report.choice.why) == ("direct", "the only strategy between host memories")
         assert report.num_copies == 9
         forced = moving.save([0], [0], strategy="kernel").wait(60)
         assert forced.choice.why.startswith("kernel was forced, but there is no GPU")

@@ -87,11 +87,11 @@ def test_choose_without_driver_is_direct_with_reasons(sides):
     assert (choice.strategy, choice.path) == ("direct", "loop")
     reasons = {each.partition(": ")[0]: each.partition(": ")[2] for each in choice.why.split("; ")}
     assert [*reasons] == ["no kernel", "no staged"]
-    assert "one piece" not in choice.why
-    assert "no staged: blocks are one piece on both sides" in choose(TransferShape(*sides, MIB, 64, 64)).why
-    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")  # "one piece" does not apply to a forced strategy
+    assert "contiguous" not in choice.why
+    assert "no staged: blocks are contiguous on both sides" in choose(TransferShape(*sides, MIB, 64, 64)).why
+    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")  # staging can be forced for contiguous blocks
     assert forced.why.startswith(f"staged was forced, but {reasons['no staged']}; no kernel: ")
-    assert "one piece" not in forced.why
+    assert "contiguous" not in forced.why
     assert choose(TransferShape(*sides, MIB, 64, 1), "direct").why == "forced"
 
 

@@ -143,8 +143,8 @@ BAD = {
     "device id too large": (([4], [0], "d2h"), RangeError, r"device_ids\[0\] is 4, outside 0..3"),
     "host id negative": (([0, 1], [0, -1], "d2h"), RangeError, r"host_ids\[1\] is -1, outside 0..5"),
     "unequal lengths": (([0, 1], [0], "h2d"), ArgumentError, "2 and 1"),
-    "host block twice": (([0, 1], [3, 3], "d2h"), ArgumentError, "block 3 is twice in host_ids"),
-    "device block twice": (([2, 2], [0, 1], "h2d"), ArgumentError, "block 2 is twice in device_ids"),
+    "host block twice": (([0, 1], [3, 3], "d2h"), ArgumentError, "block 3 occurs twice in host_ids"),
+    "device block twice": (([2, 2], [0, 1], "h2d"), ArgumentError, "block 2 occurs twice in device_ids"),
     "no such direction": (([0], [0], "sideways"), ArgumentError, "d2h"),
     "not whole numbers": (([0.5], [0], "d2h"), ArgumentError, "whole numbers"),
 }

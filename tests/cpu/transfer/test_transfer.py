@@ -448,13 +448,13 @@ def test_device_cache_of_mismatched_tensors_raises():
     key = torch.zeros(4, SMALL.layers[0].tensors[0].nbytes, dtype=torch.uint8)
     layers = [{"key": key, "value": key.clone()} for _ in range(4)]
     DeviceCache.layer_first(SMALL, layers)
-    with pytest.raises(ArgumentError, match="4 layers, 3 were given"):
+    with pytest.raises(ArgumentError, match="4 layers, and 3 were given"):
         DeviceCache.layer_first(SMALL, layers[:3])
-    with pytest.raises(ArgumentError, match=r"first that differs is 2: it needs \['key', 'value'\], got \['key'\]"):
+    with pytest.raises(ArgumentError, match=r"mismatch is layer 2, which needs \['key', 'value'\], got \['key'\]"):
         DeviceCache.layer_first(SMALL, [*layers[:2], {"key": key}, layers[3]])
-    with pytest.raises(ArgumentError, match="64 bytes per block, group 'main' says 128"):
+    with pytest.raises(ArgumentError, match="64 bytes per block, but group 'main' needs 128"):
         DeviceCache.layer_first(SMALL, [*layers[:3], {"key": key[:, :64], "value": key}])
-    with pytest.raises(ArgumentError, match="equally many blocks"):
+    with pytest.raises(ArgumentError, match="the same number of blocks"):
         DeviceCache.layer_first(SMALL, [*layers[:3], {"key": key[:3], "value": key}])
     with pytest.raises(ArgumentError, match="has 128 bytes"):
         DeviceCache.block_first(SMALL, key)
@@ -472,7 +472,7 @@ def test_block_first_cache_is_one_piece_per_block():
 def test_register_cache_in_host_memory_raises():
     host = HostMemory(SMALL, 8, background=False)
     whole = host._memory.tensor.view(8, SMALL.slot_bytes)[:, : SMALL.block_bytes]
-    with TransferManager(layout_of(SMALL), CPU) as manager, pytest.raises(ArgumentError, match="share bytes"):
+    with TransferManager(layout_of(SMALL), CPU) as manager, pytest.raises(ArgumentError, match="overlap in memory"):
         manager.register(DeviceCache.block_first(SMALL, whole), host)
 
 

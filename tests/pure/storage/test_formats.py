@@ -92,7 +92,7 @@ def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
     value = replace(record, nbytes=5000).pack() + payload
     outcome, payload = Envelope().open(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))
     assert (outcome.status, payload) == (ObjectStatus.CORRUPT, None)
-    assert f"inconsistent: {nbytes} bytes stored of 5000" in outcome.reason
+    assert f"inconsistent: {nbytes} uncompressed bytes stored instead of 5000" in outcome.reason
 
 
 def test_record_bytes_follow_the_format():

@@ -2,13 +2,13 @@
 
 A slot is in one of these states. Only free slots are handed out, so the bytes of a held object do not change:
 
-    free --take()--> held by a writer --publish()--> an object's --discard(), evict(), replaced--> gone
+    free --take()--> held by a writer --publish()--> published --discard(), evict() or replaced--> gone
      ^                    |                                                                          |
-     +---- give_back() ---+                                         the last release, after its record is blanked
+     +---- give_back() ---+                                         the last release, after the record is blanked
      +-----------------------------------------------------------------------------------------------+
 
 Eviction removes the least recently used object of the needed slot size. If a segment of another slot size was last used
-even earlier, the whole segment is evicted instead. In this way the slot sizes share the space by use.
+even earlier, the whole segment is evicted instead. In this way, the slot sizes that are used most get the space.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Size:
     quarantined: deque[SlotRef] = field(default_factory=deque)
     """Free slots that are reused last, so that their bytes can be examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
-    """From the least to the most recently used."""
+    """Objects by key, sorted from the least to the most recently used."""
 
 
 class Catalog:
@@ -79,7 +79,7 @@ class Catalog:
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
     ) -> None:
-        """Add a segment. Its `occupied` slots are held, as for writers, until the caller publishes their objects."""
+        """Add a segment. Its `occupied` slots are held until the caller publishes their objects."""
         self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
         self.file_bytes += shape.file_bytes
         size = self._sizes.setdefault(shape.slot_bytes, _Size())
@@ -108,12 +108,12 @@ class Catalog:
         self._segments[entry.record.segment].num_holds += 1
 
     def release(self, entry: Entry, *, keep_slot: bool = False) -> None:
-        """End a hold. With `keep_slot` the slot is never reused, because blanking its record failed."""
+        """Release a hold. With `keep_slot` the slot is never reused, because its record could not be blanked."""
         segment = self._segments[entry.record.segment]
         segment.num_holds -= 1
         entry.num_holds -= 1
         if keep_slot:
-            entry.num_holds = -1  # later releases do not make it 0
+            entry.num_holds = -1  # so that later releases do not make it 0
         if entry.is_gone and entry.num_holds == 0:
             segment.slots[entry.record.slot] = None
             size = self._sizes[entry.slot_bytes]
@@ -168,8 +168,8 @@ class Catalog:
         return entry
 
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
-        """Evict for a slot of this size. Return an object, which the caller blanks and releases, or with `by_segment`
-        possibly the number of a segment, which the caller removes. Return None if everything is held."""
+        """Make room for a slot of this size. Return an object, which the caller blanks and releases, or None if all are
+        held. With `by_segment`, the result may be the number of a segment, which the caller removes."""
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
         other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None

@@ -25,7 +25,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer; return fewer bytes only at the end of the file."""
+        """Fill the buffer and return the number of bytes, which is smaller only at the end of the file."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)

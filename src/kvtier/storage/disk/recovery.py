@@ -1,12 +1,12 @@
 """Opening the folder of a disk store: lock it, check versions, and rebuild the index.
 
-    LOCK                  locked, like the folder, by the process that has the store open; contains its process id
+    LOCK                  locked, like the folder, by the process that opened the store; contains the process id
     segment-00000012.*    segments (segment.py); slots without a table, and a table without slots, are deleted
     quarantine/           segments with unreadable tables, unchanged; kept until the operator deletes them
     anything else         is not touched
 
 The index is rebuilt from the tables of the segments; no payload is read. If two records have the same key, the later
-record counts. The earlier record is blanked, so that its object cannot reappear.
+record is valid. The earlier record is blanked, so that its object cannot reappear.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno
 class FolderLock:
     """The lock of a store's folder, held until `release` or the end of the process.
 
-    The folder itself is locked, so that deleting the file LOCK admits no second owner. LOCK is locked as well, because
-    it has the owner's process id, and earlier versions lock only LOCK. Both locks are flock(2), which also excludes
-    a second store in the same process. POSIX locks would not, and any `close` of the file would drop them. A forked
-    child shares flock locks. So that it does not keep its parent's folder locked, a fork hook closes the child's
-    descriptors, and `release` unlocks before it closes. The hook cannot be unregistered, so it has a weak reference.
+    The folder itself is locked, so that deleting the file LOCK does not unlock the folder. LOCK is locked too, because
+    earlier versions lock only LOCK. Both locks are flock(2) locks, which also exclude a second store in this process.
+    POSIX locks would not, and closing the file anywhere in the process would drop them. A forked child shares flock
+    locks and could keep the folder locked. A fork hook therefore closes the child's descriptors, and `release` unlocks
+    before it closes. The hook cannot be unregistered, so it has only a weak reference to the lock.
     """
 
     def __init__(self, folder: str) -> None:
@@ -106,7 +106,7 @@ class FolderLock:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """Close the descriptors and leave the locks to the process that took them."""
+        """Close the descriptors without unlocking, because the parent process still owns the locks."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -139,7 +139,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
     if os.path.islink(quarantine):
-        raise StoreError(f"{quarantine!r} is a symbolic link, and damaged segments would leave the folder; remove it")
+        raise StoreError(f"{quarantine!r} is a symbolic link, which would move damaged segments elsewhere; remove it")
     if os.path.isdir(quarantine):
         found.quarantine_bytes = sum(files.list(quarantine).values())
     names = files.list(folder)
@@ -152,13 +152,13 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
                 found.quarantine_bytes += _set_aside(files, folder, number, names)
                 found.num_bad += 1
                 continue
-            if slots_name(number) not in names:  # only the deletion of the slots reached the disk
+            if slots_name(number) not in names:  # only the deletion of the slots file reached the disk
                 files.unlink(os.path.join(folder, table_name(number)))
                 continue
             if shape.file_bytes > max_bytes:
                 for path in (table_name(number), slots_name(number)):
                     files.unlink(os.path.join(folder, path))
-                files.sync_folder(folder)  # otherwise its objects could reappear after a power failure
+                files.sync_folder(folder)  # otherwise the objects could reappear after a power failure
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
             records, num_bad = segment.read_table(names[slots_name(number)])
@@ -178,7 +178,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return the header of a segment, or None if it is invalid. Only one of the segment's files may be truncated."""
+    """Return the header of a segment, or None if it is invalid or if both files are shorter than it states."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:
@@ -197,7 +197,7 @@ def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -
 
 
 def _set_aside(files: Files, folder: str, number: int, names: dict[str, int]) -> int:
-    """Move an unreadable segment to the quarantine; return its bytes."""
+    """Move an unreadable segment to the quarantine and return the size of its files."""
     aside = os.path.join(folder, QUARANTINE)
     os.makedirs(aside, FOLDER_MODE, exist_ok=True)
     taken = files.list(aside)

@@ -1,7 +1,7 @@
-"""A segment: equal slots in one preallocated file, and the table of their records in another.
+"""A segment: slots of equal size in one preallocated file, and the table of their records in another file.
 
-    segment-00000012.kv      slots: payload | token ids | old bytes, up to the size of the slot
-    segment-00000012.table   superblock of 4096 bytes | the record of each slot, 256 bytes (record.py)
+    segment-00000012.kv      each slot: payload | token ids | unused bytes
+    segment-00000012.table   superblock of 4096 bytes | one record of 256 bytes per slot (record.py)
 
 The files are separate, because a small write through the page cache locks its file against concurrent direct writes.
 
@@ -10,17 +10,17 @@ Superblock, little-endian:
      at  bytes  field
       0      8  magic
       8      2  format version
-     10      2  bytes of a record: 256
+     10      2  size of a record: 256
      12      4  number of the segment
-     16      8  bytes of a slot, a multiple of 4096
+     16      8  size of a slot, a multiple of 4096
      24      8  number of slots
      32   4060  zeros
-   4092      4  CRC-32 of the 4092 bytes before
+   4092      4  CRC-32 of the first 4092 bytes
 
-The payload is written before the record, so that a write interrupted by the end of the process leaves no record. The
-record is blanked before another payload is written. If the disk reordered these writes before a power failure, the
-checksum in the record does not match the payload. A table gets its name when its superblock and all slots are on disk.
-So slots without a table, or a table without slots, are left from an interrupted creation or deletion.
+The payload is written before the record, so that no record remains if the process ends during a write. The record is
+blanked before the slot is written again. If the disk reordered these writes before a power failure, the checksum in the
+record does not match the payload. A table gets its final name when its superblock and all slots are on disk. Slots
+without a table, and a table without slots, are therefore the remains of an interrupted creation or deletion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAGIC = b"\x89KVSEG\r\n"
 VERSION = 1
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
-"""Per segment; 64 GiB of the smallest slots. Limits the memory that opening a damaged superblock can take."""
+"""Limit per segment (64 GiB of the smallest slots). A damaged superblock cannot cause larger allocations."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _Memory = TypeVar("_Memory")
@@ -100,14 +100,14 @@ class SegmentHeader:
     def unpack(cls, data: bytes | memoryview) -> SegmentHeader:
         """Return the header in a superblock; FormatError if it is invalid."""
         if len(data) < SUPERBLOCK_BYTES:
-            raise FormatError(f"a superblock has {SUPERBLOCK_BYTES} bytes, the file has {len(data)}")
+            raise FormatError(f"a superblock has {SUPERBLOCK_BYTES} bytes, but the file has {len(data)}")
         magic, version, record_bytes, number, slot_bytes, num_slots = _FIELDS.unpack_from(data)
         if magic != MAGIC:
             raise FormatError(f"not a segment: starts with {magic!r} instead of {MAGIC!r}")
         if zlib.crc32(data[: SUPERBLOCK_BYTES - 4]) != _CRC.unpack_from(data, SUPERBLOCK_BYTES - 4)[0]:
             raise FormatError("the superblock is damaged: its CRC differs")
         if version > VERSION:
-            raise VersionError(f"segment {number} has format version {version}, this kvtier reads up to {VERSION}")
+            raise VersionError(f"segment {number} has format version {version}, but this kvtier reads up to {VERSION}")
         is_sized = 0 < num_slots <= MAX_SLOTS and slot_bytes and not slot_bytes % ALIGNMENT
         if version < 1 or record_bytes != RECORD_BYTES or not is_sized:
             raise FormatError(f"segment {number} is inconsistent: {num_slots} slots of {slot_bytes} bytes")
@@ -145,7 +145,7 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
-        """Create a segment on disk, then give it its name. After an error, its files are deleted here or at opening."""
+        """Create the files of a segment, then rename the table to its final name. After an error, delete the files."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []
         try:
@@ -181,7 +181,7 @@ class Segment:
 
     def unlink(self) -> None:
         self.close()
-        for name in (table_name, slots_name):  # table first: the next opening deletes slots without a table
+        for name in (table_name, slots_name):  # table first, because recovery deletes slots without a table
             self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
 
     def sync_slots(self) -> None:
@@ -191,7 +191,7 @@ class Segment:
         self._files.sync(self._table)
 
     def read_table(self, slots_bytes: int) -> tuple[list[Record], int]:
-        """Return the valid records, and the number of invalid ones, which are blanked.
+        """Return the valid records, and the number of invalid records, which are blanked.
 
         `slots_bytes` is the length of the slots file. A truncated file is extended, so that its slots are usable.
         """
@@ -233,7 +233,7 @@ class Segment:
         self._transfer(self._files.write, slot, buffers)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
-        """Fill the buffer from a slot, aligned as for `write_slot`. Return fewer bytes only at the end of the file."""
+        """Fill a buffer, aligned as for `write_slot`. Return the bytes read, fewer only at the end of the file."""
         return self._transfer(self._files.read, slot, buffer)
 
     def _transfer(self, operation: Callable[[int, _Memory, int], _Result], slot: int, memory: _Memory) -> _Result:
@@ -244,5 +244,5 @@ class Segment:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = None  # some filesystems accept O_DIRECT and refuse the I/O: use the page cache
+                self._direct = None  # some filesystems accept O_DIRECT, but refuse the I/O
         return operation(self._slots, memory, offset)

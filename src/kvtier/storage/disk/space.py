@@ -1,4 +1,4 @@
-"""SlotAllocator: manages the slots of a disk store, metadata and files. It is bounded in bytes, and thread-safe."""
+"""SlotAllocator: manages the slots of a disk store, in memory and in files, within a limit of bytes. Thread-safe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slot_bytes_for(nbytes: int) -> int:
 
 class SlotAllocator:
     """Slots for objects. The lock protects metadata and is never held during I/O, so that a hanging disk blocks only
-    the threads that wait for it. One thread at a time makes room."""
+    the threads that access the disk. Only one thread at a time makes room."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class SlotAllocator:
             return range(self._sequence - count + 1, self._sequence + 1)
 
     def reserve(self, nbytes: int) -> SlotRef | str:
-        """Return a slot with a blank record, after eviction if space is short, or the reason why there is no slot."""
+        """Return a slot with a blank record, or the reason why there is no slot. Evicts objects if space is short."""
         slot_bytes = slot_bytes_for(nbytes)
         with self._lock:
             place = self._catalog.take(slot_bytes)
@@ -187,7 +187,7 @@ class SlotAllocator:
         blanks = dict.fromkeys(places, BLANK)
         try:
             self.write_records(blanks)
-        finally:  # after the write, or else a concurrent sync would count unwritten blanks as synced
+        finally:  # not before the write, because a concurrent sync would regard unwritten blanks as synced
             with self._lock:
                 self._blanked.update(place.segment for place in blanks)
 
@@ -215,7 +215,7 @@ class SlotAllocator:
     def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
         """Write packed records, or blanks, into their tables, where they survive the end of the process.
 
-        Adjacent slots share one write, because no other I/O of the batch overlaps with these writes.
+        Adjacent slots share one write, because this phase of a batch does not overlap with other I/O.
         """
         places = sorted(records)
         starts = [i for i, (number, slot) in enumerate(places) if not i or places[i - 1] != (number, slot - 1)]
@@ -224,17 +224,17 @@ class SlotAllocator:
             self.segment(places[first]).write_records(places[first].slot, data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
-        """Flush the payloads of these segments. The caller prevents their deletion, for example by holding slots."""
+        """Flush the payloads of these segments. The caller must prevent their deletion, for example by a hold."""
         for number in numbers:
             self._segments[number].sync_slots()
 
     def sync_tables(self, numbers: Iterable[int]) -> None:
-        """Flush the records of these segments. The caller prevents their deletion, for example by holding slots."""
+        """Flush the records of these segments. The caller must prevent their deletion, for example by a hold."""
         for number in numbers:
             self._segments[number].sync_table()
 
     def sync_all(self) -> list[OSError]:
-        """Flush everything, as far as possible; return the errors. No call may be running."""
+        """Flush as many segments as possible and return the errors. No call may be running."""
         errors = []
         for segment in self._segments.values():
             try:
@@ -320,7 +320,7 @@ class SlotAllocator:
         return True
 
     def _create(self, shape: SegmentHeader) -> Segment:
-        """Create a segment with the next number whose file names are free. Links or folders may have the same names."""
+        """Create a segment with the next number whose file names are free. Links or folders may use the names."""
         while True:
             self._last_number += 1
             try:
@@ -337,7 +337,7 @@ class SlotAllocator:
             self._catalog.remove_segment(number)
             segment = self._segments.pop(number)
         segment.unlink()
-        self._files.sync_folder(self._folder)  # otherwise its objects could reappear after a power failure
+        self._files.sync_folder(self._folder)  # otherwise the objects could reappear after a power failure
 
     def _why_no_room(self, slot_bytes: int) -> str:
         aside = f", {self._quarantine_bytes} of them in quarantine" if self._quarantine_bytes else ""

@@ -35,7 +35,7 @@ from kvtier.storage.store import (
 
 
 class Sync(Enum):
-    """When bytes are flushed from the operating system to the disk."""
+    """The time at which bytes are flushed from the operating system to the disk."""
 
     CLOSE = "close"
     """When the store is closed. Stored objects survive any end of the process. A power failure may damage objects
@@ -45,9 +45,9 @@ class Sync(Enum):
 
 
 def default_threads() -> int:
-    """Return two threads per core, from 8 to 16, so that some verify while others wait for the disk.
+    """Return two threads per core, but 8 to 16, so that some threads verify while others wait for the disk.
 
-    On 2 cores, 8 threads reach 89 % of the rate of 8 threads that only read, 4 threads 71 % (virtual disk, 2026-11-15).
+    Relative to 8 threads that only read, 8 threads on 2 cores reach 89 %, and 4 reach 71 % (virtual disk, 2026-11-15).
     """
     return min(16, max(8, 2 * len(os.sched_getaffinity(0))))
 
@@ -57,8 +57,8 @@ class DiskStore:
 
         store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
-    `max_bytes` limits all files of the folder. `direct` bypasses the page cache if the filesystem supports that, since
-    hot blocks are in the host tier. `num_threads` threads do the I/O, one object each (None: two per core, 8 to 16).
+    `max_bytes` limits all files of the folder. `direct` bypasses the page cache if the filesystem supports that,
+    because hot blocks are in the host tier. Each of the `num_threads` threads reads or writes one object at a time.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class DiskStore:
         return Page(objects, last, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Finish running calls, flush everything to the disk, end the threads and unlock the folder.
+        """Finish running calls, flush everything to the disk, stop the threads and unlock the folder.
 
         Waiting for calls and flushing take at most the deadline each. If the disk hangs, the files stay open and the
         folder stays locked until the process ends. Raises StoreError if the disk fails.
@@ -243,7 +243,7 @@ class DiskStore:
     def _put(self, staged: _Staged, sequence: int, write: Write, view: memoryview, scratch: Scratch) -> ObjectResult:
         record, stored = encode(write.key, write.label, view, self._compression)
         if self._space.hold_same(record):
-            return ObjectResult(ObjectStatus.STORED, reason="was there already")
+            return ObjectResult(ObjectStatus.STORED, reason="already stored")
         place = self._space.reserve(record.total_bytes)
         if isinstance(place, str):
             return ObjectResult(ObjectStatus.FAILED, reason=place)
@@ -259,7 +259,7 @@ class DiskStore:
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
-        """Publish all objects of a batch. After the call returned, publish none, as the memory may have changed."""
+        """Publish all objects of a batch, or none if the call has returned, because the memory may have changed."""
         records = sorted(staged.records, key=lambda record: record.sequence)
         segments = sorted({record.segment for record in records})
         is_sound = False
@@ -287,7 +287,7 @@ class DiskStore:
 
 
 class _Staged:
-    """Objects of one write that are in their slots but not published."""
+    """Objects of one write that are in their slots but not yet published."""
 
     def __init__(self, count: int) -> None:
         self.records: list[Record] = []

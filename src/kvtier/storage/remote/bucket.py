@@ -18,7 +18,7 @@ Parts = Sequence[memoryview]
 
 
 class BucketError(Exception):
-    """A request to a server failed. Callers of a store do not see this error, but a FAILED result."""
+    """A request to a server failed. Callers of a store get a FAILED result instead of this error."""
 
     def __init__(self, message: str, *, is_transient: bool = True) -> None:
         super().__init__(message)
@@ -41,9 +41,9 @@ class RequestSize:
 
     max_names: int
     max_put_bytes: int = 4 << 20
-    """Bytes of one write request."""
+    """Maximum bytes of one write request."""
     num_puts: int | None = None
-    """Write requests per batch, or more if requests would exceed `max_put_bytes`. None: one per thread."""
+    """Number of write requests per batch, unless they would exceed `max_put_bytes`. None means one per thread."""
 
 
 class Bucket(Protocol):

@@ -4,11 +4,11 @@
     sealed    [nonce 12 | record, encrypted 256 | tag 16] [nonce 12 | payload, encrypted | tag 16]
 
 With encryption, the name of an object is a keyed digest of its block key. Both parts authenticate the name, so that an
-object under a wrong name is detected. The payload also authenticates the record's tag, so that parts of two versions
-are detected. Readers of the server still see sizes, times and repeated blocks. Nonces are random, so one key is good
+object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two versions
+is detected. Readers of the server still see sizes, times and repeated blocks. Nonces are random, so one key is good
 for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
 
-Token ids are not sent to servers. A record has only their digest, which is keyed if the operator sets a secret.
+Token ids are not sent to servers. A record contains only a digest of them, which is keyed if there is a secret.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Cipher:
         return nonce + self._gcm.encrypt(nonce, data, bound)
 
     def open(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Decrypt `data`. Raise FormatError if `data` or `bound` differ from those of `seal`."""
+        """Decrypt `data`. Raise FormatError if `data` was changed, or if `bound` is not the value passed to `seal`."""
         if len(data) < SEAL_BYTES:
             raise FormatError(f"too short for a sealed part: {len(data)} bytes")
         try:
@@ -92,9 +92,9 @@ class Envelope:
         self._cipher, self._compression, self._ttl_s, self._clock = cipher, compression, ttl_s, clock
         seal_bytes = SEAL_BYTES if cipher else 0
         self.head_bytes = RECORD_BYTES + seal_bytes
-        """Bytes of the record in a value."""
+        """Size of the record in a value."""
         self.extra_bytes = RECORD_BYTES + 2 * seal_bytes
-        """Bytes of a value in addition to the payload."""
+        """Size of a value without the payload."""
 
     def name(self, key: bytes) -> str:
         return self._cipher.name(key) if self._cipher else key.hex()
@@ -107,7 +107,7 @@ class Envelope:
         return [self.pack(write, payload, total) for (write, payload), total in zip(objects, known, strict=True)]
 
     def pack(self, write: Write, payload: memoryview, known: int | None = None) -> Packed:
-        """Pack an object. `known` is the payload's checksum; pass it only without compression."""
+        """Pack an object. `known` is the payload's checksum, which must not be passed with compression."""
         label = Label(write.label.namespace, write.label.token_digest)
         record, stored = encode(write.key, label, payload, self._compression, known)
         if self._ttl_s is not None:
@@ -122,7 +122,7 @@ class Envelope:
     def read_head(self, name: str, head: bytes | memoryview) -> Record:
         """Return the record of a value; FormatError if it is invalid or belongs to another name."""
         if len(head) < self.head_bytes:
-            raise FormatError(f"truncated: {len(head)} bytes, the record needs {self.head_bytes}")
+            raise FormatError(f"truncated: {len(head)} bytes, but the record needs {self.head_bytes}")
         head = head[: self.head_bytes]
         record = Record.unpack(self._cipher.open(head, name.encode()) if self._cipher else head)
         if self.name(record.key) != name:

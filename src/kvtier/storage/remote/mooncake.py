@@ -1,7 +1,7 @@
 """MooncakeBucket: blocks in a Mooncake Store, a pool of memory on many machines. Needs the extra `mooncake`.
 
 Over TCP, blocks are sent in place from any memory. Over RDMA, blocks are sent in place from registered memory
-(`register`), such as the host tier, and copied to registered memory otherwise. Mooncake's objects are immutable, so a
+(`register`), such as the host tier; other blocks are first copied to registered memory. Objects are immutable, so a
 replacement is a removal and a put. The client cannot list names, so they come from the master's administration port.
 """
 
@@ -33,7 +33,7 @@ class MooncakeBucket:
     """Objects in a Mooncake Store. Raises BucketError if the master does not respond.
 
     master          host:port
-    local_host      address at which other machines reach this one
+    local_host      address at which other machines reach this machine
     metadata        P2PHANDSHAKE, or the URL of a metadata server through which clients find each other
     protocol        tcp or rdma
     device          for rdma: the network devices, such as mlx5_0
@@ -66,7 +66,7 @@ class MooncakeBucket:
         self._admin_url = f"http://{master.rpartition(':')[0]}:{admin_port}/get_all_keys"
         self._registered: dict[int, memoryview] = {}  # the views keep the memory alive
         self._lock = threading.Lock()  # protects the dictionary
-        self._changing = threading.Lock()  # held while gigabytes are pinned, which must not delay requests
+        self._changing = threading.Lock()  # held while gigabytes are pinned; requests do not wait for it
         _check_reachable(master, timeout_s)
         self._client = MooncakeDistributedStore()
         code = self._client.setup(local_host, metadata, segment_bytes, buffer_bytes, protocol, device, master)
@@ -145,8 +145,8 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects by force. A read leases its object, by default for 10 s, and the master would not delete a
-        leased object otherwise. A concurrent read may get the bytes of a new object that reuses the memory."""
+        """Delete objects by force, because a read leases its object (10 s by default), and the master does not delete a
+        leased object without force. A concurrent read may then get the bytes of a new object in the same memory."""
         codes = self._client.batch_remove(self._full(names), True)
         self._check(codes, (_OK, *_GONE))
         return [code == _OK for code in codes]
@@ -169,7 +169,7 @@ class MooncakeBucket:
         return names[:limit], names[limit - 1] if len(names) > limit else ""
 
     def reset(self) -> None:
-        """Do nothing: the client manages its connections."""
+        """Do nothing, because the client manages its connections."""
 
     def close(self) -> None:
         self._client.close()
@@ -177,7 +177,7 @@ class MooncakeBucket:
     def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
         """Return registered scratch memory. Range reads need registered memory even over TCP."""
         room = scratch.take(nbytes)
-        self._add(memoryview(room.obj))  # register all of it, because the next take may be longer
+        self._add(memoryview(room.obj))  # register all scratch memory, because the next take may be longer
         return room
 
     def _add(self, memory: memoryview) -> None:

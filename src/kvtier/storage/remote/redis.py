@@ -37,9 +37,9 @@ _SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are s
 _READ_BYTES = 1 << 18  # per recv; 1 MiB values arrive at 576 MiB/s, but at 493 with 64 KiB (2026-11-15, loopback)
 
 
-# A server runs one command after another, so parallel puts only take cores from it. Fractions of the raw client's rate
-# for 32 x 1 MiB, on two cores, one of them the server's (2026-11-15):
-# one request .87 to .97, eight requests on four threads .78 to .87; on a cluster, one request .76, eight requests .86.
+# A server runs one command at a time, so parallel puts only take CPU cores from it. For 32 x 1 MiB on two cores, one of
+# them used by the server, one request reaches 0.87 to 0.97 of the raw client's rate, and eight requests on four threads
+# reach 0.78 to 0.87. On a cluster, one request reaches 0.76, and eight reach 0.86 (2026-11-15).
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
@@ -104,7 +104,7 @@ class RedisBucket:
         return self._ranges(names, [nbytes] * len(names))
 
     def _ranges(self, names: Sequence[str], sizes: Sequence[int]) -> list[bytes | None]:
-        """Return the first bytes of each value, no bytes for another type, and None for a missing or empty value."""
+        """Return the first bytes of each value: b"" for a value of another type, None if it is missing or empty."""
         commands = [("GETRANGE", self._prefix + n, 0, size - 1) for n, size in zip(names, sizes, strict=True)]
         replies = self._pipe(commands, _is_wrong_type)
         return [b"" if isinstance(reply, Exception) else reply or None for reply in replies]
@@ -160,7 +160,7 @@ class RedisBucket:
     def _pipe(
         self, commands: Sequence[tuple[Any, ...]], is_expected: Callable[[Exception], bool] = lambda _: False
     ) -> list[Any]:
-        """Send commands in one pipeline; return the replies. Errors other than the expected ones are raised."""
+        """Send commands in one pipeline and return the replies. Raises errors other than the expected ones."""
         try:
             pipeline = self._client.pipeline(transaction=False)
             for command in commands:
@@ -176,7 +176,7 @@ class RedisBucket:
         """Send SET commands on one connection per node, then read all replies. Return replies and errors by index.
 
         The client's pipeline is not used, because it needs each value in one piece. Joining the pieces costs as much as
-        the checksum, which is half of our overhead budget over plain Redis.
+        the checksum, which is half of the overhead that kvtier may add to plain Redis.
         """
         nodes: dict[Any, list[int]] = {}
         used: list[Any] = []

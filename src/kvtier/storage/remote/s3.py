@@ -27,7 +27,7 @@ _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 class S3Bucket:
     """Objects in S3. Raises BucketError if the bucket cannot be read.
 
-    Empty arguments default to AWS_* in the environment. Names start with `prefix` and a slash. `endpoint` is the URL,
+    Empty arguments default to the AWS_* variables. Names start with `prefix` and a slash. `endpoint` is the URL,
     http:// or https://, of a server other than Amazon's; the bucket's name is then part of the path.
     """
 
@@ -79,7 +79,7 @@ class S3Bucket:
         return [self._put(name, parts, scratch, replace=replace) for name, parts in zip(names, values, strict=True)]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects. S3 does not report which existed, so look them up first."""
+        """Delete objects. S3 does not report missing objects, so look up all objects first."""
         existed = self.exists(names)
         paths = [self._prefix + name for name in itertools.compress(names, existed)]
         if paths:
@@ -98,10 +98,10 @@ class S3Bucket:
         return ours, names[limit - 1] if len(names) > limit else ""
 
     def reset(self) -> None:
-        """Do nothing: every HTTP response belongs to its request."""
+        """Do nothing, because every HTTP response belongs to its request."""
 
     def close(self) -> None:
-        """Do nothing: the client closes its connections when it is collected."""
+        """Do nothing, because the client closes its connections when it is garbage-collected."""
 
     def _fetch(self, name: str, room: int) -> memoryview | None:
         response = self._find(lambda: obstore.get(self._store, self._prefix + name))

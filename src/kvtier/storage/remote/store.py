@@ -41,15 +41,15 @@ Work = Callable[[Sequence[int], Batch, Scratch], None]
 DEFAULT_RETRIES = 2
 _MIN_SHARE_BYTES = 1 << 20
 _MAX_READ_BYTES = 4 << 20
-"""Small enough that values are in the CPU cache when they are verified, that threads hold little memory and that late
-requests end soon. Large enough that the round trip does not matter."""
+"""Size of a read request. It is small, so that values are still in the CPU cache when they are verified and a late
+request ends soon, but large enough that the round trip does not matter."""
 
 
 class RemoteStore:
     """A store on a server, shared by any number of processes.
 
     At most `num_threads` requests run in parallel. `where` names the server in messages. Transient errors are retried
-    `num_retries` times, the first time after up to `first_wait_s`. `stats` counts calls, not stored objects.
+    `num_retries` times, first after at most `first_wait_s` seconds. `stats` counts calls, not stored objects.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RemoteStore:
         return self._meter.end("reads", self._run([len(view) for view in views], load, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects. An object is not always sent if an equal object exists."""
+        """Store objects. If an equal object exists, the object may not be sent."""
         begin = self._meter.begin([write.key for write in writes])
         last = last_writes(writes)
         chosen = [writes[index] for index in last.values()]
@@ -199,7 +199,7 @@ class RemoteStore:
             raise StoreError(f"{self._where}: {error}") from error
 
     def close(self) -> None:
-        """Finish running calls, end the threads and disconnect. Do not wait longer than the deadline."""
+        """Finish running calls, stop the threads and disconnect. Waits at most until the deadline."""
         with self._lock:
             if self._meter.is_closed:
                 return
@@ -233,7 +233,7 @@ class RemoteStore:
         num_requests = (is_put and limits.num_puts) or self._num_threads
         share = max(sum(sizes) / num_requests, _MIN_SHARE_BYTES)
         chunks: list[list[int]] = [[]]
-        nbytes, taken = 0, 0.0  # bytes of the last chunk, without and with the previous chunk's excess over its share
+        nbytes, taken = 0, 0.0  # bytes of the last chunk, without and with the excess of previous chunks
         for index, size in enumerate(sizes):
             is_full = taken >= share or nbytes + size > max_bytes or len(chunks[-1]) == limits.max_names
             if is_full and chunks[-1]:
@@ -257,7 +257,7 @@ class RemoteStore:
     def _request(
         self, batch: Batch, request: Callable[Arguments, Response], *args: Arguments.args, **options: Arguments.kwargs
     ) -> Response:
-        """Send a request; retry transient errors until the call has returned."""
+        """Send a request. Transient errors are retried until the call has returned."""
         attempt = 0
         while not batch.is_expired:
             try:
@@ -265,7 +265,7 @@ class RemoteStore:
             except BucketError as error:
                 if not error.is_transient or attempt == self._num_retries:
                     raise
-            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))  # so that clients do not retry together
+            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))  # clients must not retry together
             attempt += 1
         raise BucketError("the deadline has passed")
 
@@ -278,13 +278,13 @@ class RemoteStore:
                 for index, name, head in zip(exist.indices, exist.names, heads, strict=True)
                 if self._is_current(self._record(name, head), exist.record(index))
             }
-            batch.settle(dict.fromkeys(same, ObjectResult(ObjectStatus.STORED, reason="was there already")))
+            batch.settle(dict.fromkeys(same, ObjectResult(ObjectStatus.STORED, reason="already stored")))
             others = exist.only([index for index in exist.indices if index not in same])
             if others.indices:
                 self._put(batch, others, scratch, replace=True)
 
     def _put(self, batch: Batch, parcels: _Parcels, scratch: Scratch, *, replace: bool) -> _Parcels:
-        """Send objects; return those that were skipped because their name exists."""
+        """Send objects. Return the objects that were skipped because their names exist."""
         puts = self._request(batch, self._bucket.put, parcels.names, parcels, scratch, replace=replace)
         done = dict(zip(parcels.indices, puts, strict=True))
         full = ObjectResult(ObjectStatus.FAILED, reason=f"{self._where} is full")
@@ -321,13 +321,13 @@ class RemoteStore:
 
 
 class _Parcels(Sequence[Parts]):
-    """The values of one request, packed on access, so that checksums are computed while earlier objects are sent, and
-    the bytes to send are in the CPU cache. `indices` are the positions of the objects in the batch.
+    """The values of one request. A value is packed on access, so that checksums are computed while earlier objects are
+    sent, and the bytes to send are in the CPU cache. `indices` are the positions of the objects in the batch.
 
-    Memory that the caller may have changed must not get a valid checksum:
+    After a call has returned, the caller may change its memory, but changed bytes must not get a valid checksum:
 
-        call open after packing       the checksum is that of the block; if other bytes are sent, a read detects this
-        call returned while packing   the checksum may be that of other bytes, so nothing is sent
+        call returns after packing    the checksum is that of the original bytes, so a read detects changed bytes
+        call returns during packing   the checksum may be that of changed bytes, so nothing is sent
     """
 
     def __init__(self, envelope: Envelope, writes: Mapping[int, tuple[Write, memoryview]], batch: Batch) -> None:
