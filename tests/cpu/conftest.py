@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need torch. On a GPU machine they also cover pinned and device memory."""
+"""Fixtures for the tests that need torch. On a machine with a GPU, they also provide pinned and device memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # Session scope, because hypothesis rejects function-scoped fixtures. The fixtures have no state.
 @pytest.fixture(scope="session", params=PLACEMENTS, ids=str)
 def placement(request: pytest.FixtureRequest) -> Placement:
-    """Each kind of memory available on this machine."""
+    """Return each placement that is available on this machine."""
     return request.param
 
 
@@ -27,8 +27,8 @@ def placement(request: pytest.FixtureRequest) -> Placement:
 def make() -> Callable[..., Buffer]:
     """`make(placement, array, dtype=None, size=None)` returns a new Buffer with the bytes of `array`.
 
-    `dtype` defaults to that of the array, `size` to the number of elements that fit into the bytes. Pass `size` for a
-    packed type that ends inside the last byte.
+    `dtype` defaults to the dtype of the array, and `size` to the number of elements that fit into the bytes. Pass
+    `size` for a packed type that ends inside the last byte.
     """
     return _make
 
@@ -53,6 +53,6 @@ def _make(placement: Placement, array: Any, dtype: Any = None, size: int | None 
 def _read(buffer: Buffer) -> Bytes:
     if not buffer.nbytes:
         return np.empty(0, np.uint8)
-    if torch.cuda.is_available():  # copies into pinned memory are asynchronous too
+    if torch.cuda.is_available():  # copies into pinned memory are also asynchronous
         torch.cuda.synchronize()
     return buffer.bytes_tensor().cpu().numpy().copy()

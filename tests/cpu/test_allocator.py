@@ -21,13 +21,13 @@ from kvtier.memory.region import MemoryRef
 from support import held_back, new_stream
 
 MIB = 1 << 20
-TIMEOUT_S = 10  # far above any expected wait; reached only by a hang
+TIMEOUT_S = 10  # reached only if a thread hangs
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 
 
 class Pool:
-    """An allocator over torch memory that records its calls and rejects an unbalanced deallocation."""
+    """An allocator over torch memory that records its calls and rejects a deallocation without an allocation."""
 
     def __init__(self, placement: Placement = CPU) -> None:
         self.placement = placement
@@ -77,7 +77,7 @@ def counters(allocator: Allocator) -> tuple[int, int, int, int]:
 
 
 def test_default_allocator_is_shared_and_counts_buffers(placement):
-    gc.collect()  # free cycles of other tests now, not between the measurements
+    gc.collect()  # collect garbage of other tests now, because it would change the counters later
     allocator = default_allocator(placement)
     assert default_allocator(placement) is allocator
     assert allocator.placement == placement
@@ -109,7 +109,7 @@ def test_allocator_memory_of_any_size_is_writable(placement, nbytes):
     assert int(tensor.sum(dtype=torch.int64)) == 15
 
 
-def test_large_allocation_is_aligned_and_outlives_buffer(placement):
+def test_large_allocation_is_aligned_and_kept_alive_by_slice(placement):
     buffer = Buffer(MIB, "f64", placement)
     assert buffer.data() % 64 == 0
     tail = buffer.slice(MIB - 2)
@@ -149,7 +149,7 @@ def test_default_allocator_without_gpu_raises(text):
 # ---- custom allocators ----
 
 
-def test_custom_allocator_gets_exact_sizes_and_frees_all(placement):
+def test_custom_allocator_receives_exact_sizes_and_frees_all(placement):
     pool = Pool(placement)
     sizes = [("u8", 1, 1), ("bf16", 3, 6), ("f64", 5, 40), ("u4", 3, 2), ("u2", 5, 2), ("u8", 4097, 4097)]
     buffers = [Buffer(count, name, allocator=pool.allocator) for name, count, _ in sizes]
@@ -167,7 +167,7 @@ def test_custom_allocator_accepts_placement_as_text():
         Allocator("nowhere", int, print)
 
 
-def test_buffer_placement_differs_from_allocator_raises():
+def test_buffer_with_placement_other_than_allocator_raises():
     with pytest.raises(ArgumentError, match="an allocator of cpu memory cannot allocate pinned memory"):
         Buffer(4, "u8", "pinned", allocator=Pool().allocator)
 
@@ -214,7 +214,7 @@ def test_custom_allocator_other_error_propagates():
 
 
 def test_custom_allocator_may_free_other_buffers_in_allocate():
-    """An allocate function that evicts cached buffers does this."""
+    """For example, an allocate function may evict cached buffers."""
     cached: list[Buffer] = []
     memory = [ctypes.create_string_buffer(64) for _ in range(3)]
 
@@ -249,7 +249,7 @@ HOST_OWNERS: dict[str, Callable[[Buffer], object]] = {
     "memoryview": lambda buffer: buffer.memoryview(),
     "array protocol": np.asarray,
     "numpy DLPack": np.from_dlpack,
-    "Buffer over its array": lambda buffer: Buffer.wrap(buffer.numpy()),
+    "Buffer that wraps its array": lambda buffer: Buffer.wrap(buffer.numpy()),
 }
 
 
@@ -312,7 +312,7 @@ def test_memory_in_reference_cycle_is_freed_by_gc():
     assert pool.num_returned == 1
 
 
-def test_callables_stay_alive_while_memory_is_in_use():
+def test_allocator_callables_stay_alive_while_memory_is_in_use():
     pool = Pool()
     returned, buffer = pool.returned, Buffer(8, "i32", allocator=pool.allocator)
     del pool
@@ -356,7 +356,7 @@ def test_memory_of_pending_copy_is_freed_after_completion(enqueue_copy, how):
             assert sources.num_returned == targets.num_returned == 0
             assert not stream.query()
         stream.synchronize()
-    # closing the stream ended its thread, which held the last reference
+    # the thread of the stream held the last reference until the stream was closed
     assert sources.num_returned == targets.num_returned == 1
     assert targets.returned == [bytes(range(8))]
 
@@ -377,7 +377,7 @@ def test_memory_of_pending_fill_is_freed_after_completion(write):
     assert pool.returned[0] in (bytes([9, 9]), bytes([0x99, 0x99]))
 
 
-def test_memory_of_skipped_copy_is_freed():
+def test_memory_of_copy_skipped_after_stream_error_is_freed():
     pool = Pool()
 
     def fail() -> None:
@@ -406,7 +406,7 @@ def test_memory_used_by_stream_is_freed_after_event():
 
 
 def test_memory_used_by_failed_stream_is_freed(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", bool)  # reporting the error is allowed, leaking is not
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # the error may be reported, but the memory must not leak
     pool = Pool()
 
     def fail() -> None:
@@ -441,10 +441,10 @@ def test_allocator_peak_remains_after_free():
     assert counters(allocator) == (0, 150, 0, 3)
 
 
-def test_zero_byte_buffer_does_not_call_the_callables(placement):
+def test_zero_byte_buffer_does_not_call_allocator_callables(placement):
     pool = Pool(placement)
     buffer = Buffer(0, "f32", allocator=pool.allocator)
-    assert buffer  # zero bytes of memory are still memory
+    assert buffer  # a buffer with zero bytes of memory is true
     assert buffer.tolist() == []
     assert counters(pool.allocator) == (0, 0, 1, 1)
     del buffer
@@ -497,12 +497,12 @@ def test_allocator_repr_shows_counters():
 
 
 class StatisticsMachine(RuleBasedStateMachine):
-    """Allocate, export and drop buffers at random. The model is the sizes of the buffers that are still referenced."""
+    """Allocate, export and drop buffers at random. The model contains the sizes of all referenced buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = Pool()
-        self.held: list[tuple[int, list[object]]] = []  # size, and the objects that own the memory
+        self.held: list[tuple[int, list[object]]] = []  # bytes of each allocation and the objects that own it
         self.peak = self.count = 0
 
     @rule(nbytes=st.one_of(st.just(0), st.integers(1, 5000)))
@@ -575,7 +575,7 @@ def test_out_of_memory_error_reports_sizes_and_usage(placement, nbytes):
     assert "the system reports" in message
     assert "unknown" not in message
     assert allocator.stats.num_allocations == before[3]
-    assert allocator.allocate(kept.nbytes).nbytes == 1234  # still usable
+    assert allocator.allocate(kept.nbytes).nbytes == 1234  # the allocator is still usable
 
 
 def test_buffer_too_large_raises_out_of_memory(placement):
@@ -583,7 +583,7 @@ def test_buffer_too_large_raises_out_of_memory(placement):
         Buffer(1 << 49, "f64", placement)
 
 
-def test_custom_allocator_out_of_memory_reports_own_usage():
+def test_custom_allocator_out_of_memory_error_reports_its_usage():
     allocator = allocator_returning(MemoryError("pool is empty"))
     with pytest.raises(
         OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*pool is empty"
@@ -600,7 +600,7 @@ def test_trim_leaves_live_memory_intact(placement, make, read):
     allocator = default_allocator(placement)
     values = np.arange(100, dtype=np.uint8)
     buffer = make(placement, values)
-    Buffer(3 * MIB, "u8", placement)  # freed at once, so that there is memory to trim
+    Buffer(3 * MIB, "u8", placement)  # freed immediately, so that there is memory to trim
     allocator.trim()
     np.testing.assert_array_equal(read(buffer), values)
     assert Buffer(10, "u8", placement).nbytes == 10

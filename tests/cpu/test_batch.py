@@ -1,4 +1,4 @@
-"""Parts of the batch life cycle: ops, environment, slot states, module declarations."""
+"""The parts of a batch life cycle: ops, environment, slot states and module declarations."""
 
 import pytest
 from hypothesis import settings
@@ -77,7 +77,7 @@ class Writer(Module):
     writes = frozenset([TOKENS])
 
 
-def test_check_modules_with_unwritten_entry_raises():
+def test_check_modules_entry_without_one_writer_raises():
     check_modules([Reader(), Writer()], [BATCH, COPY])
     with pytest.raises(ArgumentError, match=r"Reader reads tokens \(list\), which no module writes; written: batch"):
         check_modules([Reader()], [BATCH, COPY])
@@ -109,7 +109,7 @@ def test_batch_data_with_invalid_arguments_raises():
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Try ops at random: only the next op in order is accepted."""
+    """Tries ops in random order. The slot accepts only the next op."""
 
     @initialize()
     def start(self):

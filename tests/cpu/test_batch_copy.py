@@ -69,7 +69,7 @@ def test_empty_batch_copy_runs():
     assert result.merge_ratio == 1.0
 
 
-def test_zero_size_copies_count_as_calls_not_entries():
+def test_zero_size_copies_count_as_calls_but_not_as_entries():
     src, dst = Buffer(8, "u8"), Buffer(8, "u8")
     with BatchCopy() as batch:
         batch(src, 0, dst)
@@ -125,7 +125,7 @@ def test_nested_group_raises():
     with batch.group(), pytest.raises(StateError, match="do not nest"), batch.group():
         pass
     with batch.group():
-        pass  # the failed attempt left no state
+        pass  # the failed attempt did not leave a group open
 
 
 def test_run_inside_group_raises_and_keeps_copies():
@@ -139,7 +139,7 @@ def test_run_inside_group_raises_and_keeps_copies():
     assert dst.tolist() == numbers(4).tolist()
 
 
-def test_discard_in_group_leaves_group_open():
+def test_discard_in_group_keeps_group_open():
     batch, src = BatchCopy(), Buffer(8, "u8")
     with batch.group():
         batch(src, 4, Buffer(8, "u8"))
@@ -151,7 +151,7 @@ def test_discard_in_group_leaves_group_open():
     assert batch.run().num_calls == 2
 
 
-def test_group_left_by_exception_is_closed():
+def test_exception_in_group_closes_group():
     batch = BatchCopy()
     with pytest.raises(KeyError), batch.group():
         raise KeyError
@@ -162,7 +162,7 @@ def test_group_left_by_exception_is_closed():
 # ---- lifetime ----
 
 
-def test_batch_copy_left_by_exception_discards_copies():
+def test_exception_in_batch_copy_discards_copies():
     src, dst = Buffer.wrap(numbers(4)), Buffer.wrap(np.zeros(4, np.uint8))
     batch = BatchCopy()
 
@@ -178,7 +178,7 @@ def test_batch_copy_left_by_exception_discards_copies():
     assert dst.tolist() == [0] * 4
 
 
-def test_dropping_pending_copies_warns():
+def test_dropping_batch_with_pending_copies_warns():
     def drop():
         BatchCopy()(Buffer(4, "u8"), 4, Buffer(4, "u8"))
         gc.collect()
@@ -291,7 +291,7 @@ def test_batch_copy_with_unknown_path_raises():
         BatchCopy(path="dma")
 
 
-def test_packed_elements_are_copied_in_whole_bytes():
+def test_packed_elements_are_copied_only_in_whole_bytes():
     src, dst = Buffer.pack(np.arange(8, dtype=np.uint8), "u4"), Buffer.pack(np.full(8, 15, np.uint8), "u4")
     with BatchCopy() as batch:
         batch(src, 2, dst.slice(4))
@@ -305,7 +305,7 @@ def test_packed_elements_are_copied_in_whole_bytes():
 
 
 @given(size=st.integers(1, 9), n=st.integers(0, 9), start=st.integers(0, 4))
-def test_odd_packed_count_copies_like_copy_or_raises(size, n, start):
+def test_odd_packed_count_is_copied_like_copy_or_raises(size, n, start):
     def fresh():
         return Buffer.pack(np.full(2 * start + size, 9, np.uint8), "u4").slice(2 * start)
 
@@ -334,7 +334,7 @@ def test_whole_odd_packed_buffer_is_copied():
 
 
 @paths
-def test_every_copy_path_gives_the_same_bytes(path, placement, make, read):
+def test_every_copy_path_copies_the_same_bytes(path, placement, make, read):
     src, dst = make(placement, numbers(1000, 1)), make(placement, numbers(1000, 2))
     random = np.random.default_rng(3)
     src_at, dst_at = random.permutation(100) * 10, random.permutation(100) * 10
@@ -383,7 +383,7 @@ def test_batch_copy_mixes_placements(placement, make, read):
 # ---- streams ----
 
 
-def test_batch_copy_on_host_stream_waits_and_keeps_memory():
+def test_batch_copy_on_host_stream_keeps_memory_until_it_runs():
     gate, stream = threading.Event(), Stream()
     src, dst = Buffer.wrap(np.zeros(1 << 16, np.uint8)), Buffer(1 << 16, "u8")
     out, source_array = dst.numpy(), src.numpy()
@@ -429,7 +429,7 @@ def test_dependent_copies_in_one_buffer_keep_order(placement, make, read, data):
 
 
 class BatchMachine(RuleBasedStateMachine):
-    """Drive a batch at random over three buffers and compare with a list of expected copies."""
+    """Make random calls on a batch over three buffers and compare the bytes with numpy arrays."""
 
     SIZE = 60
 
@@ -507,7 +507,7 @@ TestBatchMachine = BatchMachine.TestCase
 TestBatchMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_copy_and_batch_copy_share_call_signature(placement, make, read):
+def test_copy_and_batch_copy_have_same_call_signature(placement, make, read):
     def copy_twice(functor):
         src, dst = make(placement, numbers(8, 1)), make(placement, np.zeros(8, np.uint8))
         end = functor(src, 3, dst)
@@ -519,7 +519,7 @@ def test_copy_and_batch_copy_share_call_signature(placement, make, read):
     assert copy_twice(copy) == copy_twice(BatchCopy())
 
 
-def test_copy_table_runs_unchanged_and_merges_with_others():
+def test_copy_table_runs_alone_and_with_dependent_table():
     memory = np.arange(64, dtype=np.uint8)
     at, held = memory.ctypes.data, Buffer.wrap(memory).holding
     table = np.array([[at, at + 8], [at + 32, at + 40], [4, 8]])

@@ -116,7 +116,7 @@ def test_buffer_memory_returns_to_its_allocator_once(placement):
     part, pointer = buffer[2:], buffer.data()
     del buffer
     gc.collect()
-    assert memory_pool.returned == [], "the slice keeps the memory"
+    assert memory_pool.returned == [], "the slice must keep the memory alive"
     part.fill(3)
     del part
     gc.collect()
@@ -124,7 +124,7 @@ def test_buffer_memory_returns_to_its_allocator_once(placement):
     assert allocator.stats.num_live == 0
 
 
-def test_buffer_uses_allocator_of_context(placement):
+def test_buffer_uses_allocator_from_context(placement):
     memory_pool = RecordingMemory(placement)
     with context(allocator=memory_pool.allocator()):
         buffer = Buffer(8, "u8", placement)
@@ -217,12 +217,12 @@ def test_from_pointer_negative_address_raises():
         Buffer.from_pointer(-8, 4, "u8")
 
 
-@pytest.mark.parametrize(("name", "off"), [("i64", 4), ("f32", 1), ("bf16", 1)])
-def test_from_pointer_misaligned_address_raises(name, off):
+@pytest.mark.parametrize(("name", "offset"), [("i64", 4), ("f32", 1), ("bf16", 1)])
+def test_from_pointer_misaligned_address_raises(name, offset):
     memory = Buffer(64, "u8")
     item = dt.dtype(name).item_bytes
-    with pytest.raises(ArgumentError, match=rf"{memory.data() + off:#x} is not a multiple of {item}\b.*{name}"):
-        Buffer.from_pointer(memory.data() + off, 1, name)
+    with pytest.raises(ArgumentError, match=rf"{memory.data() + offset:#x} is not a multiple of {item}\b.*{name}"):
+        Buffer.from_pointer(memory.data() + offset, 1, name)
 
 
 # ---- equality, truth, repr ----
@@ -492,7 +492,7 @@ def test_misaligned_view_raises():
         part.view("i32")
 
 
-def test_view_as_own_dtype_is_equal():
+def test_view_with_same_dtype_equals_buffer():
     buffer = Buffer(3, "u4")
     assert buffer.view("u4") == buffer
 
@@ -569,7 +569,7 @@ def test_closing_borrowed_buffer_leaves_owner_open(placement, make):
 
 @dataclass(frozen=True)
 class Oracle:
-    """Reference implementation of an element type: converts bit patterns (lowest bit first) to values with numpy."""
+    """Reference for an element type. Converts bit patterns (lowest bit first) to values with numpy."""
 
     name: str
 
@@ -588,7 +588,7 @@ class Oracle:
         return [self.value(pattern) for pattern in bits.reshape(-1, self.bits)]
 
     def patterns(self) -> st.SearchStrategy[np.ndarray]:
-        """Bit patterns whose value compares equal to itself: no NaN, and bools of 0 or 1 only."""
+        """Generate the bit patterns of all values except NaN. Bools are only 0 or 1."""
         codes = st.integers(0, 1 if self.name == "bool" else (1 << self.bits) - 1)
         patterns = codes.map(lambda code: np.array([code >> place & 1 for place in range(self.bits)], np.uint8))
         return patterns.filter(lambda pattern: self.value(pattern) == self.value(pattern))
@@ -608,7 +608,7 @@ def bits_of(data: np.ndarray | bytes) -> np.ndarray:
 @pytest.mark.parametrize("name", names)
 def test_elements_match_numpy(name, placement, make):
     oracle = Oracle(name)
-    # all bit patterns of a small type, some of a large one; bools are 0 and 1
+    # all bit patterns of small types, some bit patterns of large types, and only 0 and 1 for bool
     raw = np.arange(256, dtype=np.uint8)[:2] if name == "bool" else np.arange(256, dtype=np.uint8)
     buffer, expected = make(placement, raw, name), oracle.values(bits_of(raw))
     assert same_values(buffer.tolist(), expected)
@@ -675,7 +675,7 @@ def test_setitem_changes_no_other_bit(name, placement, make, read, data):
 @pytest.mark.parametrize("name", names)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_fill_of_slice_changes_no_bit_outside(name, placement, make, read, data):
+def test_fill_of_slice_changes_no_bit_outside_slice(name, placement, make, read, data):
     oracle = Oracle(name)
     raw = data.draw(st.binary(min_size=24, max_size=24))
     buffer = make(placement, raw, name)
@@ -693,7 +693,7 @@ def test_fill_of_slice_changes_no_bit_outside(name, placement, make, read, data)
 
 @pytest.mark.parametrize("name", packed_names)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-def test_partial_last_byte_write_keeps_neighbours(name, size, placement, make, read):
+def test_write_to_partial_last_byte_keeps_other_elements(name, size, placement, make, read):
     oracle = Oracle(name)
     for write in (
         lambda part: part.fill(0),
@@ -709,7 +709,7 @@ def test_partial_last_byte_write_keeps_neighbours(name, size, placement, make, r
 
 
 @pytest.mark.parametrize("name", integer_names)
-def test_integer_dtype_holds_limits_and_rejects_beyond(name):
+def test_integer_dtype_holds_limits_and_rejects_values_beyond(name):
     limits, buffer = np.iinfo(dt.dtype(name).numpy), Buffer(3, name)
     buffer.fill(int(limits.max))
     buffer[0] = int(limits.min)
@@ -723,7 +723,7 @@ def test_integer_dtype_holds_limits_and_rejects_beyond(name):
 
 
 @pytest.mark.parametrize(("name", "top"), [("u2", 3), ("u4", 15)])
-def test_packed_dtype_holds_limits_and_rejects_beyond(name, top):
+def test_packed_dtype_holds_limits_and_rejects_values_beyond(name, top):
     buffer = Buffer(3, name)
     buffer.fill(top)
     assert buffer.tolist() == [top] * 3
@@ -760,7 +760,7 @@ def test_fill_with_non_number_raises(name, value):
 
 @dataclass(frozen=True)
 class Window:
-    """A Buffer and the range of bits of the whole memory that it covers."""
+    """A Buffer and the range of bits that it covers in the whole memory."""
 
     buffer: Buffer
     start: int
@@ -893,18 +893,18 @@ def test_fill_of_gpu_memory_on_host_stream_raises():
 
 USES = {
     "data": lambda b: b.data(),
-    "data of its type": lambda b: b.data("u4"),
+    "data with dtype": lambda b: b.data("u4"),
     "raw_data": lambda b: b.raw_data(),
     "data_or": lambda b: b.data_or(0),
     "slice": lambda b: b.slice(0, 1),
-    "slice of nothing": lambda b: b.slice(0, 0),
+    "empty slice": lambda b: b.slice(0, 0),
     "python slice": lambda b: b[:],
     "view": lambda b: b.view("u8"),
-    "view as its own type": lambda b: b.view("u4"),
+    "view with same dtype": lambda b: b.view("u4"),
     "borrow": lambda b: b.borrow(),
     "at": lambda b: b.at(0),
     "subscript": lambda b: b[-1],
-    "set": lambda b: b.__setitem__(0, 1),
+    "subscript assignment": lambda b: b.__setitem__(0, 1),
     "fill": lambda b: b.fill(1),
     "clear": clear,
     "iterate": list,
@@ -921,7 +921,7 @@ USES = {
     "wrap": Buffer.wrap,
     "copy from": lambda b: copy(b, Buffer(8, "u4")),
     "copy to": lambda b: copy(Buffer(8, "u4"), b),
-    "copy nothing from": lambda b: copy(b, 0, Buffer(8, "u4")),
+    "copy zero elements from": lambda b: copy(b, 0, Buffer(8, "u4")),
     "save": lambda b: save(b, bytearray(5000)),
     "holding": lambda b: b.holding,
 }
@@ -953,7 +953,7 @@ def test_buffer_close_twice_is_allowed(placement):
     assert not buffer
 
 
-def test_closed_buffer_keeps_its_description(placement):
+def test_closed_buffer_keeps_its_attributes(placement):
     buffer = Buffer(6, "u4", placement)[2:]
     buffer.close()
     assert (buffer.size, len(buffer), buffer.nbytes, buffer.dtype, buffer.base) == (4, 4, 2, dt.u4, 2)
@@ -961,7 +961,7 @@ def test_closed_buffer_keeps_its_description(placement):
     assert isinstance(hash(buffer), int)
 
 
-def test_buffer_close_frees_memory_at_once(placement):
+def test_buffer_close_frees_memory_immediately(placement):
     memory_pool = RecordingMemory(placement)
     buffer = Buffer(4, "i32", allocator=memory_pool.allocator())
     part = buffer[1:]

@@ -114,10 +114,10 @@ def test_doctor_lists_working_copy_paths(capsys):
     findings = json.loads(capsys.readouterr().out)
     paths = findings["copy cpu to cpu"]
     assert "loop" in paths
-    assert "host" in paths  # "host", or "no host (reason)"
+    assert "host" in paths  # the text is "host" or "no host (reason)"
 
 
-def test_doctor_reports_gpu_or_none(capsys):
+def test_doctor_reports_gpus_or_their_absence(capsys):
     main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)
     if torch.cuda.is_available():
@@ -127,7 +127,7 @@ def test_doctor_reports_gpu_or_none(capsys):
         assert findings["GPU"] == "none: everything runs on the CPU"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the copy paths of the GPU and keeps the result")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU and save the result")
 def test_doctor_calibrate_without_gpu_succeeds(capsys):
     assert main(["doctor", "--calibrate"]) == 0
     output = capsys.readouterr()
@@ -142,7 +142,7 @@ def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
 
 
 def test_doctor_reports_unusable_cache_directory(monkeypatch, capsys):
-    """The command diagnoses problems, so a problem of the machine is not an error."""
+    """The command reports problems of the machine and still exits with 0."""
     monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
     assert main(["doctor", "--json"]) == 0
     assert "/dev/null/kvtier" in json.loads(capsys.readouterr().out)["cache directory"]
@@ -206,12 +206,12 @@ def test_cli_with_closed_pipe_exits_silently():
         (["generate", "--stop", BAD_BYTES, "x"], 1),
     ],
 )
-def test_cli_with_non_text_argument_fails_in_one_line(locale, arguments, code):
+def test_cli_with_undecodable_argument_fails_in_one_line(locale, arguments, code):
     encoded = [arg if isinstance(arg, bytes) else arg.encode() for arg in arguments]
     assert_fails_in_one_line(run_raw(*encoded, **locale), code)
 
 
-def test_cli_with_non_text_input_fails_in_one_line():
+def test_cli_with_undecodable_input_fails_in_one_line():
     assert_fails_in_one_line(run_raw("generate", stdin=BAD_BYTES))
 
 

@@ -19,7 +19,7 @@ MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Write a trace and a model whose KV cache takes a few GiB; return the command line arguments."""
+    """Write a trace and a model with a KV cache of a few GiB. Return the command line arguments."""
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]
@@ -54,10 +54,10 @@ def test_replay_json_matches_simulation(files, capsys):
         assert run["hit_rates"] == summary.hit_rates
         assert run["evictions"] == summary.evictions
     assert {point["policy"] for point in result["curve"]} == {"lru", "arc", "s3fifo", "optimum"}
-    assert result == run_json(capsys, "replay", *files, *sizes), "deterministic"
+    assert result == run_json(capsys, "replay", *files, *sizes), "a second run returned another result"
 
 
-def test_replay_table_has_tiers_latencies_and_bandwidths(files, capsys):
+def test_replay_table_shows_tiers_latencies_and_bandwidths(files, capsys):
     assert main(["replay", *files, "--host", "4GiB", "--disk", "64GiB", "--capacities", "0"]) == 0
     output = capsys.readouterr().out
     for expected in (
@@ -88,13 +88,13 @@ def test_plan_prints_advice_and_effect_of_more_memory(files, capsys, tmp_path):
     assert any("100 GiB more host memory would change the hit rate by" in line for line in result["advice"]["text"])
     assert result["prices"]["source"]
     assert result["prices"]["assumed"] == []
-    assert "<svg" not in (tmp_path / "p.html").read_text(), "the page draws its plots in the browser"
+    assert "<svg" not in (tmp_path / "p.html").read_text(), "the page must draw its plots in the browser"
     assert main(["plan", *files, "--ttft-p99", "500ms", "--limit", "40"]) == 0
     assert result["advice"]["text"][0] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["replay", "--capacities", "0"], ["plan", "--ttft-p99", "500ms"]])
-def test_refused_requests_are_reported_only_if_any(command, files, capsys):
+def test_refused_requests_are_reported_only_if_there_are_any(command, files, capsys):
     assert main([command[0], *files, *command[1:]]) == 0
     output = capsys.readouterr().out
     assert "are refused" not in output
@@ -112,7 +112,7 @@ def test_refused_requests_are_reported_only_if_any(command, files, capsys):
     assert row.split()[1:] == [str(run["num_refused"]) for run in runs]
 
 
-def test_replay_lists_assumed_values(capsys):
+def test_replay_lists_assumed_hardware_values(capsys):
     options = ["synthetic:sessions=2", "--capacities", "0", "--device", "20GiB"]
     assumed = run_json(capsys, "replay", *options, "--gpu", "a100")["setup"]["assumed"]["gpu"]
     assert assumed["link_bandwidth"] == preset(GpuSpec, "a100").link_bandwidth

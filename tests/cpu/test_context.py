@@ -32,7 +32,7 @@ GPU = Placement("cuda", 0)
 
 
 def new_allocator(placement: Placement = CPU) -> Allocator:
-    """Return an allocator over torch memory that is not the default one."""
+    """Return a new allocator over torch memory, which differs from the default allocator."""
     live: dict[int, torch.Tensor] = {}
 
     def allocate(nbytes: int) -> int:
@@ -61,7 +61,7 @@ def in_new_thread(call: Callable[[], Any]) -> Any:
 # ---- current values ----
 
 
-def test_without_context_defaults_are_current():
+def test_defaults_are_current_outside_context():
     assert current() == DEFAULTS
 
 
@@ -86,7 +86,7 @@ def test_nested_contexts_restore_outer_values():
         assert current() == DEFAULTS
 
 
-def test_context_keeps_values_not_given():
+def test_context_keeps_values_that_are_not_given():
     allocator = new_allocator()
     with new_stream() as stream, context(stream=stream, allocator=allocator):
         with context():
@@ -109,7 +109,7 @@ def test_context_accepts_current_values_again():
         assert current() == (stream, allocator)
 
 
-def test_context_left_by_exception_restores_values():
+def test_context_exited_by_exception_restores_values():
     outer = new_allocator()
     with context(allocator=outer):
         with (
@@ -122,7 +122,7 @@ def test_context_left_by_exception_restores_values():
     assert current() == DEFAULTS
 
 
-def test_context_left_by_return_restores_values():
+def test_context_exited_by_return_restores_values():
     def return_inside(stream: Stream) -> Stream | None:
         with context(stream=stream):
             return current_stream(CPU)
@@ -162,7 +162,7 @@ def test_context_allocator_leaves_other_placements_unchanged():
             assert current_allocator(CPU) is host
 
 
-def test_context_keeps_allocators_per_gpu():
+def test_context_holds_one_allocator_per_gpu():
     first, second = new_allocator(Placement("cuda", 0)), new_allocator(Placement("cuda", 1))
     with context(allocator=[first, second]):
         assert current_allocator(Placement("cuda", 0)) is first
@@ -200,7 +200,7 @@ def test_copies_run_on_context_stream():
             copy(Buffer.wrap(bytes([1, 2, 3, 4])), target)
             with BatchCopy() as batch:
                 batch(Buffer.wrap(bytes([9])), 1, target)
-        assert target.tolist() == [0, 0, 0, 0]  # read outside the stream, which is still blocked
+        assert target.tolist() == [0, 0, 0, 0]  # this read does not wait for the stream, which is still blocked
     assert target.tolist() == [9, 2, 3, 4]  # closing the stream ran its tasks
 
 
@@ -255,7 +255,7 @@ def test_choose_stream_host_stream_accepts_host_memory():
 
 def test_gpu_work_on_host_stream_raises_in_every_call(placement):
     if not placement.is_device:
-        pytest.skip("host memory fits every stream")
+        pytest.skip("needs GPU memory")
     buffer, host = Buffer(4, "u8", placement), Buffer(4, "u8")
     with new_stream() as stream:
         for misuse in (lambda: buffer.fill(1, stream), lambda: copy(host, 4, buffer, stream)):
@@ -307,7 +307,7 @@ def test_threads_have_separate_contexts():
 def test_interleaved_asyncio_tasks_have_separate_contexts():
     async def hold_context(stream: Stream, allocator: Allocator, turn: asyncio.Barrier) -> None:
         with context(stream=stream, allocator=allocator):
-            await turn.wait()  # all tasks are inside their blocks
+            await turn.wait()  # all tasks are inside their `with` blocks
             assert current() == (stream, allocator)
             await turn.wait()
         await turn.wait()

@@ -52,7 +52,7 @@ def test_copy_works_between_placements(direction, placement, make, read):
         assert np.array_equal(read(copied), raw)
 
 
-def test_copy_of_n_elements_leaves_the_rest(placement, make, read):
+def test_copy_of_n_elements_keeps_remaining_elements(placement, make, read):
     source, target = make(placement, np.arange(8, dtype=np.int32)), make(placement, np.full(6, -1, np.int32))
     copy(source, 3, target)
     assert read(target).view(np.int32).tolist() == [0, 1, 2, -1, -1, -1]
@@ -74,7 +74,7 @@ def test_copy_returns_rest_of_destination(placement, make, read):
 
 
 @pytest.mark.parametrize(("name", "n"), [("u4", 3), ("fp4", 1), ("u2", 6)])
-def test_copy_rest_inside_byte_is_empty(name, n, placement):
+def test_copy_that_ends_inside_byte_returns_empty_rest(name, n, placement):
     rest = copy(Buffer(8, name, placement), n, Buffer(8, name, placement))
     assert not rest
     assert (rest.size, rest.dtype.name, rest.placement) == (0, name, placement)
@@ -82,7 +82,7 @@ def test_copy_rest_inside_byte_is_empty(name, n, placement):
 
 @pytest.mark.parametrize("name", packed)
 @pytest.mark.parametrize("n", range(9))
-def test_copy_ending_inside_byte_keeps_neighbours(name, n, placement, make, read):
+def test_copy_that_ends_inside_byte_keeps_other_elements(name, n, placement, make, read):
     source, target = make(placement, b"\x00" * 5, name), make(placement, b"\xff" * 5, name)
     copy(source, n, target)
     bits = bits_of(read(target)).reshape(-1, dt.dtype(name).bits)
@@ -144,7 +144,7 @@ def test_copy_on_host_stream_runs_in_stream_order(how):
         else:
             with context(stream=stream):
                 copy(Buffer.wrap(b"abc"), target)
-        assert memory == bytes(3), "the copy ran before its turn"
+        assert memory == bytes(3), "the copy ran before earlier tasks"
     stream.synchronize()
     assert memory == b"abc"
     stream.close()
@@ -263,7 +263,7 @@ def test_copy_and_clear_of_closed_buffer_raise(placement):
 
 @pytest.mark.parametrize("name", names)
 @pytest.mark.parametrize("size", [0, 1, 5, 8])
-def test_clear_zeroes_exactly_its_elements(name, size, placement, make, read):
+def test_clear_zeroes_only_elements_of_buffer(name, size, placement, make, read):
     buffer = make(placement, b"\xff" * 64, name)
     clear(buffer.slice(0, size))
     bits = bits_of(read(buffer)).reshape(-1, dt.dtype(name).bits)
@@ -305,7 +305,7 @@ def test_empty_like_with_placement_keeps_dtype(placement):
     assert empty_like(twin, placement="cpu").placement == CPU
 
 
-def test_empty_like_with_dtype_and_placement(placement):
+def test_empty_like_accepts_dtype_and_placement(placement):
     twin = empty_like(Buffer(7, "f32"), "i64", str(placement))
     assert (twin.size, twin.dtype, twin.placement) == (7, dt.i64, placement)
 

@@ -1,4 +1,4 @@
-"""The copy planner compared with running the entries one after another on an array of bytes."""
+"""Compare the copy planner with running the entries one after another on an array of bytes."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def pieces_of(plan):
 
 @st.composite
 def any_entries(draw, low_dst=0):
-    """Random copies within one memory; with `low_dst`, sources and destinations are disjoint."""
+    """Generate random copies within one memory. With `low_dst`, no source overlaps a destination."""
     size = MEMORY // 2 if low_dst else MEMORY
     count = draw(st.integers(1, 30))
     nbytes = draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
@@ -60,7 +60,7 @@ def check(plan, entries):
 
 
 def check_independent(pieces):
-    """Check that no piece reads or writes the destination of another."""
+    """Check that no piece reads or writes the destination of another piece."""
     for k, (_, n, dst) in enumerate(pieces):
         for j, (other_src, m, other_dst) in enumerate(pieces):
             if j != k:
@@ -74,7 +74,7 @@ def scans():
 
 
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)), seed=st.integers(0, 99))
-def test_any_order_inside_waves_gives_sequential_result(entries, seed):
+def test_any_order_within_waves_has_sequential_result(entries, seed):
     memory = np.random.default_rng(seed).integers(0, 256, MEMORY, dtype=np.uint8)
     expected = run_entries(zip(entries[0][SRC], entries[0][NBYTES], entries[0][DST], strict=True), memory)
     for scan_entries in scans():
@@ -110,13 +110,13 @@ def test_adjacent_entries_merge_in_any_order():
     assert [[plan.caller_entry(part) for part in plan.parts(k)] for k in range(3)] == [[4, 3], [2, 1], [0]]
 
 
-def test_entries_of_different_scopes_do_not_merge():
+def test_entries_in_different_scopes_do_not_merge():
     assert plan_copies(*entries_of(*GROUPED, scope=[ALONE] * 5)).num_pieces == 5
     pieces = pieces_of(plan_copies(*entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])))
     assert pieces == [(100, 4, 200), (104, 4, 204), (120, 8, 208), (112, 4, 216)]
 
 
-def test_entries_adjacent_on_one_side_do_not_merge():
+def test_entries_adjacent_only_in_source_or_target_do_not_merge():
     assert plan_copies(*entries_of((0, 4, 100), (4, 4, 108))).num_pieces == 2
     assert plan_copies(*entries_of((0, 4, 100), (8, 4, 104))).num_pieces == 2
 
@@ -127,16 +127,15 @@ def test_shuffled_adjacent_entries_merge_into_one_piece():
     assert pieces_of(plan) == [(0, 6_400_000, 1 << 40)]
 
 
-def test_entry_reading_a_result_runs_in_later_wave():
+def test_entry_that_reads_a_result_runs_in_later_wave():
     plan = plan_copies(*entries_of((0, 4, 100), (100, 4, 200), (200, 4, 250), (8, 4, 16)))
     assert plan.num_waves == 3
     assert sorted(pieces_of(plan)[:2]) == [(0, 4, 100), (8, 4, 16)]
 
 
-def test_adjacent_entries_of_different_waves_do_not_merge():
-    plan = plan_copies(
-        *entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104))
-    )  # the last entry reads the result of the first
+def test_adjacent_entries_in_different_waves_do_not_merge():
+    # the last entry reads the result of the first entry
+    plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (4, 4, 104)]
     assert plan.wave_starts == [0, 2, 3]
     plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104), (8, 4, 108), (12, 4, 112)))
@@ -144,7 +143,7 @@ def test_adjacent_entries_of_different_waves_do_not_merge():
     assert plan.wave_starts == [0, 3, 4]
 
 
-def test_destination_written_twice_keeps_order():
+def test_writes_to_overlapping_destinations_keep_order():
     plan = plan_copies(*entries_of((0, 4, 100), (8, 4, 102)))
     assert pieces_of(plan) == [(0, 4, 100), (8, 4, 102)]
     assert plan.num_waves == 2
@@ -156,7 +155,7 @@ def test_source_is_read_before_it_is_overwritten():
     assert plan.num_waves == 2
 
 
-def test_shared_source_stays_in_one_wave():
+def test_entries_with_shared_source_run_in_one_wave():
     plan = plan_copies(*entries_of(*((0, 4, 100 + 4 * k) for k in range(40))))
     assert (plan.num_waves, plan.num_pieces) == (1, 40)
 
@@ -170,7 +169,7 @@ def test_self_overlapping_entry_is_marked():
     assert (with_another.overlapping, with_another.in_order, with_another.num_waves) == (True, False, 1)
 
 
-def test_long_chain_runs_in_order():
+def test_long_dependency_chain_runs_in_order():
     chain = [(4 * k, 4, 4 * (k + 1)) for k in range(MAX_WAVES + 1)]
     plan = plan_copies(*entries_of(*chain))
     assert plan.in_order
@@ -180,7 +179,7 @@ def test_long_chain_runs_in_order():
     assert shorter.num_waves == MAX_WAVES
 
 
-def test_many_writes_to_one_place_run_in_order():
+def test_many_writes_to_same_address_run_in_order():
     n = 10_000
     plan = plan_copies(np.stack([np.arange(n) * 8, np.full(n, 1 << 30), np.full(n, 8)]))
     assert plan.in_order

@@ -1,4 +1,4 @@
-"""Planning of copy steps: separate directions, waves and scopes, memory lifetime, argument checks."""
+"""Planning of copy steps: directions, waves, scopes, memory lifetime and argument checks."""
 
 import gc
 import itertools
@@ -69,7 +69,7 @@ def test_steps_copy_each_piece_in_its_own_direction(chunks, seed, path):
     assert sum(len(step.pieces) for step in result.steps) == num_moving
 
 
-def test_adjacent_copies_of_two_directions_do_not_merge():
+def test_adjacent_copies_in_two_directions_do_not_merge():
     memory = numbers(64)
     base = memory.ctypes.data
     batch = BatchCopy()
@@ -82,7 +82,7 @@ def test_adjacent_copies_of_two_directions_do_not_merge():
     assert memory[32:48].tolist() == numbers(64)[:16].tolist()
 
 
-def test_long_chain_of_two_directions_runs_in_order():
+def test_long_copy_chain_in_two_directions_runs_in_order():
     count = MAX_WAVES + 10
     memory = numbers(4 * count + 4)
     base, batch = memory.ctypes.data, BatchCopy(path="loop")
@@ -116,7 +116,7 @@ def test_dependent_copies_run_one_step_per_wave():
 def test_only_self_overlapping_pieces_run_one_by_one(forced):
     memory = numbers(128)
     buffer = Buffer.wrap(memory)
-    with BatchCopy(path=forced) as batch:  # the second piece overlaps itself, the others only touch themselves
+    with BatchCopy(path=forced) as batch:  # source and destination overlap only in piece 1
         batch.pieces(buffer, [0, 20, 48], [8, 16, 8], buffer, [8, 24, 40])
     expected = numbers(128)
     for src, n, dst in ((0, 8, 8), (20, 16, 24), (48, 8, 40)):
@@ -141,7 +141,7 @@ def test_single_self_overlapping_piece_is_one_step():
 # ---- scopes ----
 
 
-def test_arrays_merge_internally_but_not_with_each_other():
+def test_pieces_of_one_call_merge_but_not_with_other_calls():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     with BatchCopy() as batch:
         batch.pieces(src, [0, 4], 4, dst, [0, 4])
@@ -150,7 +150,7 @@ def test_arrays_merge_internally_but_not_with_each_other():
     assert (batch.result.num_calls, batch.result.num_entries) == (5, 3)
 
 
-def test_group_kept_open_by_discard_has_own_scope():
+def test_group_kept_open_by_discard_has_its_own_scope():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     batch = BatchCopy()
     with batch.group():
@@ -281,7 +281,7 @@ def test_copy_context_reports_direction(src, dst, on_device, over_link, name):
     assert (job.on_device, job.over_link, str(job)) == (on_device, over_link, name)
 
 
-def test_why_not_gives_reason_for_unusable_path():
+def test_why_not_returns_reason_for_unusable_path():
     between_hosts, to_gpu = CopyContext(CPU, CPU, None), CopyContext(CPU, GPU, None)
     assert why_not("loop", between_hosts) is why_not("loop", to_gpu) is None
     assert why_not("host", between_hosts) == (None if native().code else native().reason)
@@ -294,7 +294,7 @@ def test_why_not_gives_reason_for_unusable_path():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
-def test_gpu_copy_without_driver_is_planned_as_loop():
+def test_gpu_copy_without_gpu_paths_is_planned_as_loop():
     plan = plan_copies(np.array([[4096], [8192], [16]]))
     (step,) = plan_steps(plan, (((GPU, CPU),), None), None, "gather")
     assert step.path == "loop"
@@ -326,7 +326,7 @@ def test_run_path_copies_pieces_and_returns_its_name(path):
     assert memory[16:32].tolist() == [*numbers(32)[:4], *numbers(32)[20:24], *numbers(32)[4:12]]
 
 
-def test_step_reason_ranks_the_estimates():
+def test_step_reason_lists_estimates_in_ascending_order():
     pieces = Pieces(np.array([[0], [8], [8]]))
     job = CopyContext(CPU, CPU, None)
     step = CopyStep(job, pieces, "gather", "no loop: a test; ", {"driver": 30.2, "gather": 11.4})

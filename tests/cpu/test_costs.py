@@ -18,7 +18,10 @@ EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "los
 
 
 def table(**paths):
-    """Build a table of one direction from (fixed cost, cost per 4 KiB piece) of each path; cost grows with the size."""
+    """Build a table for one direction from the (fixed cost, cost per 4 KiB piece) of each path.
+
+    The cost per piece is proportional to the size of the piece.
+    """
     rows = {
         path: tuple(Cost(size, fixed, piece * size / _SIZES[0]) for size in _SIZES)
         for path, (fixed, piece) in paths.items()

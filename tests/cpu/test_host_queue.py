@@ -16,12 +16,12 @@ import pytest
 from kvtier.errors import StateError
 from kvtier.memory.stream import HostMark, HostQueue
 
-TIMEOUT_S = 10  # far above any expected wait; reached only by a hang
+TIMEOUT_S = 10  # reached only if a call hangs
 
 
 @contextlib.contextmanager
 def new_queue() -> Iterator[HostQueue]:
-    """Yield a queue and close it. Ignore the ValueError of a failed task, which some tests leave on purpose."""
+    """Yield a queue and close it. Ignore a ValueError at close, because some tests leave a failed task."""
     queue = HostQueue("test")
     try:
         yield queue
@@ -110,7 +110,7 @@ def test_submit_does_not_wait_for_task():
 def test_two_queues_run_at_the_same_time():
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     with new_queue() as one, new_queue() as other:
-        one.submit(barrier.wait)  # returns only if both tasks run at once
+        one.submit(barrier.wait)  # returns only if both tasks run at the same time
         other.submit(barrier.wait)
         one.synchronize()
         other.synchronize()
@@ -212,13 +212,13 @@ def test_wait_event_orders_two_queues():
     assert ran.index("before the wait") < ran.index("second")
 
 
-def test_wait_event_on_own_mark_returns():
+def test_wait_event_on_mark_of_same_queue_returns():
     with new_queue() as queue:
         queue.wait_event(mark_on(queue))
         queue.synchronize()
 
 
-def test_wait_event_chains_over_queues():
+def test_wait_event_orders_chain_of_three_queues():
     ran: list[str] = []
     with new_queue() as a, new_queue() as b, new_queue() as c:
         with held_back(a):
@@ -257,7 +257,7 @@ def test_task_error_skips_later_tasks_and_is_raised():
     with new_queue() as queue:
         queue.submit(lambda: ran.append("before"))
         queue.submit(failing(error))
-        queue.submit(lambda: ran.append("behind"))
+        queue.submit(lambda: ran.append("after"))
         with pytest.raises(ValueError, match="task 2 went wrong") as caught:
             queue.synchronize()
     assert caught.value is error
@@ -287,7 +287,7 @@ def test_queue_raises_first_of_several_errors():
         queue.synchronize()
 
 
-def test_queue_with_error_is_done():
+def test_queue_and_mark_are_done_after_error():
     with new_queue() as queue:
         queue.submit(failing(ValueError("done")))
         mark = mark_on(queue)
@@ -297,11 +297,11 @@ def test_queue_with_error_is_done():
         assert queue.query()
 
 
-def test_mark_carries_error_of_earlier_tasks_only():
+def test_mark_raises_only_errors_of_earlier_tasks():
     with new_queue() as queue:
         before = mark_on(queue)
         queue.submit(failing(ValueError("between")))
-        behind = mark_on(queue)
+        with_error = mark_on(queue)
         with pytest.raises(ValueError, match="between"):
             queue.synchronize()
         after = mark_on(queue)
@@ -309,7 +309,7 @@ def test_mark_carries_error_of_earlier_tasks_only():
         after.synchronize()
         for _ in range(2):  # a mark keeps its error
             with pytest.raises(ValueError, match="between"):
-                behind.synchronize()
+                with_error.synchronize()
 
 
 def test_elapsed_time_to_failed_mark_raises_its_error():
@@ -358,7 +358,7 @@ def test_base_exception_in_task_does_not_hang_synchronize(error):
     queue.close()
 
 
-def test_synchronize_in_own_task_raises_state_error():
+def test_synchronize_in_task_of_same_queue_raises():
     with new_queue() as queue:
         queue.submit(queue.synchronize)
         with pytest.raises(StateError, match="cannot wait for itself"):
@@ -406,7 +406,7 @@ def test_idle_queue_releases_last_task():
         memory = Memory()
         watched = weakref.ref(memory)
         queue.submit(memory.use)
-        queue.submit(int)  # the worker drops a task before it takes the next one
+        queue.submit(int)  # the worker releases a task before it starts the next task
         del memory
         queue.synchronize()
         gc.collect()
@@ -454,7 +454,7 @@ def test_gc_during_submit_may_submit_to_same_queue():
             def __del__(self):
                 queue.submit(lambda: ran.append(1))
 
-        for phase in range(120):  # let the collector run at each allocation of submit()
+        for phase in range(120):  # let the collector run at each allocation in submit()
             gc.disable()
             fill = spare = None
             gc.collect()
@@ -499,7 +499,7 @@ def test_queue_close_twice_is_allowed():
     assert result_of(queue.close) is None
 
 
-def test_queue_may_be_closed_by_own_task():
+def test_queue_may_be_closed_by_its_own_task():
     queue = HostQueue("test")
     threads: list[threading.Thread] = []
     queue.submit(lambda: threads.append(threading.current_thread()))
@@ -527,7 +527,7 @@ def test_queue_use_after_close_raises(use):
     assert isinstance(result_of(lambda: use(queue)), StateError)
 
 
-def test_queue_close_raises_unseen_error_once():
+def test_queue_close_raises_pending_error_once():
     queue = HostQueue("test")
     queue.submit(failing(ValueError("unseen")))
     with pytest.raises(ValueError, match="unseen"):

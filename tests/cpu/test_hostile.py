@@ -1,4 +1,4 @@
-"""benchmarks.hostile: request bytes of the attacks, and reports of the clients about a server with known faults."""
+"""The attacks of benchmarks.hostile send valid requests, and its clients report the faults of a test server."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def event(text):
 
 
 async def serve_once(reply, client):
-    """Serve `reply` to one connection while the client runs; return its result and the request body."""
+    """Serve `reply` to one connection while the client runs. Return the client's result and the request body."""
     bodies = [b""]
 
     async def answer(reader, writer):
@@ -37,7 +37,7 @@ async def serve_once(reply, client):
 
 
 @pytest.mark.parametrize(
-    ("events", "wrong"),
+    ("events", "fault"),
     [
         ([event("ab"), event("c"), "data: [DONE]\n\n"], ""),
         ([event("ab"), "data: [DONE]\n\n"], "another text"),
@@ -46,21 +46,21 @@ async def serve_once(reply, client):
         ([event("ab"), 'data: {"error": {"code": null, "type": "server_error"}}\n\n'], "error event server_error"),
     ],
 )
-def test_stream_client_reports_a_wrong_answer(events, wrong):
+def test_stream_client_reports_wrong_answer(events, fault):
     async def client(target):
         return await Stream(target, Ask({}, "abc"), StreamReport())._once()
 
-    assert asyncio.run(serve_once(HEAD + "".join(events), client))[0] == wrong
+    assert asyncio.run(serve_once(HEAD + "".join(events), client))[0] == fault
 
 
-def test_stream_client_reports_a_refused_request():
+def test_stream_client_reports_refused_request():
     async def client(target):
         return await Stream(target, Ask({}, "abc"), StreamReport())._once()
 
     assert asyncio.run(serve_once("HTTP/1.1 429 Too Many Requests\r\n\r\n", client))[0] == "status 429"
 
 
-def test_stream_counts_gaps_including_the_open_one():
+def test_stream_client_counts_unfinished_last_gap():
     report = StreamReport()
     stream = Stream(Target("127.0.0.1", 1, "m"), Ask({}, ""), report)
     stream._count()
@@ -86,13 +86,13 @@ def test_probe_counts_answers_that_are_not_200(reply, failures):
     assert len(report.seconds) == 1
 
 
-def test_corrected_adds_the_gaps_of_tokens_that_were_due():
+def test_corrected_adds_gaps_of_tokens_due_during_long_gap():
     assert corrected([0.1, 0.35], 0.1) == pytest.approx([0.1, 0.35, 0.25, 0.15, 0.05])
     assert np.percentile(corrected([0.1] * 100 + [10.0], 0.1), 99) > 9
 
 
 @pytest.mark.parametrize("name", hostile_attacks.ATTACKS)
-def test_attack_is_answered_and_below_body_limit(name):
+def test_attack_receives_answer_and_stays_below_body_limit(name):
     attack = hostile_attacks.ATTACKS[name]
 
     async def client(target):

@@ -20,14 +20,14 @@ from kvtier.memory import CPU, PINNED, Buffer, Placement, Stream, context
 
 names = [dtype.name for dtype in dt.ALL]
 packed = [dtype.name for dtype in dt.ALL if dtype.is_packed]
-whole = [name for name in names if name not in packed]
-in_dlpack_of_numpy = [name for name in whole if name not in ("bf16", "fp8_e4m3", "fp8_e5m2")]
+unpacked = [name for name in names if name not in packed]
+numpy_dlpack_names = [name for name in unpacked if name not in ("bf16", "fp8_e4m3", "fp8_e5m2")]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 
 
 class OnlyDLPack:
-    """A foreign array that supports DLPack only."""
+    """A foreign array that supports only DLPack."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -42,7 +42,7 @@ class OnlyDLPack:
 
 
 class LegacyDLPack(OnlyDLPack):
-    """A producer without versioned capsules, which accepts only `stream`."""
+    """A producer without versioned capsules. Its `__dlpack__` accepts only `stream`."""
 
     def __dlpack__(self, stream: Any = None) -> Any:
         return self.array.__dlpack__(stream=stream)
@@ -75,7 +75,7 @@ def capsule_name(capsule: Any) -> str:
 # ---- wrap ----
 
 
-@pytest.mark.parametrize("name", whole)
+@pytest.mark.parametrize("name", unpacked)
 def test_wrap_numpy_array_does_not_copy(name):
     array = array_of(name)
     buffer = Buffer.wrap(array)
@@ -87,7 +87,7 @@ def test_wrap_numpy_array_does_not_copy(name):
     assert array[5] == 0
 
 
-@pytest.mark.parametrize("name", whole)
+@pytest.mark.parametrize("name", unpacked)
 def test_wrap_torch_tensor_does_not_copy(name, placement, make):
     tensor = make(placement, array_of(name)).torch()
     buffer = Buffer.wrap(tensor)
@@ -98,7 +98,7 @@ def test_wrap_torch_tensor_does_not_copy(name, placement, make):
     assert tensor.to(torch.float64).tolist() == [1.0] * 6
 
 
-@pytest.mark.parametrize("name", whole)
+@pytest.mark.parametrize("name", unpacked)
 @pytest.mark.parametrize("producer", [OnlyDLPack, LegacyDLPack])
 def test_wrap_torch_dlpack_does_not_copy(name, producer, placement, make):
     tensor = make(placement, array_of(name)).torch()
@@ -107,7 +107,7 @@ def test_wrap_torch_dlpack_does_not_copy(name, producer, placement, make):
     assert buffer.tolist() == array_of(name).tolist()
 
 
-@pytest.mark.parametrize("name", in_dlpack_of_numpy)
+@pytest.mark.parametrize("name", numpy_dlpack_names)
 @pytest.mark.parametrize("producer", [OnlyDLPack, LegacyDLPack])
 def test_wrap_numpy_dlpack_does_not_copy(name, producer):
     array = array_of(name)
@@ -117,7 +117,7 @@ def test_wrap_numpy_dlpack_does_not_copy(name, producer):
     assert array.tolist() == [1] * 6
 
 
-@pytest.mark.parametrize("name", in_dlpack_of_numpy)
+@pytest.mark.parametrize("name", numpy_dlpack_names)
 def test_wrap_array_interface_does_not_copy(name):
     array = array_of(name)
     buffer = Buffer.wrap(OnlyArrayInterface(array))
@@ -164,13 +164,13 @@ def test_wrap_buffer_keeps_packed_dtype(name):
     assert Buffer.wrap(Buffer(8, name)).dtype.name == name
 
 
-def test_wrap_torch_fp4_pairs_gives_fp4(placement, make):
+def test_wrap_of_torch_fp4_pairs_has_fp4_elements(placement, make):
     pairs = make(placement, b"\x10\x32").torch().view(torch.float4_e2m1fn_x2)
     buffer = Buffer.wrap(pairs)
     assert (buffer.size, buffer.dtype, buffer.tolist()) == (4, dt.fp4, [0.0, 0.5, 1.0, 1.5])
 
 
-def test_wrap_tensor_that_requires_grad():
+def test_wrap_accepts_tensor_that_requires_grad():
     tensor = torch.ones(3, requires_grad=True)
     assert Buffer.wrap(tensor).data() == tensor.data_ptr()
 
@@ -182,7 +182,7 @@ def test_wrap_lazily_negated_tensor_raises_or_negates():
     try:
         buffer = Buffer.wrap(lazy)
     except ArgumentError:
-        return  # raising is allowed as well
+        return  # an error is also allowed
     assert buffer.tolist() == lazy.tolist()
 
 
@@ -259,7 +259,7 @@ def test_wrap_misaligned_array_raises():
         Buffer.wrap(odd.view(np.int64))
 
 
-def test_wrap_tensor_of_unsupported_device_raises():
+def test_wrap_tensor_on_unsupported_device_raises():
     with pytest.raises(ArgumentError, match="meta"):
         Buffer.wrap(torch.empty(3, device="meta"))
 
@@ -305,7 +305,7 @@ def readonly(array: np.ndarray) -> np.ndarray:
     ],
     ids=["bytes", "memoryview", "numpy", "array interface", "dlpack"],
 )
-def test_wrap_read_only_source_gives_read_only_buffer(source):
+def test_wrap_read_only_source_returns_read_only_buffer(source):
     buffer = Buffer.wrap(source)
     assert buffer.tolist() == [0, 1, 2, 3]
     assert buffer.readonly
@@ -338,7 +338,7 @@ def test_read_only_buffer_has_dlpack_device():
 # ---- export ----
 
 
-@pytest.mark.parametrize("name", whole)
+@pytest.mark.parametrize("name", unpacked)
 def test_numpy_export_shares_memory(name, make):
     buffer = make(CPU, array_of(name))[2:]
     array = buffer.numpy()
@@ -381,17 +381,17 @@ def test_torch_export_shares_memory(name, placement, make):
     tensor = buffer.torch()
     assert (tensor.data_ptr(), tensor.device) == (buffer.data(), placement.torch)
     assert tensor.view(torch.uint8).tolist() == list(raw)
-    if name in whole:
+    if name in unpacked:
         assert str(tensor.dtype) == f"torch.{dt.dtype(name).numpy.name}"
         assert tensor.numel() == buffer.size
 
 
-def test_torch_export_of_packed_dtypes():
+def test_torch_export_dtype_of_packed_dtypes():
     assert Buffer(4, "fp4").torch().dtype == torch.float4_e2m1fn_x2
     assert Buffer(4, "u4").torch().dtype == Buffer(8, "u2").torch().dtype == torch.uint8
 
 
-def test_torch_export_writes_through(placement, make):
+def test_write_to_torch_export_changes_buffer(placement, make):
     buffer = make(placement, array_of("i32"))
     buffer[2:4].torch().fill_(-1)
     assert buffer.tolist() == [0, 1, -1, -1, 4, 5]
@@ -408,7 +408,7 @@ def test_memoryview_export_shares_bytes(name, make):
     assert buffer.view("u8").tolist() == list(raw)
 
 
-@pytest.mark.parametrize("name", in_dlpack_of_numpy)
+@pytest.mark.parametrize("name", numpy_dlpack_names)
 def test_array_interface_describes_memory(name, make):
     buffer = make(CPU, array_of(name))[1:]
     exported, expected = buffer.__array_interface__, array_of(name).__array_interface__
@@ -422,7 +422,7 @@ def test_array_interface_describes_memory(name, make):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_array_interface_is_absent_for_unnamed_dtypes(name):
+def test_array_interface_is_absent_for_dtypes_without_typestr(name):
     assert not hasattr(Buffer(4, name), "__array_interface__")
 
 
@@ -440,7 +440,7 @@ def test_dlpack_export_is_read_by_torch(name, placement):
     assert torch.equal(tensor.view(torch.uint8), buffer.bytes_tensor())
 
 
-@pytest.mark.parametrize("name", in_dlpack_of_numpy)
+@pytest.mark.parametrize("name", numpy_dlpack_names)
 def test_dlpack_export_is_read_by_numpy(name, make):
     buffer = make(CPU, array_of(name))[1:4]
     array = np.from_dlpack(buffer)
@@ -474,12 +474,12 @@ def test_dlpack_with_copy_returns_a_copy(placement, make):
 
 def test_host_export_of_gpu_memory_raises(placement):
     buffer = Buffer(8, "u4", placement)
-    for show in (Buffer.numpy, Buffer.memoryview, Buffer.unpack, np.asarray):
+    for export in (Buffer.numpy, Buffer.memoryview, Buffer.unpack, np.asarray):
         if placement.is_device:
             with pytest.raises(ArgumentError, match=rf"on {placement}; copy it to a 'cpu' Buffer"):
-                show(buffer)
+                export(buffer)
         else:
-            assert show(buffer) is not None
+            assert export(buffer) is not None
     assert hasattr(buffer, "__array_interface__") == (not placement.is_device)
     assert hasattr(buffer, "__cuda_array_interface__") == placement.is_device
 
@@ -611,7 +611,7 @@ class OnlyInterfaceOf:
         return self.buffer.__array_interface__
 
 
-def test_unread_dlpack_capsule_releases_memory(placement):
+def test_unused_dlpack_capsule_releases_memory(placement):
     buffer = Buffer(4, "f32", placement)
     memory = weakref.ref(buffer.holding)
     capsules = [buffer.__dlpack__(), buffer.__dlpack__(max_version=(1, 0))]
@@ -623,7 +623,7 @@ def test_unread_dlpack_capsule_releases_memory(placement):
     assert memory() is None
 
 
-# ---- CUDA stream hand-over ----
+# ---- synchronization with CUDA streams ----
 
 
 def delayed_fill(tensor: torch.Tensor, value: int, stream: torch.cuda.Stream) -> None:
@@ -643,7 +643,7 @@ def test_wrap_cuda_array_does_not_copy(name):
 
 
 @needs_gpu
-def test_wrap_read_only_cuda_array_gives_read_only_buffer():
+def test_wrap_read_only_cuda_array_returns_read_only_buffer():
     tensor = torch.zeros(4, device="cuda")
     buffer = Buffer.wrap(OnlyCudaArrayInterface(tensor, data=(tensor.data_ptr(), True)))
     assert buffer.readonly
@@ -730,7 +730,7 @@ def test_cuda_array_interface_names_context_stream():
     buffer, stream = Buffer(8, "f32", "cuda:0"), Stream("cuda:0")
     with context(stream=stream):
         assert buffer.__cuda_array_interface__["stream"] == stream.handle
-    assert buffer.__cuda_array_interface__["stream"] == 1, "0 is not allowed, 1 is the legacy default stream"
+    assert buffer.__cuda_array_interface__["stream"] == 1, "the legacy default stream must be 1, not 0"
     with torch.cuda.stream(torch.cuda.Stream()):
         assert buffer.__cuda_array_interface__["stream"] == torch.cuda.current_stream().cuda_stream
 
@@ -783,7 +783,7 @@ def test_wrap_dlpack_waits_for_producer_stream():
 
 
 @needs_gpu
-def test_wrap_pinned_array_gives_pinned_buffer():
+def test_wrap_pinned_array_returns_pinned_buffer():
     tensor = torch.arange(4).pin_memory()
     assert Buffer.wrap(tensor).placement == PINNED
     assert Buffer.wrap(OnlyDLPack(tensor)).placement == PINNED

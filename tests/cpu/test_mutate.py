@@ -1,4 +1,4 @@
-"""make mutate: the mutants it generates, and its report on a small project."""
+"""The mutants that `make mutate` generates, and its report on a small project."""
 
 import ast
 import json
@@ -69,13 +69,13 @@ reason = "the sample has no GPU"
 file = "src/sample/module.py"
 line = "return min(value, limit)"
 becomes = "return max(value, limit)"
-reason = "an entry that does not hold is not run"
+reason = "the mutant of this entry is not run"
 
 [[equivalent]]
 file = "src/sample/module.py"
 line = "return 2"
 becomes = "return 3"
-reason = "an entry that names no mutant is reported"
+reason = "an entry without a mutant is reported"
 """
 
 
@@ -92,7 +92,7 @@ def project(folder: Path) -> Path:
     return folder
 
 
-def test_find_mutants_changes_one_place_at_a_time(tmp_path):
+def test_find_mutants_changes_one_line_per_mutant(tmp_path):
     mutants = find_mutants(project(tmp_path), "src/sample/module.py")
     assert sorted((mutant.line, mutant.becomes) for mutant in mutants) == sorted(CHANGED)
     for mutant in mutants:
@@ -101,7 +101,7 @@ def test_find_mutants_changes_one_place_at_a_time(tmp_path):
         assert [k + 1 for k, line in enumerate(after) if line != before[k]] == [mutant.number]
 
 
-def test_mutate_of_a_project_reports_every_outcome(tmp_path):
+def test_mutate_reports_every_outcome(tmp_path):
     root = project(tmp_path)
     options = ["--sample", "0", "--jobs", "2", "--grace", "1"]
     command = [sys.executable, "-m", "benchmarks.mutate", "--root", str(root), *options]
@@ -111,7 +111,7 @@ def test_mutate_of_a_project_reports_every_outcome(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, row = json.loads(done.stdout.splitlines()[-1])["rows"]
-    # `continue` for `break` never ends (timeout); `while False` survives, because the loop breaks at once
+    # `continue` in place of `break` times out; `while False` survives, because the loop breaks immediately
     counts = {name: row[name] for name in ("mutants", "killed", "timeout", "survived", "equivalent", "gpu")}
     assert counts == {"mutants": 19, "killed": 7, "timeout": 1, "survived": 1, "equivalent": 1, "gpu": 9}
     assert "+ while False:" in done.stdout

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names files, functions and classes that exist, and shows the layers of the import contract."""
+"""ARCHITECTURE.md names existing files, functions and classes, and its diagram shows the import contract."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METHOD = r"`([A-Z]\w*\.\w+)`"
 
 @cache
 def definitions(path: str) -> frozenset[str]:
-    """Return the functions, classes and methods (`Class.method`) of a file; local functions by their bare name."""
+    """Return the names of all functions, classes and methods in a file. Methods are named `Class.method`."""
     tree = ast.parse((ROOT / path).read_text())
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -32,7 +32,7 @@ def definitions(path: str) -> frozenset[str]:
 
 
 def references(text: str) -> list[tuple[str, str]]:
-    """Return (file, name) of every reference. A method without a file of its own is in the file named last."""
+    """Return every reference as (file, name). A method without a file belongs to the file named before it."""
     found, path = [], ""
     for match in re.finditer(rf"{_FILE}\s+`([\w.]+)`(?:,\s+`([\w.]+)`)?|{_METHOD}", text):
         path = match[1] or path
@@ -50,18 +50,18 @@ def steps(heading: str) -> list[str]:
     return re.split(r"^\d+\. ", section(heading), flags=re.M)[1:]
 
 
-def test_references_name_existing_definitions():
+def test_architecture_references_name_existing_definitions():
     found = references(TEXT)
     assert len(found) > 50
     missing = [f"{path} {name}" for path, name in found if not (ROOT / path).is_file() or name not in definitions(path)]
     assert missing == []
 
 
-def test_every_file_is_followed_by_a_name():
+def test_every_file_reference_is_followed_by_a_definition():
     assert re.findall(rf"{_FILE}(?!\s+`\w)", TEXT) == []
 
 
-def test_paths_and_links_exist():
+def test_architecture_paths_and_links_exist():
     paths = re.findall(r"`([\w.]+/[\w./]+|\w+\.toml)`", TEXT) + re.findall(r"\]\(([^)#\s]+)\)", TEXT)
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -73,18 +73,18 @@ def test_class_names_without_file_are_defined_in_src():
 
 
 @pytest.mark.parametrize("heading", ["The life of a request", "The life of a block"])
-def test_walk_steps_are_numbered_and_refer_to_code(heading):
+def test_walkthrough_steps_are_numbered_and_refer_to_code(heading):
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", section(heading), re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
     without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last step may have none
     assert without_code == []
 
 
-def test_request_walk_has_at_most_13_steps():
+def test_request_walkthrough_has_8_to_13_steps():
     assert 8 <= len(steps("The life of a request")) <= MAX_STEPS
 
 
-def test_picture_shows_the_layers_of_the_import_contract():
+def test_layer_diagram_equals_import_contract():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [
         [name for name in re.split(r" *[:|] *", layer) if not name.startswith("(")]
@@ -92,16 +92,16 @@ def test_picture_shows_the_layers_of_the_import_contract():
         if contract["type"] == "layers"
         for layer in contract["layers"]
     ]
-    picture = section("Packages and layers").split("```")[1].strip().splitlines()
-    assert [re.split(r" +[:|] +", re.split(r" {3,}", line)[0]) for line in picture] == layers
+    diagram = section("Packages and layers").split("```")[1].strip().splitlines()
+    assert [re.split(r" +[:|] +", re.split(r" {3,}", line)[0]) for line in diagram] == layers
 
 
-def test_every_package_is_in_the_picture():
-    picture = section("Packages and layers").split("```")[1]
+def test_layer_diagram_contains_every_package():
+    diagram = section("Packages and layers").split("```")[1]
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-    assert (packages | modules) - set(re.findall(r"\w+", picture)) == set()
+    assert (packages | modules) - set(re.findall(r"\w+", diagram)) == set()
 
 
-def test_lines_fit_in_120_columns():
+def test_architecture_lines_fit_in_120_columns():
     assert [line for line in TEXT.splitlines() if len(line) > 120] == []

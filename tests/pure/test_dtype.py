@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtier import dtype as dt
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 
-WHOLE = {
+UNPACKED = {
     "bool": np.bool_,
     "u8": np.uint8,
     "u16": np.uint16,
@@ -30,9 +30,9 @@ WHOLE = {
     "fp8_e5m2": ml_dtypes.float8_e5m2,
 }
 PACKED = {"u2": (ml_dtypes.uint2, 2), "u4": (ml_dtypes.uint4, 4), "fp4": (ml_dtypes.float4_e2m1fn, 4)}
-NUMPY = {**WHOLE, **{name: each for name, (each, _) in PACKED.items()}}
+NUMPY = {**UNPACKED, **{name: each for name, (each, _) in PACKED.items()}}
 BITS = {
-    **{name: np.dtype(each).itemsize * 8 for name, each in WHOLE.items()},
+    **{name: np.dtype(each).itemsize * 8 for name, each in UNPACKED.items()},
     **{name: bits for name, (_, bits) in PACKED.items()},
 }
 any_type = st.sampled_from(dt.ALL)
@@ -60,25 +60,25 @@ def test_dtype_numpy_matches_numpy_or_ml_dtypes(name):
 
 
 @pytest.mark.parametrize(("name", "per_byte"), [("u2", 4), ("u4", 2), ("fp4", 2)])
-def test_packed_dtype_per_byte(name, per_byte):
+def test_packed_dtype_has_several_elements_per_byte(name, per_byte):
     packed = dt.dtype(name)
     assert packed.is_packed
     assert (packed.per_byte, packed.item_bytes) == (per_byte, 1)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_unpacked_dtype_item_bytes(name):
-    whole = dt.dtype(name)
-    assert not whole.is_packed
-    assert (whole.per_byte, whole.item_bytes) == (1, np.dtype(NUMPY[name]).itemsize)
+@pytest.mark.parametrize("name", UNPACKED)
+def test_unpacked_dtype_item_bytes_equal_numpy_itemsize(name):
+    unpacked = dt.dtype(name)
+    assert not unpacked.is_packed
+    assert (unpacked.per_byte, unpacked.item_bytes) == (1, np.dtype(NUMPY[name]).itemsize)
 
 
 @pytest.mark.parametrize(
     ("name", "count", "nbytes"),
-    # sizes rounded down would be one byte short for the first three
+    # the first three sizes would be one byte short if they were rounded down
     [("u4", 3, 2), ("u2", 5, 2), ("fp4", 1, 1), ("u2", 4, 1), ("u4", 0, 0), ("bf16", 3, 6), ("u64", 2, 16)],
 )
-def test_byte_sizes_round_up(name, count, nbytes):
+def test_dtype_nbytes_rounds_up(name, count, nbytes):
     assert dt.dtype(name).nbytes(count) == nbytes
 
 
@@ -128,7 +128,7 @@ def test_dtype_unknown_name_raises_with_known_names(name):
 
 
 def test_dtype_none_raises():
-    # np.dtype(None) is float64
+    # np.dtype(None) returns float64
     with pytest.raises(DTypeError):
         dt.dtype(None)
 
@@ -145,7 +145,7 @@ def test_dtypes_compare_by_value():
     assert dt.null not in dt.ALL
 
 
-def test_dtype_without_ml_dtypes_names_the_package():
+def test_missing_ml_dtypes_error_names_package_and_dtype():
     code = """
 import sys
 sys.modules["ml_dtypes"] = None

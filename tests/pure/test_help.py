@@ -1,6 +1,6 @@
-"""Help texts of all commands equal their snapshots in tests/pure/help.
+"""The help text of each command equals its snapshot in tests/pure/help.
 
-After a change: UPDATE_SNAPSHOTS=1 python -m pytest tests/pure/test_help.py
+To update the snapshots: UPDATE_SNAPSHOTS=1 python -m pytest tests/pure/test_help.py
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ def test_help_text_equals_snapshot(name, capsys, monkeypatch):
     assert shown == snapshot.read_text()
 
 
-def test_help_snapshots_have_no_leftovers():
+def test_every_help_snapshot_belongs_to_a_command():
     assert {path.stem for path in SNAPSHOTS.iterdir()} == {"kvtier", *command_names()}

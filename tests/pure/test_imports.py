@@ -17,7 +17,7 @@ def run_python(code: str) -> None:
 
 
 def docstring_tree() -> dict[str, set[str]]:
-    """Return class name -> names of its bases, from the tree in the docstring of errors.py."""
+    """Parse the tree in the docstring of errors.py. Return the base names of each class by class name."""
     tree: dict[str, set[str]] = {}
     open_branches: list[tuple[int, str]] = []
     for line in errors.__doc__.splitlines():
@@ -36,7 +36,7 @@ def docstring_tree() -> dict[str, set[str]]:
 TREE = docstring_tree()
 
 
-def test_decision_packages_import_without_torch():
+def test_base_modules_import_if_torch_is_missing():
     run_python(
         "import sys; sys.modules['torch'] = None\n"
         "import kvtier, kvtier.dtype, kvtier.errors\n"
@@ -44,11 +44,11 @@ def test_decision_packages_import_without_torch():
     )
 
 
-def test_decision_packages_do_not_import_torch():
+def test_base_modules_do_not_import_torch():
     run_python("import sys, kvtier, kvtier.dtype, kvtier.errors\nassert 'torch' not in sys.modules")
 
 
-def test_errors_module_imports_no_dependency():
+def test_errors_module_imports_no_third_party_package():
     run_python("import sys, kvtier, kvtier.errors\nassert not {'torch', 'numpy', 'ml_dtypes'} & set(sys.modules)")
 
 
@@ -66,14 +66,14 @@ def test_exception_bases_match_docstring_tree(name):
 
 @pytest.mark.parametrize("name", TREE)
 def test_exception_is_kvtier_error_and_keeps_message(name):
-    with pytest.raises(errors.KvtierError, match="the numbers"):
-        raise getattr(errors, name)("the numbers")
+    with pytest.raises(errors.KvtierError, match="the message"):
+        raise getattr(errors, name)("the message")
 
 
 @pytest.mark.parametrize(
     ("name", "builtin"),
     [
-        ("RangeError", ValueError),  # through ArgumentError
+        ("RangeError", ValueError),  # inherited through ArgumentError
         ("RangeError", IndexError),
         ("DTypeError", TypeError),
         ("ClosedError", RuntimeError),

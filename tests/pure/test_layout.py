@@ -1,4 +1,4 @@
-"""Offsets and sizes of layouts against plain sums."""
+"""Compare the offsets and sizes of layouts with plain sums."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_block_bytes_of_known_models():
     assert KVLayout(16, (LLAMA_8B,)).token_bytes == 131_072
 
 
-def test_layer_bytes_sum_tensors_and_block_sums_layers():
+def test_layer_size_is_sum_of_tensors_and_block_size_of_layers():
     scale = TensorSpec("key_scale", dt.f32, (16, 8))
     group = CacheGroup.attention("main", 3, 8, 128, "fp8_e4m3", 16, extra=[scale])
     assert [each.name for each in group.layers[0].tensors] == ["key", "value", "key_scale"]
@@ -30,7 +30,7 @@ def test_layer_bytes_sum_tensors_and_block_sums_layers():
     assert group.span(range(1, 3)).nbytes == 2 * group.layers[0].nbytes
 
 
-def test_draft_layers_join_group_and_window_is_own_group():
+def test_layout_adds_draft_layers_to_group_and_separates_window():
     draft = CacheGroup.attention("draft", 1, 4, 64, "bf16", 16)
     window = CacheGroup.attention("window", 8, 8, 128, "bf16", 16, window_tokens=1024)
     layout = KVLayout(16, (LLAMA_8B.with_layers(draft.layers), window))
@@ -41,14 +41,14 @@ def test_draft_layers_join_group_and_window_is_own_group():
         layout.group("draft")
 
 
-def test_packed_tensor_bytes_round_up():
+def test_packed_tensor_size_rounds_up():
     assert TensorSpec("key", dt.u4, (3, 5)).nbytes == 8
 
 
 @given(
     sizes=st.lists(st.lists(st.integers(1, 9000), min_size=1, max_size=3), min_size=1, max_size=9),
 )
-def test_tensors_tile_block_without_gaps(sizes):
+def test_tensors_fill_block_without_gaps(sizes):
     layers = [LayerSpec(tuple(TensorSpec(f"t{k}", dt.u8, (n,)) for k, n in enumerate(each))) for each in sizes]
     group = CacheGroup("g", tuple(layers))
     at = 0
@@ -68,15 +68,15 @@ def test_tensors_tile_block_without_gaps(sizes):
 
 @given(
     sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=70),
-    piece=st.integers(1, 20_000),
-    least=st.integers(1, 8),
+    piece_bytes=st.integers(1, 20_000),
+    min_groups=st.integers(1, 8),
 )
-def test_layer_groups_cover_layers_in_order(sizes, piece, least):
+def test_layer_groups_cover_layers_in_order(sizes, piece_bytes, min_groups):
     group = CacheGroup("g", tuple(LayerSpec((TensorSpec("t", dt.u8, (n,)),)) for n in sizes))
-    runs = group.layer_groups(None, piece, least)
+    runs = group.layer_groups(None, piece_bytes, min_groups)
     assert [layer for run in runs for layer in run] == list(range(len(sizes)))
     assert all(runs)
-    num_groups = min(len(sizes), max(least, group.block_bytes // piece))
+    num_groups = min(len(sizes), max(min_groups, group.block_bytes // piece_bytes))
     assert len(runs) <= num_groups
     first = group.span(runs[0]).nbytes
     assert first * num_groups <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1

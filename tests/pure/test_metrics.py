@@ -1,4 +1,4 @@
-"""Metrics against the parser and the counters of prometheus_client; quantiles against numpy."""
+"""Compare rendered metrics with the parser and the counters of prometheus_client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ values = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return every sample of an exposition as parsed by prometheus_client."""
+    """Parse rendered metrics with prometheus_client. Return the value of each sample by name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -30,7 +30,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
-def test_render_text_format():
+def test_render_writes_prometheus_text_format():
     registry = Registry()
     hits = registry.counter("hits_total", "Tokens\nfound \\ used.", ("tier", "why"))
     hits.of("host", 'a "b"\\\n').add(3)
@@ -66,7 +66,7 @@ def test_render_text_format():
     st.floats(),
     st.lists(values, max_size=30),
 )
-def test_rendered_values_are_parsed_by_prometheus_client(text, counts, level, observed):
+def test_prometheus_client_parses_rendered_values(text, counts, level, observed):
     registry = Registry()
     family = registry.counter("kvtier_things_total", text, ("one", "two"))
     for labels, count in counts.items():
@@ -86,7 +86,7 @@ def test_rendered_values_are_parsed_by_prometheus_client(text, counts, level, ob
     assert found["kvtier_took_sum", frozenset()] == pytest.approx(math.fsum(observed), rel=1e-9, abs=1e-3)
 
 
-def test_values_equal_prometheus_client():
+def test_rendered_values_equal_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
     observed = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)
@@ -108,12 +108,12 @@ def test_values_equal_prometheus_client():
     assert comparable(ours.render()) == pytest.approx(comparable(generate_latest(theirs).decode()))
 
 
-def test_concurrent_counts_are_exact_and_untorn():
+def test_concurrent_updates_are_counted_and_reads_are_consistent():
     registry = Registry()
     family = registry.counter("n_total", "N.", ("of",))
     histogram = registry.histogram("h", "H.", bounds=(1, 10)).of()
     stop = threading.Event()
-    torn: list[Distribution] = []
+    inconsistent: list[Distribution] = []
 
     def count() -> None:
         for _ in range(2000):
@@ -124,7 +124,7 @@ def test_concurrent_counts_are_exact_and_untorn():
         while not stop.is_set():
             seen = histogram.value
             if seen.total != 5 * seen.count:
-                torn.append(seen)
+                inconsistent.append(seen)
             registry.render()
 
     reader = threading.Thread(target=read)
@@ -136,10 +136,10 @@ def test_concurrent_counts_are_exact_and_untorn():
     stop.set()
     reader.join()
     assert family.of("all").value == histogram.value.count == 8000
-    assert not torn
+    assert not inconsistent
 
 
-def test_before_render_updates_external_counter():
+def test_before_render_callback_updates_counter():
     registry = Registry()
     elsewhere = {"total": 3}
     counter = registry.counter("e_total", "E.").of()

@@ -1,4 +1,7 @@
-"""CONTRIBUTING.md and the decision records: links, commands, order; nothing refers to files outside the repository."""
+"""Links, commands and headings in CONTRIBUTING.md, CHANGELOG.md and the decision records are valid.
+
+No file in the repository refers to a path outside the repository.
+"""
 
 import re
 import subprocess
@@ -14,7 +17,7 @@ OUTSIDE = re.compile(r"\.\./" + r"shared|seeds" + r"/")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_page_links_exist(page):
+def test_page_link_targets_exist(page):
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
@@ -39,7 +42,7 @@ def test_decision_records_are_numbered_and_listed():
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_decision_record_has_the_form(path):
+def test_decision_record_has_required_parts(path):
     text = path.read_text()
     assert text.startswith(f"# {int(path.name[:4])}. ")
     assert re.search(r"^Status: (accepted|superseded by \d+), \d{4}-\d\d-\d\d\.$", text, re.MULTILINE)
@@ -56,7 +59,7 @@ def test_changelog_has_unreleased_and_a_dated_release():
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
-def test_files_refer_to_nothing_outside_the_repository():
+def test_no_file_refers_to_paths_outside_repository():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     paths = [ROOT / name for name in listed.decode().split("\0") if name]
     texts = [(path, path.read_bytes().decode(errors="replace")) for path in paths if path.is_file()]

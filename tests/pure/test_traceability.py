@@ -1,4 +1,4 @@
-"""tests/ancestors.toml and tests/claims.toml name tests that exist; docs/gaps.md lists the same defects."""
+"""tests/ancestors.toml and tests/claims.toml name existing tests, and docs/gaps.md lists every ancestor defect."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ ENTRIES = {f"{name}:{key}": entry for name, table in TABLES.items() for key, ent
 
 @cache
 def node_ids(path: str) -> frozenset[str]:
-    """Return the node ids of the test functions of a file, without parameters."""
+    """Return the pytest node ids of all functions in a test file, without parameters."""
     found: set[str] = set()
 
     def walk(body: list[ast.stmt], prefix: str) -> None:
@@ -31,14 +31,14 @@ def node_ids(path: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_entry_names_existing_tests(name):
+def test_table_entry_names_existing_tests(name):
     entry = ENTRIES[name]
     assert entry["summary"]
     assert bool(entry.get("tests")) != bool(entry.get("checked_by"))
     assert [test for test in entry.get("tests", ()) if test not in node_ids(test.partition("::")[0])] == []
 
 
-def test_ancestors_has_every_fastdeploy_number():
+def test_ancestors_table_contains_every_fastdeploy_number():
     numbered = [key for key in TABLES["ancestors.toml"] if re.fullmatch(r"fastdeploy-(fix-|c)\d+", key)]
     assert numbered == [f"fastdeploy-fix-{n}" for n in range(1, 30)] + [f"fastdeploy-c{n}" for n in range(1, 18)]
 
@@ -46,13 +46,13 @@ def test_ancestors_has_every_fastdeploy_number():
 @pytest.mark.parametrize(
     "path", ["tests/pure/cache/test_fastdeploy_tiers.py", "tests/pure/index/test_fastdeploy_defects.py"]
 )
-def test_fastdeploy_tests_are_in_the_table(path):
+def test_ancestors_table_names_every_fastdeploy_test(path):
     named = {test for entry in TABLES["ancestors.toml"].values() for test in entry.get("tests", ())}
     tests = {test for test in node_ids(path) if "::test_" in test}
     assert tests
     assert tests - named == set()
 
 
-def test_gaps_page_lists_the_defects_of_the_table():
+def test_gaps_page_lists_every_defect_in_ancestors_table():
     rows = re.findall(r"^\| ([\w-]+-[\w-]+) \| (.*) \|$", (ROOT / "docs" / "gaps.md").read_text(), re.MULTILINE)
     assert rows == [(key, entry["summary"]) for key, entry in TABLES["ancestors.toml"].items()]

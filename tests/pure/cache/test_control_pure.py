@@ -1,4 +1,4 @@
-"""CacheAdmin: drop, demote, save, pin, quotas and resizing, and that other prompts are not affected."""
+"""CacheAdmin drops, demotes, saves and pins prompts, sets quotas and resizes tiers without affecting other prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def with_system(number: int, num_blocks: int = 3) -> Chain:
     return chain_of(*SYSTEM, *([number] * (num_blocks * BLOCK)), 1)
 
 
-def shared() -> Lab:
-    """Return a lab with two prompts of five blocks in all three tiers; two of the blocks are shared."""
+def lab_with_two_prompts() -> Lab:
+    """Return a lab that holds two prompts of five blocks in all three tiers. The prompts share two blocks."""
     lab = Lab(40, host=HostConfig(40), stores=[disk()])
     lab.serve(with_system(1))
     lab.serve(with_system(2))
@@ -40,15 +40,15 @@ def settle(lab: Lab) -> None:
 
 
 def test_drop_removes_prompt_and_keeps_shared_blocks():
-    lab = shared()
+    lab = lab_with_two_prompts()
     assert lab.control.drop(with_system(1)) == 3
     settle(lab)
     assert in_tiers(lab, with_system(1)) == [2, 2, 2]
     assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
-def test_drop_removes_continuations():
-    lab = shared()
+def test_drop_removes_longer_prompts_with_same_prefix():
+    lab = lab_with_two_prompts()
     longer = Chain(lab.manager.namespace, [*with_system(1).tokens[:-1].tolist(), *[5] * 9])
     lab.serve(longer)
     assert in_tiers(lab, longer) == [7, 7, 7]
@@ -57,8 +57,8 @@ def test_drop_removes_continuations():
     assert in_tiers(lab, longer) == [2, 2, 2]
 
 
-def test_drop_of_shared_prefix_removes_all():
-    lab = shared()
+def test_drop_of_shared_prefix_removes_both_prompts():
+    lab = lab_with_two_prompts()
     assert lab.control.drop(chain_of(*SYSTEM)) == 8
     settle(lab)
     assert lab.worker.stores["disk"] == {}
@@ -69,15 +69,15 @@ def test_drop_of_shared_prefix_removes_all():
     [chain_of(1, 2), chain_of(*[8] * 20), with_system(3), chain_of(*SYSTEM, 9, 9, 9, 9, 9), prompt(1, 2, salt=b"x")],
 )
 def test_drop_of_absent_prompt_keeps_other_prompts(chain):
-    lab = shared()
+    lab = lab_with_two_prompts()
     assert lab.control.drop(chain) == 0
     settle(lab)
     assert in_tiers(lab, with_system(1)) == [5, 5, 5]
     assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
-def test_drop_of_stored_prompt_keeps_shared_blocks():
-    lab = shared()
+def test_drop_of_prompt_only_in_store_keeps_shared_blocks():
+    lab = lab_with_two_prompts()
     lab.evict("device")
     lab.evict("host")
     lab.serve(with_system(2))
@@ -88,17 +88,17 @@ def test_drop_of_stored_prompt_keeps_shared_blocks():
 
 
 def test_drop_after_reset_removes_only_that_prompt():
-    lab = shared()
+    lab = lab_with_two_prompts()
     lab.serve(prompt(5, 3))
     lab.manager.reset()
     lab.control.drop(prompt(5, 3))
-    lab.control.drop(chain_of(1, 2, 3))  # no full block
+    lab.control.drop(chain_of(1, 2, 3))  # a prompt without a full block
     settle(lab)
     assert lab.num_in("disk", prompt(5, 3)) == 0
     assert len(lab.worker.stores["disk"]) == 8
 
 
-def test_drop_of_partly_evicted_prompt_removes_the_rest():
+def test_drop_of_partly_evicted_prompt_removes_remaining_blocks():
     lab = Lab(40, stores=[disk()])
     lab.serve(prompt(1, 6))
     tree = lab.manager.tree
@@ -109,8 +109,8 @@ def test_drop_of_partly_evicted_prompt_removes_the_rest():
     assert in_tiers(lab, prompt(1, 6)) == [0, 0, 0]
 
 
-def test_drop_of_prompt_in_use_keeps_its_blocks():
-    lab = shared()
+def test_drop_of_prompt_in_use_keeps_blocks_until_request_ends():
+    lab = lab_with_two_prompts()
     allocation = lab.start(with_system(1))
     lab.control.drop(with_system(1))
     lab.verify(allocation)
@@ -121,8 +121,8 @@ def test_drop_of_prompt_in_use_keeps_its_blocks():
     assert lab.control.tier("device").pool.num_used == 5
 
 
-def test_clear_stores_keeps_memory():
-    lab = shared()
+def test_clear_stores_keeps_blocks_in_memory():
+    lab = lab_with_two_prompts()
     lab.control.clear_stores()
     settle(lab)
     assert lab.worker.stores["disk"] == {}
@@ -133,8 +133,8 @@ def test_clear_stores_keeps_memory():
 # ---- demote, save, pin ---------------------------------------------------------------------------------------------
 
 
-def test_demote_frees_device_and_keeps_shared_blocks():
-    lab = shared()
+def test_demote_frees_device_blocks_and_keeps_shared_blocks():
+    lab = lab_with_two_prompts()
     assert lab.control.demote(with_system(1)) == 3
     assert in_tiers(lab, with_system(1)) == [2, 5, 5]
     assert in_tiers(lab, with_system(2)) == [5, 5, 5]
@@ -143,7 +143,7 @@ def test_demote_frees_device_and_keeps_shared_blocks():
 
 @pytest.mark.parametrize("chain", [chain_of(*[8] * 20), with_system(3), chain_of(1, 2)])
 def test_demote_of_absent_prompt_keeps_other_prompts(chain):
-    lab = shared()
+    lab = lab_with_two_prompts()
     lab.control.demote(chain)
     assert in_tiers(lab, with_system(1)) == [5, 5, 5]
     assert in_tiers(lab, with_system(2)) == [5, 5, 5]
@@ -199,7 +199,7 @@ def test_save_all_stores_blocks_under_their_keys():
         assert allocation.num_cached_tokens == chain.num_blocks * BLOCK
 
 
-def test_pin_keeps_prompt_in_memory():
+def test_pinned_prompt_is_not_evicted_until_unpin():
     lab = Lab(8, host=HostConfig(6))
     lab.serve(prompt(1, 3))
     pin = lab.manager.pin(prompt(1, 3))
@@ -212,8 +212,8 @@ def test_pin_keeps_prompt_in_memory():
     assert [lab.num_in(tier, prompt(1, 3)) for tier in ("device", "host")] == [0, 0]
 
 
-def test_pin_outlives_reset_and_frees_slots_at_unpin():
-    lab = shared()
+def test_pin_keeps_slots_over_reset_until_unpin():
+    lab = lab_with_two_prompts()
     pin = lab.manager.pin(with_system(1))
     lab.manager.reset()
     lab.manager.check()
@@ -227,7 +227,7 @@ def test_pin_outlives_reset_and_frees_slots_at_unpin():
 # ---- tiers ---------------------------------------------------------------------------------------------------------
 
 
-def test_quota_limits_each_tier_of_its_tenant():
+def test_quota_limits_blocks_of_its_tenant_in_each_tier():
     lab = Lab(20, host=HostConfig(20))
     lab.control.set_quota("device", b"small", 5)
     lab.control.set_quota("host", b"small", 4)
@@ -244,7 +244,7 @@ def test_quota_limits_each_tier_of_its_tenant():
 
 
 def test_vacate_empties_device_and_keeps_host_blocks():
-    lab = shared()
+    lab = lab_with_two_prompts()
     lab.control.vacate("device")
     lab.manager.check()
     assert lab.control.tier("device").pool.num_used == 0
@@ -253,7 +253,7 @@ def test_vacate_empties_device_and_keeps_host_blocks():
 
 @pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 60), ("host", 3), ("host", 50)])
 def test_resize_keeps_blocks_that_fit(tier, size):
-    lab = shared()
+    lab = lab_with_two_prompts()
     lab.control.resize(tier, size)
     lab.manager.check()
     pool = lab.control.tier(tier).pool
@@ -263,7 +263,7 @@ def test_resize_keeps_blocks_that_fit(tier, size):
     assert (pool.free_slots() < size).all()
 
 
-def test_resize_while_in_use_raises():
+def test_resize_or_vacate_of_tier_in_use_raises():
     lab = Lab(20)
     allocation = lab.start(prompt(1, 4))
     with pytest.raises(StateError, match="1 requests hold"):
@@ -281,8 +281,8 @@ def test_resize_while_in_use_raises():
         lab.control.tier("disk")
 
 
-def test_reset_keeps_stores():
-    lab = shared()
+def test_reset_keeps_blocks_in_stores():
+    lab = lab_with_two_prompts()
     lab.manager.reset()
     assert lab.manager.stats.tiers[0].num_used == 0
     assert lab.serve(with_system(1)).tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
@@ -291,8 +291,8 @@ def test_reset_keeps_stores():
 @pytest.mark.parametrize("how", ["drop", "reset"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("holder", ["pin", "prefetch"])
-def test_resize_vacates_leases_outside_the_tree(how, tier, holder):
-    lab = shared()
+def test_resize_succeeds_while_lease_holds_removed_blocks(how, tier, holder):
+    lab = lab_with_two_prompts()
     lease = lab.manager.pin(with_system(2)) if holder == "pin" else lab.fetched(with_system(2))
     if how == "drop":
         lab.control.drop(with_system(2))

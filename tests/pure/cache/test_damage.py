@@ -1,4 +1,4 @@
-"""Reports of damaged host slots: the damaged blocks are removed, all others stay."""
+"""A report of damaged host slots removes the damaged blocks and keeps all other blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report_damage(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
     lab.manager.check()
 
 
-def test_damaged_host_block_is_miss_and_prefix_still_hits():
+def test_damaged_host_block_misses_and_blocks_before_it_hit():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)
@@ -29,7 +29,7 @@ def test_damaged_host_block_is_miss_and_prefix_still_hits():
     report_damage(lab, slots_of(lab, chain, 2, 3))
     assert lab.num_in("host", chain) == 2
     assert lab.manager.num_damaged == 1
-    assert lab.serve(chain).lease.num_matched == 2  # serve checks the contents
+    assert lab.serve(chain).lease.num_matched == 2  # `serve` verifies the loaded contents
     assert lab.num_in("host", chain) == 5
 
 
@@ -55,7 +55,7 @@ def test_damaged_host_block_is_fetched_again_from_store():
     assert lab.num_in("host", chain) == 5
 
 
-def test_damaged_block_is_kept_while_it_is_read():
+def test_damaged_host_block_is_kept_while_load_reads_it():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)
@@ -74,7 +74,7 @@ def test_damaged_block_is_kept_while_it_is_read():
     assert lab.num_in("device", chain) == 5
 
 
-def test_damage_in_written_or_free_slots_is_ignored():
+def test_damage_report_for_unfinished_or_free_slots_is_ignored():
     lab = Lab(12)
     chain = prompt(1, 5)
     allocation = lab.start(chain)
@@ -89,7 +89,7 @@ def test_damage_in_written_or_free_slots_is_ignored():
     assert lab.manager.num_damaged == 0
 
 
-def test_damage_on_one_rank_removes_block():
+def test_damage_report_from_one_rank_removes_block():
     lab = Lab(12, num_ranks=2)
     chain = prompt(1, 5)
     lab.serve(chain)

@@ -1,6 +1,6 @@
-"""Defects of FastDeploy's Cache Manager V1 that need all tiers; tests/ancestors.toml lists every defect.
+"""Regression tests for defects of FastDeploy's Cache Manager V1 that involve several tiers.
 
-The defects of the index are in tests/pure/index/test_fastdeploy_defects.py.
+tests/ancestors.toml lists every defect. tests/pure/index/test_fastdeploy_defects.py covers the index.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scheduler_of(lab: Lab, **limits) -> Scheduler:
 
 
 def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
-    """Run steps until the scheduler has no work. Return the steps."""
+    """Run and return steps until the scheduler has no work."""
     done = []
     for _ in range(steps):
         lab.now += 0.1
@@ -53,17 +53,17 @@ def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
     raise AssertionError(f"the scheduler still has work after {steps} steps")
 
 
-def test_loaded_blocks_are_evictable_again():
+def test_loaded_blocks_become_evictable_after_request_ends():
     lab = Lab(4, host=HostConfig(20))
     for _ in range(3):
         for number in (1, 2):
             lab.serve(prompt(number, 3))
             device = lab.control.tier("device")
-            assert device.num_evictable == device.pool.num_used  # no request runs
+            assert device.num_evictable == device.pool.num_used  # because no request is running
     assert lab.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 9
 
 
-def test_manager_has_every_method_its_callers_use():
+def test_manager_defines_every_method_its_callers_use():
     for where, name in ((kvtier.scheduler.scheduler.Scheduler, "self.manager"), (CacheAdmin, "manager")):
         called = {
             node.attr
@@ -75,7 +75,7 @@ def test_manager_has_every_method_its_callers_use():
         assert [method for method in sorted(called) if not hasattr(manager, method)] == []
 
 
-def test_other_image_is_other_block_in_all_tiers():
+def test_prompt_with_other_image_misses_in_all_tiers():
     lab = Lab(20, stores=[disk()])
     cat, dog = (prompt(1, 4, media=[MediaItem(5, 2, name)]) for name in (b"cat", b"dog"))
     lab.serve(cat)
@@ -84,14 +84,14 @@ def test_other_image_is_other_block_in_all_tiers():
     assert lab.serve(cat).num_cached_tokens == 4 * BLOCK
 
 
-def test_config_fields_are_defined_once():
-    """Only the size, policy, saving and watermark exist once per tier."""
-    own = {"num_blocks", "policy", "saving", "free_share"}
+def test_config_field_is_defined_in_one_class():
+    """Only size, policy, saving and free share may occur in the configs of several tiers."""
+    per_tier = {"num_blocks", "policy", "saving", "free_share"}
     places: dict[str, list[str]] = {}
     for config in (CacheConfig, HostConfig, StoreConfig, WritebackConfig, SchedulerConfig):
         for field in dataclasses.fields(config):
             places.setdefault(field.name, []).append(config.__name__)
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in own} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in per_tier} == {}
 
 
 def test_manager_does_not_change_its_config():
@@ -106,7 +106,7 @@ def test_manager_does_not_change_its_config():
         config.num_blocks = 9
 
 
-def test_preemption_and_its_save_are_in_the_same_step():
+def test_step_that_preempts_request_also_saves_its_blocks():
     lab = Lab(6, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
     requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
@@ -120,8 +120,8 @@ def test_preemption_and_its_save_are_in_the_same_step():
     assert all(request.state is RequestState.FINISHED for request in requests)
 
 
-def test_request_pickles_without_the_tree():
-    """The request holds ten thousand blocks; its allocation and prefetch are not pickled."""
+def test_pickled_request_does_not_contain_tree():
+    """The request holds ten thousand blocks. Its allocation and prefetch must not be pickled."""
     lab = Lab(11_000)
     chain = chain_of(*(number % 50_000 for number in range(10_000 * BLOCK)), 1)
     allocation = lab.manager.match(chain)
@@ -147,8 +147,8 @@ def test_request_pickles_without_the_tree():
     lab.manager.finish(allocation)
 
 
-def test_reset_leaves_no_old_slot_in_any_queue():
-    """Saves that were queued, planned or in flight before the reset neither write nor free a slot after it."""
+def test_reset_cancels_queued_planned_and_running_saves():
+    """A save that was queued, planned or in flight before a reset must not write or free a slot afterwards."""
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(max_blocks=2)), stores=[disk()])
     allocation = lab.start(prompt(1, 8))
     lab.compute(allocation)
@@ -174,7 +174,7 @@ def test_num_leases_does_not_depend_on_stores(stores):
     assert lab.manager.tree.num_leases == 0
 
 
-def test_serving_logs_nothing_per_block(caplog):
+def test_serving_requests_logs_nothing(caplog):
     with caplog.at_level(logging.DEBUG):
         lab = Lab(8, host=HostConfig(8), stores=[disk()])
         for number in range(6):
@@ -182,8 +182,8 @@ def test_serving_logs_nothing_per_block(caplog):
     assert caplog.records == []
 
 
-def test_table_of_blocks_from_three_tiers_is_in_order():
-    """Blocks alternate between host and device and end in the store. Lab checks each block by its position."""
+def test_block_table_is_in_order_for_blocks_from_three_tiers():
+    """The prompt has blocks in host memory, device memory and the store. Lab verifies the block at each position."""
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
     chain = prompt(1, 8)
     for key, block in zip(range(0, 8 * 32, 32), range(8), strict=True):
@@ -193,7 +193,7 @@ def test_table_of_blocks_from_three_tiers_is_in_order():
     lab.compute(allocation)
     lab.manager.finish(allocation)
     tree, device = lab.manager.tree, lab.control.tier("device")
-    for first in (0, 4):  # blocks that only the host has
+    for first in (0, 4):  # leave these blocks only in host memory
         lease = tree.match(chain, max_blocks=first + 1)
         tree.release(lease, used=False)
         tree.remove(device, lease.node, lease.node.num_blocks - 1, lease.node.num_blocks)
@@ -202,7 +202,7 @@ def test_table_of_blocks_from_three_tiers_is_in_order():
     assert allocation.tokens_from == {"disk": 2 * BLOCK, "host": 2 * BLOCK, "device": 4 * BLOCK}
 
 
-def test_unscheduled_request_leaves_no_lease_in_any_tier():
+def test_abort_of_unscheduled_request_releases_all_leases():
     lab = Lab(5, host=HostConfig(20), stores=[disk()])
     lab.serve(prompt(1, 4))
     lab.manager.reset()
@@ -229,8 +229,8 @@ def test_aborted_requests_do_not_count_as_uses():
     assert lab.num_in("host", prompt(1, 4)) == 4
 
 
-def test_save_and_load_through_same_host_slots():
-    """Host and device are full, so that loads and saves of one step need the same slots."""
+def test_save_and_load_in_one_step_can_use_same_host_slots():
+    """Host and device are full, so that the loads and saves in one step need the same host slots."""
     lab = Lab(8, host=HostConfig(4))
     for turn in range(12):
         lab.serve(prompt(turn % 3, 4))
@@ -261,7 +261,7 @@ def test_recomputed_block_is_not_saved_again():
     assert [move.route for move in lab.worker.done] == [Route.DEVICE_TO_HOST]
 
 
-def test_allocation_ends_once():
+def test_call_with_ended_allocation_raises():
     lab = Lab(20)
     allocation = lab.start(prompt(1, 2))
     lab.manager.finish(allocation)

@@ -11,16 +11,16 @@ from kvtier.index import Chain
 from kvtier.messages import Probe, Report, Route, StoreLookup, TransferResult, split_keys
 
 
-def stored(chain: Chain, num_blocks: int | None = None) -> dict[bytes, object]:
-    """Return the content of a store that has the first blocks of a prompt."""
+def store_contents(chain: Chain, num_blocks: int | None = None) -> dict[bytes, object]:
+    """Return the contents of a store that holds the first blocks of a prompt."""
     return {key: content(chain, block) for block, key in enumerate(split_keys(chain.keys(num_blocks)))}
 
 
 def lab_with_stored(*chains: Chain, config=None, **options) -> Lab:
-    """Return a lab whose store has these prompts and whose manager has read the inventory."""
+    """Return a lab whose store holds these prompts and whose manager has read the store's inventory."""
     lab = Lab(**{"num_blocks": 20, "stores": [config or disk()], **options})
     for chain in chains:
-        lab.worker.stores["disk"].update(stored(chain))
+        lab.worker.stores["disk"].update(store_contents(chain))
     lab.settle()
     return lab
 
@@ -32,9 +32,9 @@ def fetches(lab: Lab) -> list[int]:
 # ---- phases --------------------------------------------------------------------------------------------------------
 
 
-def test_prefetch_waits_for_all_inventory_pages():
+def test_prefetch_waits_for_all_pages_of_store_inventory():
     lab = Lab(20, stores=[disk()])
-    lab.worker.stores["disk"].update(stored(prompt(1, 5)))
+    lab.worker.stores["disk"].update(store_contents(prompt(1, 5)))
     fetch = lab.manager.prefetch(prompt(1, 5))
     assert not fetch.is_over
     (probe,) = lab.plan().probes
@@ -50,9 +50,9 @@ def test_prefetch_waits_for_all_inventory_pages():
     assert [transfer.num_blocks for transfer in lab.plan().transfers] == [5]
 
 
-def test_prefetch_probes_then_transfers_then_is_over():
+def test_prefetch_probes_store_before_it_transfers_blocks():
     lab = Lab(20, stores=[disk(is_shared=True)])
-    lab.worker.stores["disk"].update(stored(prompt(1, 5)))
+    lab.worker.stores["disk"].update(store_contents(prompt(1, 5)))
     chain = prompt(1, 5)
     fetch = lab.manager.prefetch(chain)
     (probe,) = lab.plan().probes
@@ -72,15 +72,15 @@ def test_prefetch_probes_then_transfers_then_is_over():
         lab.manager.end_prefetch(fetch)
 
 
-def test_prefetch_of_unknown_blocks_is_over_immediately():
+def test_prefetch_of_unknown_blocks_ends_immediately():
     lab = lab_with_stored(prompt(1, 4))
     assert lab.manager.prefetch(prompt(2, 4)).is_over
-    assert lab.manager.prefetch(chain_of(1, 1)).is_over  # no full block
+    assert lab.manager.prefetch(chain_of(1, 1)).is_over  # a prompt without a full block
     assert Lab(20).manager.prefetch(prompt(2, 4)) is None
 
 
-def test_prefetch_leaves_last_token_to_compute():
-    """The prompt ends with a full block, whose last token must be computed."""
+def test_prefetch_does_not_fetch_block_with_last_prompt_token():
+    """The prompt ends with a full block. This block is not fetched, because its last token must be computed."""
     lab = lab_with_stored(chain_of(*[1] * 16))
     assert lab.fetched(chain_of(*[1] * 16)).num_fetched == {"disk": 3}
 
@@ -96,12 +96,12 @@ def test_prefetch_skips_blocks_in_memory():
     assert allocation.tokens_from == {"disk": 5 * BLOCK, "host": 3 * BLOCK, "device": 0}
 
 
-def test_tokens_from_names_each_tier():
+def test_tokens_from_counts_tokens_of_each_tier():
     lab = Lab(8, host=HostConfig(20), stores=[disk("near"), disk("far")])
-    lab.worker.stores["near"].update(stored(prompt(1, 10), 6))
-    lab.worker.stores["far"].update(stored(prompt(1, 10)))
+    lab.worker.stores["near"].update(store_contents(prompt(1, 10), 6))
+    lab.worker.stores["far"].update(store_contents(prompt(1, 10)))
     lab.settle()
-    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # now two blocks are on the device
+    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # two blocks are on the device from here on
     fetch = lab.fetched(prompt(1, 5))
     assert fetch.num_fetched == {"near": 3}
     allocation = lab.start(prompt(1, 5), fetch)
@@ -115,22 +115,22 @@ def test_tokens_from_names_each_tier():
     }
 
 
-def test_prefetch_takes_missing_blocks_from_next_store():
+def test_prefetch_reads_missing_blocks_from_next_store():
     lab = Lab(20, stores=[disk("near"), disk("far")])
-    everything = stored(prompt(1, 9))
+    everything = store_contents(prompt(1, 9))
     keys = list(everything)
     lab.worker.stores["near"].update({key: everything[key] for key in (*keys[:2], *keys[5:6])})
     lab.worker.stores["far"].update({key: everything[key] for key in (*keys[1:8],)})
     lab.settle()
     fetch = lab.fetched(prompt(1, 9))
     parts = [(move.source, move.num_blocks) for move in lab.worker.done]
-    assert parts == [("near", 2), ("far", 6)]  # no store has the ninth block
+    assert parts == [("near", 2), ("far", 6)]  # no store holds the ninth block
     assert fetch.num_fetched == {"near": 2, "far": 6}
     lab.start(prompt(1, 9), fetch)
 
 
-def test_empty_prefetch_holds_nothing_and_is_retried():
-    """A waiting request must not hold memory that running ones need; evicted blocks are fetched again."""
+def test_prefetch_of_blocks_in_memory_is_retried_after_eviction():
+    """A waiting request must not hold memory that running requests need. Evicted blocks are fetched again."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
     waiting = lab.fetched(prompt(1, 6))
@@ -162,12 +162,12 @@ def test_prefetch_is_not_retried_if_no_store_has_the_blocks():
     lab.manager.end_prefetch(waiting)
 
 
-def test_retried_prefetch_waits_for_host_room():
+def test_retried_prefetch_waits_for_free_host_slots():
     lab = lab_with_stored(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
     first = lab.fetched(prompt(1, 4))
     assert first.num_fetched == {"disk": 4}
     second = lab.fetched(prompt(2, 4))
-    assert second.num_blocks == 0  # no room
+    assert second.num_blocks == 0  # no free host slot
     allocation = lab.manager.match(prompt(2, 4), prefetch=second)
     assert lab.manager.retry_prefetch(second, allocation)
     lab.manager.abort(allocation)
@@ -217,8 +217,8 @@ def test_waiting_for_another_prefetch_evicts_nothing():
     assert two.is_over
 
 
-def test_prefetch_ends_when_awaited_prefetch_fails():
-    """The first prefetch found no block and still leases the gap; the second must not wait for it."""
+def test_prefetch_ends_if_prefetch_of_same_blocks_fails():
+    """The first prefetch found no block but still leases its path. The second prefetch must not wait for it."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
     lab.worker.stores["disk"].clear()
@@ -230,11 +230,11 @@ def test_prefetch_ends_when_awaited_prefetch_fails():
     assert lab.start(prompt(1, 4), two).num_cached_tokens == 0
 
 
-def test_prefetch_does_not_wait_for_hole_held_by_pin():
+def test_prefetch_does_not_wait_for_pinned_block_without_data():
     lab = lab_with_stored(prompt(2, 1), host=HostConfig(2))
     lab.serve(prompt(1, 4))
     pin = lab.manager.pin(prompt(1, 4))
-    lab.control.vacate("device")  # two of the four blocks were on the device only
+    lab.control.vacate("device")  # two of the four blocks were only on the device
     fetch = lab.fetched(prompt(1, 4))
     allocation = lab.start(prompt(1, 4), fetch)
     assert allocation.num_cached_tokens == 2 * BLOCK
@@ -254,7 +254,7 @@ def test_prefetch_does_not_wait_for_hole_held_by_pin():
         (WaitPolicy.WAIT, [False] * 3),
     ],
 )
-def test_prefetch_wait_policy_sets_wait_time(wait, ready_at):
+def test_wait_policy_sets_maximum_wait_for_prefetch(wait, ready_at):
     lab = lab_with_stored(prompt(1, 4), config=disk(wait=wait, wait_seconds=2.0))
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
@@ -264,13 +264,13 @@ def test_prefetch_wait_policy_sets_wait_time(wait, ready_at):
     assert lab.manager.is_prefetched(fetch, now=lab.now)
 
 
-def test_prefetch_uses_longest_wait_of_its_stores():
+def test_prefetch_waits_as_long_as_its_most_patient_store():
     lab = Lab(20, stores=[disk("a", wait=WaitPolicy.BEST_EFFORT), disk("b", wait=WaitPolicy.WAIT)])
     fetch = lab.manager.prefetch(prompt(1, 4))
     assert not lab.manager.is_prefetched(fetch, now=1e9)
 
 
-def test_late_prefetch_serves_next_request():
+def test_blocks_of_late_prefetch_serve_next_request():
     lab = lab_with_stored(prompt(1, 4), config=disk(wait=WaitPolicy.BEST_EFFORT))
     fetch = lab.manager.prefetch(prompt(1, 4))
     lab.plan()
@@ -296,15 +296,15 @@ def test_partial_prefetch_uses_blocks_before_first_gap():
     assert allocation.num_cached_tokens == 2 * BLOCK
     assert allocation.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
     lab.manager.abort(allocation)
-    assert lab.control.tier("host").pool.num_used == 2  # the blocks behind the gap were freed
+    assert lab.control.tier("host").pool.num_used == 2  # the blocks after the gap were freed
 
 
-def test_missing_blocks_are_forgotten_and_failed_ones_kept():
+def test_store_index_forgets_missing_blocks_but_not_failed_reads():
     lab = lab_with_stored(prompt(1, 4))
     known = lab.manager.stores["disk"]
     lab.manager.end_prefetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
     assert known.num_known == 4
-    for key in list(stored(prompt(1, 4)))[2:]:
+    for key in list(store_contents(prompt(1, 4)))[2:]:
         del lab.worker.stores["disk"][key]
     fetch = lab.fetched(prompt(1, 4))
     assert fetch.num_fetched == {"disk": 2}
@@ -313,8 +313,8 @@ def test_missing_blocks_are_forgotten_and_failed_ones_kept():
     assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2
 
 
-def test_load_refused_twice_counts_once_per_request():
-    """A retried prefetch decides twice, yet a trial load happens after 31 refused requests and not after 15."""
+def test_retried_prefetch_counts_as_one_refused_load():
+    """A retried prefetch decides twice but counts once, so that 31 requests and not 15 precede a trial load."""
     lab = lab_with_stored(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
@@ -336,12 +336,12 @@ def test_load_refused_twice_counts_once_per_request():
 
 
 @pytest.mark.parametrize("num_host", [1, 3])
-def test_prefetch_into_small_host_takes_leading_blocks(num_host):
+def test_prefetch_into_small_host_tier_fetches_leading_blocks(num_host):
     lab = lab_with_stored(prompt(1, 6), host=HostConfig(num_host))
     assert lab.fetched(prompt(1, 6)).num_fetched == {"disk": num_host}
 
 
-def test_prefetch_into_full_host_is_over_without_blocks():
+def test_prefetch_into_full_host_tier_ends_without_blocks():
     lab = lab_with_stored(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
     lab.fetched(prompt(1, 4))
     second = lab.manager.prefetch(prompt(2, 4))
@@ -356,7 +356,7 @@ def test_prefetch_is_limited_by_host_quota():
     assert lab.fetched(chain).num_fetched == {"disk": 4}
 
 
-def test_prefetch_above_in_flight_limit_runs_alone():
+def test_prefetch_larger_than_in_flight_limit_runs_alone():
     lab = lab_with_stored(prompt(1, 6), prompt(2, 2), config=disk(max_fetching_blocks=3))
     small, large = lab.manager.prefetch(prompt(2, 2)), lab.manager.prefetch(prompt(1, 6))
     assert [move.num_blocks for move in lab.plan().transfers] == [2]
@@ -368,11 +368,11 @@ def test_prefetch_above_in_flight_limit_runs_alone():
 
 
 def test_in_flight_limit_is_per_store():
-    """A store at its limit does not delay transfers of another store."""
+    """A store at its limit does not delay transfers from another store."""
     near, far = disk("near", max_fetching_blocks=4), disk("far", max_fetching_blocks=4)
     lab = Lab(20, stores=[near, far])
-    lab.worker.stores["near"].update(stored(prompt(1, 4)))
-    lab.worker.stores["far"].update({**stored(prompt(2, 4)), **stored(prompt(3, 4))})
+    lab.worker.stores["near"].update(store_contents(prompt(1, 4)))
+    lab.worker.stores["far"].update({**store_contents(prompt(2, 4)), **store_contents(prompt(3, 4))})
     lab.settle()
     for number in (1, 2, 3):
         lab.manager.prefetch(prompt(number, 4))
@@ -383,7 +383,7 @@ def test_in_flight_limit_is_per_store():
     assert [move.source for move in lab.plan().transfers] == ["far"]
 
 
-def test_prefetch_without_recompute_ignores_cost():
+def test_prefetch_with_always_load_ignores_costs():
     lab = lab_with_stored(prompt(1, 4), always_load=True)
     lab.manager.cost_model.observe_compute(1000, 1000.0, 1e-9)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
@@ -399,7 +399,7 @@ def prefetch_in_phase(lab: Lab, chain: Chain, phase: str):
     fetch = lab.manager.prefetch(chain)
     if phase == "created":
         return fetch
-    lab.plan()  # the probe
+    lab.plan()  # sends the probe
     if phase == "probing":
         return fetch
     lab.run_workers()
@@ -417,23 +417,23 @@ PHASES = ["created", "probing", "answered", "moving", "over"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("what", ["cancel", "reset", "drop", "cancel and reset", "drop and clear"])
-def test_prefetch_interrupted_in_any_phase_leaves_nothing(phase, what):
+@pytest.mark.parametrize("action", ["cancel", "reset", "drop", "cancel and reset", "drop and clear"])
+def test_prefetch_interrupted_in_any_phase_frees_all_slots(phase, action):
     lab = Lab(20, stores=[disk(is_shared=True)])
     chain = prompt(1, 5)
-    lab.worker.stores["disk"].update(stored(chain))
+    lab.worker.stores["disk"].update(store_contents(chain))
     fetch = prefetch_in_phase(lab, chain, phase)
-    if "cancel" in what:
+    if "cancel" in action:
         lab.manager.end_prefetch(fetch)
-    if "reset" in what:
+    if "reset" in action:
         lab.manager.reset()
-    if "drop" in what:
+    if "drop" in action:
         lab.control.drop(chain)
-    if "clear" in what:
+    if "clear" in action:
         lab.control.clear_stores()
     lab.manager.check()
     lab.settle()
-    if "cancel" not in what:
+    if "cancel" not in action:
         for _ in range(5):
             lab.plan()
             lab.run_workers()
@@ -448,10 +448,10 @@ def test_prefetch_interrupted_in_any_phase_leaves_nothing(phase, what):
     assert [lab.control.tier(name).pool.num_used for name in ("device", "host")] == [0, 0]
 
 
-def test_prefetch_stays_over_after_reset():
+def test_prefetch_ended_by_reset_ignores_later_reports():
     lab = Lab(20, stores=[disk("near"), disk("far")])
-    lab.worker.stores["near"].update(stored(prompt(1, 6), 3))
-    lab.worker.stores["far"].update(stored(prompt(1, 6)))
+    lab.worker.stores["near"].update(store_contents(prompt(1, 6), 3))
+    lab.worker.stores["far"].update(store_contents(prompt(1, 6)))
     lab.settle()
     fetch = lab.manager.prefetch(prompt(1, 6))
     lab.plan()
@@ -464,13 +464,13 @@ def test_prefetch_stays_over_after_reset():
     assert fetch.num_fetched in ({}, {"near": 0, "far": 0})
 
 
-def test_old_epoch_report_frees_only_its_own_slots():
+def test_report_from_old_epoch_frees_only_its_own_slots():
     lab = lab_with_stored(prompt(1, 5))
     old = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 0
     lab.manager.reset()
     lab.manager.end_prefetch(old)
-    assert lab.control.tier("host").pool.num_used == 5  # the old transfer still writes to them
+    assert lab.control.tier("host").pool.num_used == 5  # the old transfer still writes to these slots
     new = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 1
     assert lab.control.tier("host").pool.num_used == 10
@@ -482,7 +482,7 @@ def test_old_epoch_report_frees_only_its_own_slots():
     lab.start(prompt(1, 5), new)
 
 
-def test_block_dropped_while_being_stored_is_not_known():
+def test_block_dropped_during_store_write_is_not_known():
     lab = lab_with_stored()
     lab.compute(allocation := lab.start(prompt(1, 4)))
     lab.manager.finish(allocation)
@@ -497,7 +497,7 @@ def test_block_dropped_while_being_stored_is_not_known():
 
 
 @pytest.mark.parametrize("num_lost", [0, 1, 4])
-def test_block_being_stored_is_known_only_after_arrival(num_lost):
+def test_stored_block_is_known_only_after_write_is_reported(num_lost):
     lab = lab_with_stored()
     lab.compute(allocation := lab.start(prompt(1, 4)))
     lab.manager.finish(allocation)
@@ -505,7 +505,7 @@ def test_block_being_stored_is_known_only_after_arrival(num_lost):
     lab.run_workers()
     (move,) = lab.plan().transfers
     keys, store = split_keys(move.keys), lab.manager.stores["disk"]
-    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))  # looked up before the write
+    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))  # sent before the write
     assert move.route is Route.HOST_TO_STORE
     assert (store.num_known, store.num_leading(keys)) == (0, 0)
     arrived = bytes([1] * (4 - num_lost) + [0] * num_lost)
@@ -516,8 +516,8 @@ def test_block_being_stored_is_known_only_after_arrival(num_lost):
     lab.manager.check()
 
 
-def test_known_keys_of_store_are_bounded():
-    """A store evicts without a report, so the manager forgets the keys that were stored first."""
+def test_number_of_known_keys_per_store_is_bounded():
+    """Stores do not report evictions. The manager therefore forgets the keys that were stored first."""
     lab = lab_with_stored(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):
         lab.serve(prompt(number, 4))
@@ -528,31 +528,31 @@ def test_known_keys_of_store_are_bounded():
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_store_block_is_present_only_if_all_ranks_have_it():
+def test_store_block_is_present_only_if_all_ranks_hold_it():
     lab = Lab(20, stores=[disk()], num_ranks=3)
-    keys = list(stored(prompt(1, 5)))
+    keys = list(store_contents(prompt(1, 5)))
     for rank, worker in enumerate(lab.workers):
-        worker.stores["disk"].update({k: v for k, v in stored(prompt(1, 5)).items() if k != keys[4 - rank]})
+        worker.stores["disk"].update({k: v for k, v in store_contents(prompt(1, 5)).items() if k != keys[4 - rank]})
     lab.settle()
     fetch = lab.fetched(prompt(1, 5))
     assert fetch.num_fetched == {"disk": 2}  # blocks 2, 3 and 4 are each missing on one rank
     assert lab.start(prompt(1, 5), fetch).num_cached_tokens == 2 * BLOCK
 
 
-def test_fetch_losses_of_all_ranks_are_combined():
+def test_block_lost_on_one_rank_counts_as_not_fetched():
     lab = Lab(20, stores=[disk()], num_ranks=2)
     for worker in lab.workers:
-        worker.stores["disk"].update(stored(prompt(1, 5)))
+        worker.stores["disk"].update(store_contents(prompt(1, 5)))
     lab.settle()
     fetch = lab.fetched(prompt(1, 5), lose=lambda _move, rank: [i == 4 - rank for i in range(5)])
     assert fetch.num_fetched == {"disk": 3}
     lab.start(prompt(1, 5), fetch)
 
 
-def test_probe_waits_for_all_ranks():
+def test_fetch_starts_after_all_ranks_answered_probe():
     lab = Lab(20, stores=[disk(is_shared=True)], num_ranks=2)
     for worker in lab.workers:
-        worker.stores["disk"].update(stored(prompt(1, 5)))
+        worker.stores["disk"].update(store_contents(prompt(1, 5)))
     fetch = lab.manager.prefetch(prompt(1, 5))
     lab.plan()
     lab.manager.apply(lab.workers[0].work())
@@ -562,7 +562,7 @@ def test_probe_waits_for_all_ranks():
     assert not fetch.is_over
 
 
-def test_host_pool_grows_to_smallest_rank():
+def test_host_pool_grows_to_smallest_size_of_all_ranks():
     lab = Lab(20, num_ranks=2)
     pool = lab.control.tier("host").pool
     lab.control.resize("host", 4)
@@ -572,9 +572,9 @@ def test_host_pool_grows_to_smallest_rank():
     assert pool.num_slots == 6
 
 
-def test_report_of_unknown_rank_changes_nothing():
+def test_report_from_unknown_rank_raises_and_changes_nothing():
     lab = lab_with_stored(prompt(1, 4))
-    keys = b"".join(stored(prompt(2, 4)))
+    keys = b"".join(store_contents(prompt(2, 4)))
     with pytest.raises(ArgumentError, match="rank 7"):
         lab.manager.apply(Report(0, 7, lookups=(StoreLookup("disk", keys),)))
     assert lab.manager.stores["disk"].num_known == 4

@@ -1,7 +1,7 @@
-"""A manager with stores under random events: no wrong block, no lost slot, and every request and prefetch ends.
+"""Random events on a manager with stores never cause a wrong block, a lost slot or a request that does not end.
 
-The tiers are dictionaries (cache_support.Worker). The target of a copy holds RUBBISH until the copy ends, so that a
-block that is reused while it is read, or read before it is written, has the wrong content.
+The tiers are dictionaries (cache_support.Worker). The target of a copy holds RUBBISH until the copy ends. A block that
+is overwritten while it is read, or read before it is written, therefore has the wrong content.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PROMPTS = st.sampled_from(
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Requests, operators, failures and stores that lose objects, with a manager and one or two ranks."""
+    """Runs requests and operator commands on one or two ranks while transfers fail and stores lose objects."""
 
     steps: ClassVar[Counter[str]] = Counter()
 
@@ -88,7 +88,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents: dict[bytes, object] = {}
 
     def chain(self, which) -> Chain:
-        """Return a prompt; prompts share prefixes and differ by tenant, adapter and image."""
+        """Return a prompt. Prompts share prefixes and differ in tenant, adapter and image."""
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]
         media = [MediaItem(min(3, len(tokens) - 1), 2, b"%d" % tail)] if kind == "m" and len(tokens) > 5 else []
@@ -135,7 +135,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(more=st.integers(0, 5))
     @precondition(lambda self: self.running)
     def compute(self, more):
-        """Compute the prompt of a request, or `more` generated tokens if the prompt is computed."""
+        """Compute the prompt of a request, or `more` further tokens if the prompt is already computed."""
         lab, place = self.lab, self.random.randrange(len(self.running))
         allocation, is_computed = self.running[place]
         try:
@@ -163,14 +163,14 @@ class ManagerMachine(RuleBasedStateMachine):
             tokens = allocation.chain.tokens[: allocation.num_cached_tokens].tolist()
             for worker in self.lab.workers:
                 found = worker.device[allocation.copy.source]
-                assert list(found[-1][: len(tokens)]) == tokens, "the source of the copy has other tokens"
+                assert list(found[-1][: len(tokens)]) == tokens, "the source block of the copy contains other tokens"
 
     def write(self, allocation: Allocation) -> None:
         lab = self.lab
         lab.manager.on_scheduled(allocation, now=lab.now)
         for worker in lab.workers:
             for block in range(allocation.lease.num_matched, len(allocation.table)):
-                if block >= allocation.lease.num_blocks:  # not shared
+                if block >= allocation.lease.num_blocks:  # the tree does not hold this block
                     worker.device[int(allocation.table[block])] = content(allocation.chain, block)
         lab.manager.publish(allocation, allocation.chain.num_tokens, now=lab.now)
 
@@ -194,7 +194,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def run_workers(self, count):
-        """Carry out some tasks in random order, but the writes and drops of a store in order."""
+        """Run tasks in random order, but keep the order of the writes and drops of each store."""
         for _ in range(count):
             worker = self.random.choice(self.lab.workers)
             if worker.todo:
@@ -217,7 +217,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6), until=st.sampled_from(["computed", "over"]))
     def serve(self, count, until):
-        """Run `count` rounds of an engine: plan, work, admit, compute, finish."""
+        """Run `count` engine steps. Each step plans, runs workers, and admits, computes and finishes one request."""
         for _ in range(count):
             self.lab.plan(0.1)
             self.run_workers(20)
@@ -282,10 +282,10 @@ class ManagerMachine(RuleBasedStateMachine):
             for worker in self.lab.workers:
                 for store in worker.stores.values():
                     for key, found in store.items():
-                        assert found == self.contents[key], "the store has another block under this key"
+                        assert found == self.contents[key], "the store holds another block under this key"
 
     def teardown(self):
-        """End everything, then check that there are no leases and that every slot is free."""
+        """End all requests, prefetches and pins, then check that no lease remains and every slot is free."""
         if not hasattr(self, "lab"):
             return
         lab = self.lab
@@ -311,7 +311,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def fields(config: StoreConfig):
-    """Return all fields but the name, in order."""
+    """Return all fields except the name, in order."""
     return (
         config.saving,
         config.wait,
@@ -322,8 +322,8 @@ def fields(config: StoreConfig):
     )
 
 
-def test_manager_machine_serves_no_wrong_block():
-    """Run at least 5,000 steps; KVTIER_SOAK multiplies them."""
+def test_manager_serves_no_wrong_block_under_random_events():
+    """Run at least 5,000 steps, times KVTIER_SOAK."""
     before = ManagerMachine.steps["steps"]
     run_state_machine_as_test(
         ManagerMachine,

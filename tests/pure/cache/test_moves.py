@@ -1,4 +1,4 @@
-"""Transfers in flight over several ranks, and block masks against a reference."""
+"""Transfers in flight on several ranks, and block masks compared with a reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_mask_and_matches_reference(pairs):
 
 
 def two_ranks() -> tuple[CacheManager, TransferRequest]:
-    """Return a manager of two ranks and the save of three blocks that it has planned."""
+    """Return a manager for two ranks and its planned save of three blocks."""
     config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), always_load=True)
     manager = CacheManager(NAMESPACE, config, num_ranks=2)
     allocation = manager.match(prompt(1, 3))
@@ -47,7 +47,7 @@ def two_ranks() -> tuple[CacheManager, TransferRequest]:
     return manager, saves[0]
 
 
-def test_plan_is_due_for_transfers_probes_and_drops():
+def test_has_plan_is_true_after_probe_or_drop():
     manager, _ = two_ranks()
     transfers = manager.transfers
     assert not transfers.has_plan
@@ -61,7 +61,7 @@ def test_plan_is_due_for_transfers_probes_and_drops():
     assert not transfers.has_plan
 
 
-def test_transfer_completes_when_all_ranks_reported():
+def test_transfer_completes_when_all_ranks_have_reported():
     manager, save = two_ranks()
     transfers = manager.transfers
     assert (transfers.num_blocks(Route.DEVICE_TO_HOST), transfers.num_blocks(Route.STORE_TO_HOST, "disk")) == (3, 0)
@@ -77,14 +77,14 @@ def test_transfer_completes_when_all_ranks_reported():
     assert counts[Route.DEVICE_TO_HOST].num_blocks == 2
     assert counts[Route.DEVICE_TO_HOST].num_failed == 1
     assert counts[Route.DEVICE_TO_HOST].num_bytes == 400
-    assert counts[Route.DEVICE_TO_HOST].seconds == 0.25  # of the slower rank
+    assert counts[Route.DEVICE_TO_HOST].seconds == 0.25  # the time of the slower rank
     with pytest.raises(StateError, match="not in flight on this rank"):
         manager.apply(Report(0, 1, (TransferResult(save.id, True, 100, 0.1),)))
     manager.check()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_block_arrived_only_if_it_arrived_on_all_ranks(order):
+def test_block_counts_as_saved_only_if_all_ranks_saved_it(order):
     manager, save = two_ranks()
     outcomes = (
         TransferResult(save.id, False, 0, 0.1, "", b"\1\1\0"),
@@ -98,7 +98,7 @@ def test_block_arrived_only_if_it_arrived_on_all_ranks(order):
     manager.check()
 
 
-def test_report_of_wrong_size_or_rank_raises():
+def test_report_with_wrong_mask_size_or_rank_raises():
     manager, save = two_ranks()
     for arrived in (b"\1", b"\1" * 4):
         with pytest.raises(ArgumentError, match="has 3 blocks"):
@@ -111,7 +111,7 @@ def test_report_of_wrong_size_or_rank_raises():
     assert save.id in manager.transfers.in_flight
 
 
-def test_probe_is_answered_when_all_ranks_answered():
+def test_probe_completes_when_all_ranks_have_answered():
     transfers = two_ranks()[0].transfers
     first, second = transfers.probe("disk", bytes(32)), transfers.probe("disk", bytes(32))
     assert first != second
@@ -119,12 +119,12 @@ def test_probe_is_answered_when_all_ranks_answered():
     assert not transfers.on_probe_result(0, first)
     assert not transfers.on_probe_result(1, second)
     assert transfers.on_probe_result(1, first)
-    assert not transfers.on_probe_result(1, first)  # answered already
+    assert not transfers.on_probe_result(1, first)  # this probe has completed
     assert not transfers.on_probe_result(0, 12345)
     assert transfers.on_probe_result(0, second)
 
 
-def test_save_reported_after_reset_leaves_nothing():
+def test_report_of_save_from_before_reset_is_ignored():
     manager, save = two_ranks()
     manager.reset()
     assert manager.plan().epoch == manager.transfers.epoch

@@ -1,4 +1,4 @@
-"""Requests in CacheManager: loads, failures, ranks, prompt identities, and the sizes of messages."""
+"""Requests in CacheManager: loads, failures, ranks, prompt identities and message sizes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, Schedu
 CAT, DOG = MediaItem(5, 6, b"a cat"), MediaItem(5, 6, b"a dog")
 IDENTITIES = {
     "plain": {},
-    "another tenant": {"salt": b"tenant"},
-    "a third": {"salt": b"third"},
-    "an adapter": {"adapter": b"lora"},
-    "both": {"salt": b"tenant", "adapter": b"lora"},
-    "a cat": {"media": [CAT]},
-    "a dog": {"media": [DOG]},
-    "a cat later": {"media": [MediaItem(6, 6, b"a cat")]},
-    "a tenant's cat": {"media": [CAT], "salt": b"tenant"},
+    "tenant": {"salt": b"tenant"},
+    "other tenant": {"salt": b"third"},
+    "adapter": {"adapter": b"lora"},
+    "tenant and adapter": {"salt": b"tenant", "adapter": b"lora"},
+    "cat": {"media": [CAT]},
+    "dog": {"media": [DOG]},
+    "cat at later position": {"media": [MediaItem(6, 6, b"a cat")]},
+    "tenant and cat": {"media": [CAT], "salt": b"tenant"},
 }
 
 
-def test_prompts_of_different_identity_share_no_block():
-    """Serve the same tokens under nine identities and evict between them, so that every tier is used."""
+def test_prompts_with_different_identities_share_no_block():
+    """Serve the same tokens under nine identities. Evictions between the requests make every tier serve blocks."""
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
     first = {name: lab.serve(chain).num_cached_tokens for name, chain in chains.items()}
-    # prompts of one tenant share the block before the image
-    shared = {"a cat": BLOCK, "a dog": BLOCK, "a cat later": BLOCK, "a tenant's cat": BLOCK}
+    # prompts of the same tenant share the block before the image
+    shared = {"cat": BLOCK, "dog": BLOCK, "cat at later position": BLOCK, "tenant and cat": BLOCK}
     assert first == {name: shared.get(name, 0) for name in IDENTITIES}
     assert len(lab.worker.stores["disk"]) == 4 * 9 - 4
     for _ in range(2):
@@ -45,10 +45,10 @@ def test_prompts_of_different_identity_share_no_block():
             assert allocation.tokens_from == {"disk": 4 * BLOCK, "host": 0, "device": 0}
     for chain in chains.values():
         lab.evict("device")
-        lab.serve(chain)  # from host and store; Lab checks every block
+        lab.serve(chain)  # reads host and store; Lab verifies every block
 
 
-def test_load_is_ready_for_all_after_its_report():
+def test_finished_load_makes_blocks_ready_for_other_requests():
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -67,14 +67,14 @@ def test_load_is_ready_for_all_after_its_report():
     lab.verify(two)
 
 
-def test_allocation_of_cached_prompt_waits_for_load():
+def test_request_for_blocks_being_loaded_waits_for_load():
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
     one = lab.manager.match(prompt(1, 4))
     lab.manager.allocate(one, 17)
     two = lab.manager.match(prompt(1, 4))
-    assert lab.manager.allocate(two, 4 * BLOCK) is None  # only the slots of the matched blocks
+    assert lab.manager.allocate(two, 4 * BLOCK) is None  # needs no slots besides those of the matched blocks
     assert not lab.manager.is_ready(two)
     lab.plan()
     lab.run_workers()
@@ -83,7 +83,7 @@ def test_allocation_of_cached_prompt_waits_for_load():
 
 
 @pytest.mark.parametrize("mask", ["1101", "0000", "0111"])
-def test_lost_block_of_load_is_recomputed(mask):
+def test_block_that_failed_to_load_is_recomputed(mask):
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -101,12 +101,12 @@ def test_lost_block_of_load_is_recomputed(mask):
     lab.verify(without)
     lab.compute(without)
     assert lab.num_in("device", prompt(1, 4)) == 4
-    assert lab.num_in("host", prompt(1, 4)) == 4  # the host copy was never wrong
+    assert lab.num_in("host", prompt(1, 4)) == 4  # the host copy is still valid
 
 
 @pytest.mark.parametrize("how", ["abort", "finish", "reset"])
 @pytest.mark.parametrize("when", ["planned", "moving", "arrived"])
-def test_request_ended_while_loading_leaves_nothing(how, when):
+def test_request_that_ends_during_load_releases_all_leases(how, when):
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -129,8 +129,8 @@ def test_request_ended_while_loading_leaves_nothing(how, when):
     lab.serve(prompt(1, 4))
 
 
-def test_load_source_is_not_reused_before_report():
-    """The host is full, so that the source of the load is the next victim."""
+def test_host_slots_of_load_are_not_reused_before_report():
+    """The host tier is full, so that the source slots of the load would be evicted next."""
     lab = Lab(20, host=HostConfig(4))
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -138,13 +138,13 @@ def test_load_source_is_not_reused_before_report():
     lab.manager.allocate(allocation, 17)
     other = lab.start(prompt(2, 4))
     lab.compute(other)
-    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]  # no room to save the other request
+    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]  # no free host slot to save `other`
     lab.settle()
     assert lab.manager.is_ready(allocation)
     lab.verify(allocation)
 
 
-def test_load_needs_reports_of_all_ranks():
+def test_load_is_ready_only_after_reports_from_all_ranks():
     lab = Lab(20, num_ranks=3)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -186,7 +186,7 @@ def test_invalid_transfer_request_raises():
             TransferRequest(1, Route.HOST_TO_DEVICE, "host", "device", **bad)
 
 
-def test_manager_without_caching_has_nothing_to_plan():
+def test_manager_without_prefix_caching_plans_nothing():
     config = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(disk(),))
     manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
     assert manager.prefetch(prompt(1, 2)) is None
@@ -250,7 +250,7 @@ def test_requests_finish_under_any_wait_policy(wait):
     assert lab.manager.tree.num_leases == 0
 
 
-def test_request_reports_token_sources_and_decision():
+def test_request_records_token_sources_and_load_decision():
     lab = Lab(20, stores=[disk()], always_load=False)
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for name in ("first", "second"):
@@ -267,7 +267,7 @@ def test_request_reports_token_sources_and_decision():
 
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
-    """Return the largest pickled plan, report and chain of a prompt of `num_blocks` blocks in all tiers."""
+    """Return the largest pickled sizes of plan, report and chain while a prompt passes through all tiers."""
     lab = Lab(
         2 * num_blocks + 2, host=HostConfig(2 * num_blocks), stores=[disk(is_shared=True, max_fetching_blocks=1 << 20)]
     )
@@ -307,7 +307,7 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """Per block at most 60 bytes of a plan (key 32, digest 16, slots 4 or 8), 34 of a report, and 4 per token."""
+    """A plan has at most 60 bytes per block (key 32, digest 16, slots 4 or 8), a report 34, a chain 4 per token."""
     sizes = {n: message_sizes(n) for n in (10, 100, 1000, 2000)}
     for few, many in ((10, 100), (100, 1000), (1000, 2000)):
         for name, max_bytes in (("plan", 60), ("report", 34), ("chain", 4 * BLOCK)):
@@ -316,7 +316,7 @@ def test_message_sizes_grow_linearly_with_blocks():
     assert sizes[10]["plan"] < 1500
 
 
-def test_messages_are_immutable_values():
+def test_messages_are_immutable_and_picklable():
     assert pickle.loads(pickle.dumps(StoreLookup("disk", b"x" * 32))) == StoreLookup("disk", b"x" * 32)
     assert not Plan(1, 0)
     with pytest.raises(AttributeError):

@@ -1,4 +1,4 @@
-"""Saving of blocks to lower tiers: policies, budgets, limited room and resets."""
+"""Saving of blocks to lower tiers: write policies, budgets, size limits and resets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.index import Namespace
 from kvtier.messages import Route
 
 
-def test_saves_above_in_flight_limit_are_made_later():
+def test_saves_beyond_in_flight_limit_are_delayed():
     lab = Lab(
         20,
         host=HostConfig(20, saving=WritebackConfig(max_blocks=3)),
@@ -26,7 +26,7 @@ def test_saves_above_in_flight_limit_are_made_later():
     assert sum(sizes) == 20
 
 
-def test_save_into_small_host_keeps_leading_blocks():
+def test_save_into_small_host_tier_keeps_leading_blocks():
     lab = Lab(20, host=HostConfig(4), stores=[disk()])
     long = prompt(1, 10)
     lab.serve(long)
@@ -48,8 +48,8 @@ def test_save_under_host_quota_keeps_leading_blocks():
 
 @pytest.mark.parametrize("above", WritePolicy)
 @pytest.mark.parametrize("below", WritePolicy)
-def test_reused_blocks_reach_store_under_any_policies(above, below):
-    """With low_share=1 the tier above is always low, so that write-back saves when a request finishes."""
+def test_reused_blocks_reach_store_under_any_write_policies(above, below):
+    """low_share=1 makes write-back save as soon as a request finishes."""
     host = HostConfig(20, saving=WritebackConfig(above, low_share=1.0))
     lab = Lab(20, host=host, stores=[disk(saving=WritebackConfig(below, low_share=1.0))])
     lab.serve(prompt(2, 1))
@@ -66,21 +66,21 @@ def test_selective_policy_saves_after_min_uses():
     for _ in range(4):
         lab.serve(prompt(1, 4))
         saved.append(lab.num_in("host", prompt(1, 4)))
-    assert saved == [0, 0, 4, 4]  # reused in the second and third request
+    assert saved == [0, 0, 4, 4]  # the second and third requests reuse the blocks
     assert sum(transfer.num_blocks for transfer in lab.worker.done) == 4
 
 
-def test_write_back_saves_oldest_when_tier_above_runs_low():
+def test_write_back_saves_oldest_blocks_when_device_runs_low():
     lab = Lab(10, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.5)))
     lab.serve(prompt(1, 2))
     lab.serve(prompt(2, 2))
-    assert not lab.worker.done  # 6 of 10 are free
+    assert not lab.worker.done  # 6 of the 10 device blocks are free
     lab.serve(prompt(3, 2))
     assert [transfer.num_blocks for transfer in lab.worker.done] == [2, 2, 2]
     assert lab.worker.host[0][-1] == (1,) * BLOCK
 
 
-def test_write_through_saves_once():
+def test_write_through_saves_each_block_once():
     lab = Lab(20, stores=[disk()])
     for _ in range(3):
         lab.serve(prompt(1, 4))
@@ -94,7 +94,7 @@ def test_saving_budget_limits_blocks_per_second():
     started = []
     for seconds in (0.0, 0.5, 0.5, 1.0, 3.0, 0.0):
         started.append(sum(transfer.num_blocks for transfer in lab.plan(seconds).transfers))
-    assert started == [4, 2, 2, 4, 4, 0]  # at most the budget of one second at once
+    assert started == [4, 2, 2, 4, 4, 0]  # unused budget accumulates for at most one second
 
 
 def test_saving_budget_below_one_block_per_second_saves():
@@ -117,7 +117,7 @@ def test_free_share_keeps_part_of_each_tier_free(share):
 
 
 def test_save_all_saves_thousands_of_prompts():
-    """Most of the prompts are on the host already; those that are only on the device are saved too."""
+    """Most prompts are already in host memory. The prompts that are only in device memory are saved too."""
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
     for number in range(2000):

@@ -1,4 +1,4 @@
-"""Cost model: the fit against an oracle, changes of speed, and the decision to load or to recompute."""
+"""The cost model fits measured times, adapts to speed changes and decides between loading and recomputing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
-    """Return the non-negative costs with the least sum of squares, and that sum, by trying every subset of costs."""
+    """Return the non-negative costs that minimize the sum of squares, and the minimum. Try every subset of costs."""
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
     y = np.array([seconds for _, seconds in samples]) * weights
@@ -51,7 +51,7 @@ def timed_samples(draw):
     samples = []
     for _ in range(draw(st.integers(num_amounts + 2, 40))):
         amounts = [source.uniform(0.1, 10.0) for _ in range(num_amounts)]
-        if num_amounts == 2:  # correlated, as tokens and attended tokens are
+        if num_amounts == 2:  # correlated like tokens and attended tokens
             amounts[1] = amounts[1] * (1 - correlation) + amounts[0] * correlation
         seconds = true[0] + sum(cost * amount for cost, amount in zip(true[1:], amounts, strict=True))
         samples.append((amounts, max(0.0, seconds + source.gauss(0, noise))))
@@ -61,7 +61,7 @@ def timed_samples(draw):
 @given(timed_samples())
 @example(
     [([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)]
-)  # the plain fit has two negative costs
+)  # without the constraint, two costs would be negative
 def test_fit_equals_nonnegative_least_squares(samples):
     fit = OnlineLeastSquares(len(samples[0][0]), min)
     for amounts, seconds in samples:
@@ -76,7 +76,7 @@ def test_fit_equals_nonnegative_least_squares(samples):
     assert loss(costs, samples) <= least * (1 + 1e-6) + 1e-6
 
 
-def test_fit_of_exact_samples_is_exact():
+def test_fit_to_exact_samples_is_exact():
     fit = OnlineLeastSquares(1, min)
     for count in (1, 5, 20, 60):
         fit.observe((count,), 0.004 + 0.0005 * count)
@@ -89,8 +89,8 @@ def test_fit_without_samples_predicts_none():
 
 
 @pytest.mark.parametrize("count", [1, 50])
-def test_fit_of_equal_samples_gives_bounds(count):
-    """2 s for (10, 50) may be a constant 2 s, 0.2 s per unit of the first or 0.04 s per unit of the second amount."""
+def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
+    """2 s for (10, 50) can mean 2 s in total, 0.2 s per unit of the first or 0.04 s per unit of the second amount."""
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
         for _ in range(count):
@@ -99,9 +99,9 @@ def test_fit_of_equal_samples_gives_bounds(count):
         assert (least.predict(amounts), most.predict(amounts)) == (pytest.approx(low), pytest.approx(high))
 
 
-def test_fit_of_collinear_amounts_gives_upper_bound():
+def test_fit_to_collinear_amounts_predicts_upper_bound():
     fit = OnlineLeastSquares(2, max)
-    for count in (1, 5, 20):  # the second is always ten times the first
+    for count in (1, 5, 20):  # the second amount is always ten times the first
         fit.observe((count, 10.0 * count), 1.0 + 0.5 * count)
     assert fit.predict((2.0, 20.0)) == pytest.approx(2.0)
     assert fit.predict((2.0, 0.0)) == pytest.approx(2.0)
@@ -116,8 +116,8 @@ def test_fit_does_not_depend_on_units(scale):
     assert fit.predict((50 * scale, 1000 * scale)) == pytest.approx(0.07, rel=1e-6)
 
 
-def test_cost_model_follows_change_of_link_speed():
-    """A link slows down to a tenth: the estimate is half way after about 28 transfers, within 5 % after 200."""
+def test_cost_model_adapts_to_slower_link():
+    """When a link becomes ten times slower, the estimate is within 5 % of the new time after 200 transfers."""
     speeds, amounts = CostModel(), itertools.cycle((4, 16, 64))
     for _, count in zip(range(300), amounts, strict=False):
         speeds.observe_transfer(LOAD, count, 0.001 + 0.0001 * count)
@@ -128,7 +128,7 @@ def test_cost_model_follows_change_of_link_speed():
     assert speeds.transfer_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
 
 
-def test_cost_model_keeps_speeds_per_store():
+def test_cost_model_measures_each_store_separately():
     speeds = CostModel()
     for count in (1, 10, 100):
         speeds.observe_transfer((Route.STORE_TO_HOST, "near"), count, 0.001 * count)
@@ -138,7 +138,7 @@ def test_cost_model_keeps_speeds_per_store():
     assert speeds.transfer_seconds((Route.STORE_TO_HOST, "other"), 10) is None
 
 
-def test_decision_text_has_the_numbers():
+def test_decision_text_contains_load_and_compute_times():
     speeds = CostModel()
     assert str(speeds.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
     for count in (1, 10, 50):
@@ -147,14 +147,14 @@ def test_decision_text_has_the_numbers():
     decision = speeds.decide({LOAD: 4}, 0, 16)
     assert decision.load
     assert str(decision) == "load 16 tokens: loading takes 8.00 ms, under the 16.00 ms of computing"
-    decision = speeds.decide({LOAD: 4 + 40}, 0, 16)  # 40 blocks are queued before them
+    decision = speeds.decide({LOAD: 4 + 40}, 0, 16)  # 40 other blocks are queued before these 4
     assert not decision.load
     assert str(decision) == "recompute 16 tokens: loading takes 88.00 ms, over the 16.00 ms of computing"
-    assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # no fetch was measured
+    assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # no fetch has been measured
 
 
-def test_deep_prefix_is_loaded_and_shallow_one_computed():
-    """The cost to compute a token grows with its position; the cost to load it does not."""
+def test_early_blocks_are_computed_and_late_blocks_are_loaded():
+    """The cost of computing a token grows with its position, but the cost of loading it does not."""
     speeds = CostModel()
     for first in (0, 1000, 10000, 30000):
         for count in (16, 64):
@@ -168,26 +168,26 @@ def test_deep_prefix_is_loaded_and_shallow_one_computed():
 
 
 class Machine:
-    """A machine with exact costs of loading and computing, and a cost model that observes them."""
+    """A machine with exact load and compute times, and a cost model that observes these times."""
 
     def __init__(self, latency: float) -> None:
         self.latency, self.speeds = latency, CostModel()
 
     def steps(self, first: int, stop: int):
-        """Yield (tokens, attended tokens, seconds) of each step of at most 512 tokens."""
+        """Yield (tokens, attended tokens, seconds) for each step of at most 512 tokens."""
         for begin in range(first, stop, 512):
             count = min(512, stop - begin)
             attended = count * (begin + count / 2)
             yield count, attended, 0.003 + 6e-5 * count + 2e-8 * attended
 
     def seconds(self, num_tokens: int, *, load: bool) -> float:
-        """Return the time of a request whose full blocks of 16 tokens are all in the store."""
+        """Return the time of a request if the store holds all of its full blocks of 16 tokens."""
         blocks = (num_tokens - 1) // 16 if load else 0
         loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0
         return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))
 
     def serve(self, num_tokens: int, *, is_new: bool) -> bool:
-        """Decide, observe the costs, and return True if the blocks were loaded."""
+        """Serve one request and observe its times. Return True if its blocks were loaded."""
         blocks = (num_tokens - 1) // 16
         load = not is_new and self.speeds.decide({LOAD: blocks, FETCH: blocks}, 0, blocks * 16).load
         if load:
@@ -199,8 +199,8 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_cost_model_learns_faster_choice_in_few_requests(seed):
-    """The choice is right for 95 % of latencies and lengths; up to 10 % slower counts as right."""
+def test_cost_model_learns_faster_choice_from_12_requests(seed):
+    """At least 95 % of the choices are right. A choice is right if it is at most 10 % slower than the other."""
     lengths = (48, 96, 192, 384, 768, 1536)
     right = []
     for latency in (0.0, 0.005, 0.02, 0.05, 0.1, 0.25):
@@ -242,7 +242,7 @@ def test_host_blocks_are_loaded_only_if_faster(is_faster):
     assert lab.num_in("device", prompt(1, 6)) == 6
 
 
-def test_decision_counts_only_blocks_not_on_device():
+def test_decision_counts_only_blocks_missing_on_device():
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.tree.evict(lab.control.tier("device"), 2)
@@ -273,8 +273,8 @@ def test_failed_transfer_is_not_observed():
     lab.start(prompt(1, 6))
 
 
-def test_slow_link_is_tried_again():
-    """Without trials, one slow sample would prevent all loads and so all better samples."""
+def test_cost_model_tries_slow_link_again():
+    """Without trials, one slow sample would prevent all later loads, so that no faster sample could follow."""
     speeds = CostModel()
     way = (Route.HOST_TO_DEVICE, "")
     speeds.observe_transfer(way, 1, 10.0)
@@ -291,8 +291,8 @@ def test_slow_link_is_tried_again():
     assert "a trial" in str(next(speeds_trial()))
 
 
-def test_still_slow_link_costs_one_trial():
-    """A trial must not reset the fit: after a single sample the model would load other sizes too."""
+def test_each_trial_of_slow_link_costs_one_load():
+    """A trial must not reset the fit, because a model with a single sample would also load other sizes."""
     speeds, way = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
         speeds.observe_transfer(way, count, 1.0 + 0.01 * count)
@@ -318,8 +318,8 @@ def speeds_trial():
 
 
 @pytest.mark.parametrize("exponent", range(1, 14))
-def test_fit_of_nearly_collinear_amounts_is_finite(exponent):
-    """Amounts above and below the limit at which they count as collinear; noise makes some costs negative."""
+def test_fit_to_nearly_collinear_amounts_stays_in_range(exponent):
+    """Some amounts count as collinear and others do not. Noise makes some unconstrained costs negative."""
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):
         fit = OnlineLeastSquares(2, in_doubt)

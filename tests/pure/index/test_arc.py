@@ -1,4 +1,4 @@
-"""ARC against the published algorithm, and its resistance to scans."""
+"""Compare ARC with the published algorithm, and check that scans do not evict reused blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.index.policies import ARC
 
 
 class Blocks:
-    """A cache of single blocks under a policy. Like the tree, a use withdraws and offers a node again."""
+    """A cache of single blocks with an eviction policy. Like the tree, it withdraws a used node and offers it again."""
 
     def __init__(self, policy: ARC, capacity: int) -> None:
         self.policy, self.capacity, self.time = policy, capacity, 0
@@ -39,7 +39,7 @@ class Blocks:
 
 
 class PlainARC:
-    """The algorithm of Megiddo and Modha over names, with four full lists."""
+    """The ARC algorithm as published by Megiddo and Modha, with all four lists."""
 
     def __init__(self, capacity: int) -> None:
         self.c, self.p = capacity, 0.0
@@ -80,21 +80,21 @@ class PlainARC:
 
 
 def workload(kind: str, count: int) -> list[int]:
-    chosen = random.Random(7)
-    popular = [int(chosen.paretovariate(0.7)) % 3000 for _ in range(count)]
+    rng = random.Random(7)
+    popular = [int(rng.paretovariate(0.7)) % 3000 for _ in range(count)]
     match kind:
         case "popular":
             return popular
-        case "scans":  # every third access is to a new name
+        case "scans":  # every third access uses a new name
             return [10_000 + i if i % 3 == 0 else name for i, name in enumerate(popular)]
-        case _:  # a working set that changes
-            return [chosen.randrange(250) + i // 5000 * 180 for i in range(count)]
+        case _:  # the working set changes over time
+            return [rng.randrange(250) + i // 5000 * 180 for i in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["popular", "scans", "drift"])
 @pytest.mark.parametrize("capacity", [50, 200])
 def test_arc_hit_rate_matches_reference(kind, capacity):
-    """Hits differ slightly: our ghost lists are bounded one by one, and the capacity is learnt from evictions."""
+    """Hits differ slightly because our ARC bounds each ghost list separately and learns the capacity from evictions."""
     ours, plain = Blocks(ARC(), capacity), PlainARC(capacity)
     uses = workload(kind, 20_000)
     hits = sum(ours.access(x) for x in uses)
@@ -111,7 +111,7 @@ def test_arc_scan_does_not_evict_reused_blocks():
     assert all(name in cache.held for name in range(50))
 
 
-def test_arc_ghosts_are_bounded():
+def test_arc_ghost_list_is_bounded():
     policy = ARC()
     cache = Blocks(policy, 64)
     for name in range(10_000):

@@ -1,4 +1,4 @@
-"""Events of the index, and a router that rebuilds the content of the index from them."""
+"""Events of the index, and a router that rebuilds the contents of the index from its events."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def token_bytes(*blocks: int) -> bytes:
 
 
 class Router:
-    """Rebuilds the content of the index from its events."""
+    """Rebuilds the contents of the index from its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.present: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
-        """Tier -> key -> parent key and tokens."""
+        """Parent key and tokens of every block, by tier and key."""
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
@@ -51,7 +51,7 @@ class Router:
         return events
 
     def matched(self, chain: Chain, tier: str) -> int:
-        """Return the number of leading blocks of a chain in a tier, following parent keys and tokens."""
+        """Count the leading blocks of a chain that a tier holds. Find each block by parent key and tokens."""
         above, found = chain.namespace.root_key(chain.salt, chain.adapter), 0
         below = {content: key for key, content in self.present.get(tier, {}).items()}
         while found < chain.num_blocks and (above, chain.label(found)) in below:
@@ -68,7 +68,7 @@ def tree_and_router() -> tuple[RadixTree, Router]:
 ROOT = NAMESPACE.root_key()
 
 
-def test_stored_event_has_parent_keys_and_tokens():
+def test_stored_event_contains_parent_keys_and_tokens():
     tree, router = tree_and_router()
     run(tree, 1, 2)
     one, two = keys_of(1, 2)
@@ -104,7 +104,7 @@ def test_lookups_splits_and_duplicates_publish_no_event():
     assert router.take() == []
 
 
-def test_events_of_salts_and_adapters_have_own_keys():
+def test_event_keys_differ_by_salt_and_adapter():
     tree, router = tree_and_router()
     run(tree, 1, salt=b"a")
     run(tree, 1, adapter=b"a")
@@ -119,7 +119,7 @@ def test_eviction_publishes_removed_event():
     assert router.take() == [BlocksRemoved("device", b"".join(keys_of(1, 2, 3)[1:]))]
 
 
-def test_drop_publishes_at_once_despite_lease():
+def test_drop_publishes_removed_event_before_lease_ends():
     tree, router = tree_and_router()
     run(tree, 1, 2, 3)
     lease = tree.match(chain_of(1, 2, 3))
@@ -130,7 +130,7 @@ def test_drop_publishes_at_once_despite_lease():
     assert router.take() == []
 
 
-def test_each_tier_publishes_own_events():
+def test_each_tier_publishes_its_own_events():
     tree, router = tree_and_router()
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -145,7 +145,7 @@ def test_each_tier_publishes_own_events():
     assert router.take() == [BlocksRemoved("host", two)]
 
 
-def test_failed_or_dropped_copy_is_never_published():
+def test_failed_or_dropped_copy_publishes_no_stored_event():
     tree, router = tree_and_router()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
@@ -178,7 +178,7 @@ def test_recomputed_host_block_publishes_device_event():
     assert router.take() == [BlocksStored("device", ROOT, keys_of(1)[0], token_bytes(1), is_first=True)]
 
 
-def test_reset_ends_with_cleared_event():
+def test_reset_publishes_cleared_event_last():
     tree, router = tree_and_router()
     run(tree, 1)
     tree.reset()
@@ -233,7 +233,7 @@ def test_router_replaying_events_matches_tree(actions):
 
 
 def holds(lease, number: int, block: int) -> bool:
-    """Return True if a tier holds a block of a lease."""
+    """Return True if tier `number` holds this block of the lease."""
     node = lease.node
     while node.start > block:
         node = node.parent

@@ -1,4 +1,7 @@
-"""Defects of FastDeploy's Cache Manager V1 in the index; tests/ancestors.toml lists every defect."""
+"""Regression tests of the index for defects of FastDeploy's Cache Manager V1.
+
+tests/ancestors.toml lists every defect.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,15 @@ from kvtier.index.check import check_tree
 from kvtier.index.node import BlockState
 
 
-def store(tree, *blocks):
-    """Run a request and copy all its blocks to the host."""
+def run_and_copy_to_host(tree, *blocks):
+    """Run a request and copy all its blocks to host memory."""
     run(tree, *blocks)
     lease = tree.match(chain_of(*blocks))
     copy_down(tree, lease, 1)
     tree.release(lease)
 
 
-def candidates(tree, number: int) -> int:
+def num_candidates(tree, number: int) -> int:
     tier = tree.tiers[number]
     return sum(node in tier.everyone for node in tree.nodes())
 
@@ -49,20 +52,20 @@ def candidates(tree, number: int) -> int:
 
 def test_block_copied_back_to_device_is_evictable():
     tree = tree_of(4, 4)
-    store(tree, 1, 2)
+    run_and_copy_to_host(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
     lease = tree.match(chain_of(1, 2))
-    given = tree.reserve(tree.tiers[0], 2)
-    transitions.begin_write(lease, tree.tiers[0], 0, given)
+    new_slots = tree.reserve(tree.tiers[0], 2)
+    transitions.begin_write(lease, tree.tiers[0], 0, new_slots)
     transitions.end_write(tree, lease, tree.tiers[0], 0, 2, ok=True)
-    assert (tree.tiers[0].num_evictable, candidates(tree, 0)) == (0, 0)
+    assert (tree.tiers[0].num_evictable, num_candidates(tree, 0)) == (0, 0)
     tree.release(lease)
-    assert (tree.tiers[0].num_evictable, candidates(tree, 0)) == (2, 1)
+    assert (tree.tiers[0].num_evictable, num_candidates(tree, 0)) == (2, 1)
     assert tree.evict(tree.tiers[0], 2) is None
     check_tree(tree, [])
 
 
-def test_other_image_changes_keys_from_its_first_block():
+def test_other_image_changes_keys_from_its_first_block_on():
     chains = [chain_of(1, 2, 3, media=[MediaItem(BLOCK + 1, 2, digest)]) for digest in (b"cat", b"dog")]
     cat, dog = (chain.keys() for chain in chains)
     assert cat[:32] == dog[:32]
@@ -81,7 +84,7 @@ def test_media_item_range_is_half_open(start, num_tokens, blocks):
     assert set(chain_of(1, 2, 3, media=[MediaItem(start, num_tokens, b"x")]).extras) == blocks
 
 
-def test_match_changes_no_argument():
+def test_match_does_not_change_its_arguments():
     tree = tree_of(4)
     namespace, policy = copy.copy(tree.namespace), tree.tiers[0].policy_name
     tokens = tokens_of([1, 2])
@@ -93,8 +96,8 @@ def test_match_changes_no_argument():
         tree.namespace.model = "other"
 
 
-def test_index_values_pickle_without_the_tree():
-    """Keys, slots, shortages and misses are sent to other processes; a lease is not."""
+def test_pickled_index_values_do_not_contain_tree():
+    """Keys, slots, shortages and misses are sent to other processes. Leases are not."""
     tree = tree_of(2000)
     run(tree, *range(1000))
     lease = tree.match(chain_of(*range(1000)))
@@ -104,16 +107,16 @@ def test_index_values_pickle_without_the_tree():
     assert pickle.loads(pickle.dumps(tree.explain(lease))) == tree.explain(lease)
 
 
-def test_free_slots_are_the_complement_of_used():
+def test_free_slots_are_all_slots_that_are_not_used():
     pool = BlockPool("device", 8)
     taken = set(pool.allocate(3).ids.tolist())
     assert isinstance(pool.free_slots(), np.ndarray)
     assert set(pool.free_slots().tolist()) == set(range(8)) - taken
 
 
-def test_reset_frees_all_but_slots_of_old_leases():
+def test_reset_frees_all_slots_except_those_of_leases():
     tree = tree_of(8, 8)
-    store(tree, 1, 2)
+    run_and_copy_to_host(tree, 1, 2)
     old = begin(tree, 1, 2, 3)
     tree.reset()
     assert [tier.pool.num_used for tier in tree.tiers] == [3, 2]
@@ -128,7 +131,7 @@ def test_reset_frees_all_but_slots_of_old_leases():
     assert [tier.pool.num_free for tier in tree.tiers] == [8, 8]
 
 
-def test_match_holds_one_reference():
+def test_each_match_holds_one_reference():
     tree = tree_of(8)
     run(tree, 1, 2)
     leases = [tree.match(chain_of(1, 2)) for _ in range(3)]
@@ -141,13 +144,13 @@ def test_match_holds_one_reference():
     assert tree.tiers[0].num_evictable == 2
 
 
-def test_slots_are_freed_once():
+def test_second_release_of_slots_raises():
     tree = tree_of(4)
     lease = begin(tree, 1)
-    given = Slots("device", lease.table)
+    new_slots = Slots("device", lease.table)
     tree.release(lease)
     with pytest.raises(StateError, match="it is free"):
-        tree.tiers[0].give_back(given)
+        tree.tiers[0].give_back(new_slots)
 
 
 def test_allocated_slots_are_distinct():
@@ -161,7 +164,7 @@ def test_allocated_slots_are_distinct():
         taken -= set(ids[::2])
 
 
-def test_match_with_caching_off_returns_lease():
+def test_match_with_caching_disabled_returns_lease():
     tree = tree_of(4, enabled=False)
     run(tree, 1, 2)
     assert tree.tiers[0].pool.num_used == 0
@@ -172,7 +175,7 @@ def test_match_with_caching_off_returns_lease():
     check_tree(tree, [])
 
 
-def test_match_that_raises_leaves_no_lease():
+def test_failed_match_creates_no_lease():
     tree = tree_of(4)
     with pytest.raises(ArgumentError):
         tree.match(Chain(Namespace("another", block_tokens=BLOCK), tokens_of([1])))
@@ -180,7 +183,7 @@ def test_match_that_raises_leaves_no_lease():
     check_tree(tree, [])
 
 
-def test_block_states_are_enum_and_tiers_are_numbered():
+def test_block_state_is_enum_and_tier_numbers_are_checked():
     assert {type(state).__name__ for state in BlockState} == {"BlockState"}
     with pytest.raises(ArgumentError, match="numbered"):
         type(tree_of(4))(NAMESPACE, [tree_of(4, 4).tiers[1]])
@@ -195,7 +198,7 @@ def test_index_logs_nothing(caplog):
 
 
 @pytest.mark.parametrize("n", range(10))
-def test_allocate_leaves_the_other_slots_free(n):
+def test_allocate_keeps_all_other_slots_free(n):
     pool = BlockPool("device", 8)
     found = pool.allocate(n)
     assert pool.num_free == (8 - n if n <= 8 else 8)
@@ -217,11 +220,11 @@ def test_path_is_evicted_from_its_end(policy):
         tree.evict(tree.tiers[0], 1)
         check_tree(tree, [])
         found = matched(tree, 1, 2, 3, 4) + max(0, matched(tree, 1, 2, 8, 9) - 2)
-        assert found == num_left == tree.tiers[0].pool.num_used, "a held block cannot be matched"
+        assert found == num_left == tree.tiers[0].pool.num_used, "every held block must be matched"
 
 
-def test_path_over_tiers_is_in_order():
-    """The blocks are on host, device, host, and both: table and path have one entry per block."""
+def test_path_over_several_tiers_is_in_block_order():
+    """The four blocks are on host, device, host and both tiers. Table and path contain one entry per block."""
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
     tree.publish(lease, 4 * BLOCK)
@@ -240,9 +243,9 @@ def test_path_over_tiers_is_in_order():
     check_tree(tree, [])
 
 
-def test_unused_host_match_leaves_no_reference():
+def test_release_of_unused_host_match_drops_reference():
     tree = tree_of(4, 4)
-    store(tree, 1, 2)
+    run_and_copy_to_host(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
     for _ in range(5):
         lease = tree.match(chain_of(1, 2))
@@ -253,7 +256,7 @@ def test_unused_host_match_leaves_no_reference():
     assert tree.evict(tree.tiers[1], 2) is None
 
 
-def test_unused_match_is_not_a_use():
+def test_unused_match_does_not_count_as_use():
     tree = tree_of(4)
     run(tree, 1)
     run(tree, 2)
@@ -264,7 +267,7 @@ def test_unused_match_is_not_a_use():
     assert (matched(tree, 1), matched(tree, 2)) == (0, 1)
 
 
-def test_repeated_commit_is_one_use():
+def test_repeated_commit_counts_as_one_use():
     tree = tree_of(4)
     run(tree, 1)
     lease = tree.match(chain_of(1))
@@ -274,9 +277,9 @@ def test_repeated_commit_is_one_use():
     assert [node.usage.uses for node in tree.nodes()] == [1]
 
 
-def test_slot_being_read_is_not_reused():
+def test_slots_are_not_reused_while_they_are_read():
     tree = tree_of(2, 2)
-    store(tree, 1, 2)
+    run_and_copy_to_host(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
     lease = tree.match(chain_of(1, 2))
     transitions.begin_read(lease, tree.tiers[1], 0, 2)
@@ -289,8 +292,8 @@ def test_slot_being_read_is_not_reused():
     assert isinstance(tree.reserve(tree.tiers[1], 2), Slots)
 
 
-def test_block_is_matched_when_all_tokens_are_computed():
-    """The chunk ends inside block 1, so that another request of the same step matches block 0 only."""
+def test_block_is_matched_only_after_all_its_tokens_are_computed():
+    """The computed chunk ends inside block 1, so that another request in the same step matches only block 0."""
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     assert matched(tree, 1, 2) == 0
@@ -301,7 +304,7 @@ def test_block_is_matched_when_all_tokens_are_computed():
     tree.release(lease)
 
 
-def test_abandoned_request_leaves_nothing_to_match():
+def test_unpublished_blocks_of_released_lease_are_freed():
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     tree.release(lease)
@@ -313,7 +316,7 @@ def test_abandoned_request_leaves_nothing_to_match():
     assert (matched(tree, 1, 2), tree.tiers[0].pool.num_used) == (1, 1)
 
 
-def test_block_of_last_sampled_token_is_not_published():
+def test_block_with_uncomputed_last_token_is_not_published():
     tree = tree_of(8)
     lease = begin(tree, 1)
     lease.chain.append([2] * BLOCK)
@@ -325,7 +328,7 @@ def test_block_of_last_sampled_token_is_not_published():
         tree.publish(begin(tree, 1, 2), 2 * BLOCK + 1)
 
 
-def test_copy_is_readable_only_after_success():
+def test_copy_is_readable_only_after_successful_write():
     tree = tree_of(4, 4)
     run(tree, 1)
     lease = tree.match(chain_of(1))
@@ -342,10 +345,10 @@ def test_copy_is_readable_only_after_success():
     check_tree(tree, [])
 
 
-def test_equal_slot_numbers_of_tiers_do_not_collide():
-    """The host copy is in slot 0 and the block is recomputed into device slot 0: no slot leaks."""
+def test_equal_slot_numbers_in_two_tiers_do_not_collide():
+    """The block is in host slot 0 and is recomputed into device slot 0. Neither slot may leak."""
     tree = tree_of(1, 1)
-    store(tree, 1)
+    run_and_copy_to_host(tree, 1)
     tree.evict(tree.tiers[0], 1)
     lease = tree.match(chain_of(1), max_blocks=0)
     tree.allocate(lease, 1)
@@ -360,9 +363,9 @@ def test_equal_slot_numbers_of_tiers_do_not_collide():
     assert [tier.pool.num_used for tier in tree.tiers] == [0, 0]
 
 
-def test_recomputed_host_block_is_on_device():
+def test_recomputed_host_block_is_matched_on_device():
     tree = tree_of(4, 4)
-    store(tree, 1, 2)
+    run_and_copy_to_host(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
     lease = tree.match(chain_of(1, 2), max_blocks=0)
     tree.allocate(lease, 2)
@@ -383,7 +386,7 @@ def test_shortage_is_not_a_sequence():
     assert str(found) == "1 slots of device wanted, 0 free and 0 evictable"
 
 
-def test_range_outside_path_raises():
+def test_copy_range_outside_path_raises():
     tree = tree_of(4, 4)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -396,7 +399,7 @@ def test_range_outside_path_raises():
     check_tree(tree, [lease])
 
 
-def test_shrink_below_used_slot_raises():
+def test_pool_shrink_below_used_slot_raises():
     pool = BlockPool("device", 8)
     pool.allocate(8)
     pool.release(slots("device", *range(7)))
@@ -407,7 +410,7 @@ def test_shrink_below_used_slot_raises():
     assert pool.free_slots().tolist() == [0, 1, 2, 3]
 
 
-def test_lease_ends_once():
+def test_second_release_of_lease_raises():
     tree = tree_of(4)
     first = begin(tree, 1)
     tree.publish(first, BLOCK)
@@ -416,7 +419,7 @@ def test_lease_ends_once():
     with pytest.raises(StateError, match="released already"):
         tree.release(first)
     check_tree(tree, [second])
-    assert isinstance(tree.evict(tree.tiers[0], 1), Shortage), "the second lease holds the block"
+    assert isinstance(tree.evict(tree.tiers[0], 1), Shortage), "the second lease must hold the block"
     tree.release(second)
 
 
@@ -428,12 +431,12 @@ def test_namespace_salt_and_adapter_change_keys():
 
 def test_block_being_loaded_is_read_from_host():
     tree = tree_of(4, 4)
-    store(tree, 1, 2)
+    run_and_copy_to_host(tree, 1, 2)
     tree.evict(tree.tiers[0], 1)
     lease = tree.match(chain_of(1, 2))
     transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     other = tree.match(chain_of(1, 2))
-    assert path_of(other).tiers.tolist() == [0, 1], "the device copy is readable before the write ended"
+    assert path_of(other).tiers.tolist() == [0, 1], "the device copy was readable before its write ended"
     transitions.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
     assert path_of(other).tiers.tolist() == [0, 0]
     tree.release(lease)
@@ -444,8 +447,8 @@ def test_block_being_loaded_is_read_from_host():
 # ---- hashing and costs ----
 
 
-def test_equal_content_of_other_objects_has_equal_keys():
-    """A digest of pickled objects would depend on shared objects and on numpy integers."""
+def test_equal_contents_in_different_objects_have_equal_keys():
+    """A digest of pickled objects would differ for shared objects and for numpy integers."""
     digest = bytes(bytearray(b"picture"))
     twice = [MediaItem(0, 1, digest), MediaItem(2, 1, digest)]
     apart = [MediaItem(0, 1, bytes(bytearray(b"picture"))), MediaItem(2, 1, bytes(bytearray(b"picture")))]
@@ -461,9 +464,9 @@ def test_index_does_not_read_a_clock():
             assert "import time" not in inspect.getsource(module), name
 
 
-def test_host_copy_remains_through_second_eviction():
+def test_host_copy_remains_after_second_device_eviction():
     tree = tree_of(2, 2)
-    store(tree, 1)
+    run_and_copy_to_host(tree, 1)
     on_host = tree.tiers[1].pool.free_slots().tolist()
     for _ in range(2):
         tree.evict(tree.tiers[0], tree.tiers[0].num_evictable)
@@ -476,7 +479,7 @@ def test_host_copy_remains_through_second_eviction():
         assert tree.tiers[1].pool.free_slots().tolist() == on_host
 
 
-def test_preempted_request_matches_its_own_blocks():
+def test_preempted_request_matches_its_published_blocks():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 2 * BLOCK + 1)
@@ -484,7 +487,7 @@ def test_preempted_request_matches_its_own_blocks():
     assert tree.match(lease.chain).num_matched == 2
 
 
-def test_blocks_computed_twice_are_kept_once():
+def test_blocks_computed_by_two_requests_are_stored_once():
     tree = tree_of(8)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     assert tree.publish(first, 2 * BLOCK) == 2
@@ -496,7 +499,7 @@ def test_blocks_computed_twice_are_kept_once():
     assert tree.tiers[0].pool.num_used == 2
 
 
-def test_eviction_is_all_or_nothing():
+def test_eviction_of_too_many_blocks_evicts_none():
     tree = tree_of(4)
     run(tree, 1, 2)
     before = [node.num_blocks for node in tree.nodes()]

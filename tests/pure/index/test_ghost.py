@@ -1,4 +1,4 @@
-"""GhostCache and its shadows against naive caches and exact replays; separation of prompts; memory use."""
+"""Compare GhostCache and its shadow caches with naive caches and exact replays, and bound its memory use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = (1, 2, 3, 5, 8, 13)
 
 
 def paths() -> st.SearchStrategy[list[list[int]]]:
-    """Return requests as walks from the root of a small tree. The mark of a node encodes its path."""
+    """Generate requests as paths from the root of a small tree. The mark of a node encodes its path."""
     walk = st.lists(st.integers(0, 2), min_size=1, max_size=5)
     return st.lists(
         walk.map(lambda turns: [int("1" + "".join(map(str, turns[: i + 1]))) for i in range(len(turns))]), max_size=60
@@ -62,7 +62,7 @@ def test_stack_hits_equal_naive_cache_of_each_size(fifo, requests, data):
 
 @given(requests=paths())
 @settings(max_examples=100, deadline=None)
-def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
+def test_s3fifo_marks_are_bounded_and_large_cache_hits_all_seen(requests):
     for size in SIZES:
         cache = S3FIFOMarks(size)
         seen: set[int] = set()
@@ -71,11 +71,11 @@ def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
             assert not any(hit and mark not in seen for hit, mark in zip(found, marks, strict=True))
             seen.update(marks)
             assert len(cache._uses) <= size
-    room = S3FIFOMarks(1000)
-    first = [room.use(marks) for marks in requests]
+    large = S3FIFOMarks(1000)
+    first = [large.use(marks) for marks in requests]
     known: set[int] = set()
     for marks, found in zip(requests, first, strict=True):
-        assert found == [mark in known for mark in marks], "a cache with room for all marks misses only new ones"
+        assert found == [mark in known for mark in marks], "a cache that can hold all marks must miss only new marks"
         known.update(marks)
 
 
@@ -83,47 +83,47 @@ def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
 
 
 def estimates_outside_error(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
-    """Return the estimates whose exact hit rate is outside the stated error."""
-    wrong = []
+    """Describe each estimate that differs from the exact hit rate by more than its stated error."""
+    outside = []
     for policy in policies:
         for found in ghost.curve(policy):
             key = policy, found.capacity
             if key not in truths:
                 truths[key] = replay_hits(requests, block_tokens=512, num_slots=found.capacity, policy=policy).hit_rate
             if abs(found.hit_rate - truths[key]) > found.error + 1e-9:
-                wrong.append(f"{found}: exact {truths[key]:.4f}")
-    return wrong
+                outside.append(f"{found}: exact {truths[key]:.4f}")
+    return outside
 
 
-def test_true_hit_rate_is_within_error_for_every_policy():
+def test_exact_hit_rate_is_within_error_for_every_policy():
     requests, truths = list(generate(SyntheticTrace(sessions=400))), {}
     capacities = [500, 1000, 2000, 4000]
-    wrong = []
+    outside = []
     for seed, policy in enumerate(sorted(SHADOWS) * 2):
         ghost = GhostCache(512, 1000, policy, capacities=capacities, policies=sorted(SHADOWS), seed=seed)
         real = replay_hits(requests, block_tokens=512, num_slots=1000, policy=policy, ghost=ghost)
         own = ghost.curve()[0]
         assert (own.policy, own.capacity, own.error) == (policy, 1000, 0.0)
         assert own.hit_rate == pytest.approx(real.hit_rate)
-        wrong += estimates_outside_error(ghost, requests, sorted(SHADOWS), truths)
-    assert len(wrong) <= 0.05 * 6 * len(capacities) * len(SHADOWS), "\n".join(wrong)
+        outside += estimates_outside_error(ghost, requests, sorted(SHADOWS), truths)
+    assert len(outside) <= 0.05 * 6 * len(capacities) * len(SHADOWS), "\n".join(outside)
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
-def test_true_hit_rate_of_reference_traces_is_within_error(trace):
+def test_exact_hit_rate_of_reference_traces_is_within_error(trace):
     _, small, own, *_, large = trace.capacities
     policies = ["lru", "s3fifo"]
     truths = {("lru", capacity): trace.hit_rate("lru", capacity) for capacity in trace.capacities}
     ghost = GhostCache(512, own, capacities=[small, large], policies=policies)
     report = replay_hits(trace.requests, block_tokens=512, num_slots=own, ghost=ghost)
     truths["lru", own] = report.hit_rate
-    wrong = estimates_outside_error(ghost, trace.requests, policies, truths)
-    assert not wrong, "\n".join(wrong)
+    outside = estimates_outside_error(ghost, trace.requests, policies, truths)
+    assert not outside, "\n".join(outside)
     assert max(found.error for policy in policies for found in ghost.curve(policy)) < trace.ghost_error
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 512, 2048])
-def test_full_sampling_leaves_small_error(block_tokens):
+def test_ghost_with_full_sampling_has_small_error(block_tokens):
     requests = list(generate(SyntheticTrace(sessions=150)))
     sizes = [tokens // block_tokens for tokens in (512_000, 256_000, 2_048_000)]
     ghost = GhostCache(block_tokens, sizes[0], capacities=sizes[1:], rate=1.0)
@@ -138,7 +138,7 @@ def test_full_sampling_leaves_small_error(block_tokens):
 
 
 def large_cache_hit_rate(chains: list[Chain], capacity: int = 4) -> float:
-    """Return the estimated hit rate of a very large cache when the real one had no hits."""
+    """Return the estimated hit rate of a very large cache, given that the real cache had no hits."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
         ghost.record(chain, 0)
@@ -152,7 +152,7 @@ def test_ghost_separates_tenants_adapters_and_media():
     def chain(**others: object) -> Chain:
         return Chain(namespace, tokens, **others)
 
-    # the other prompt evicts the first one from the shadow of the real cache
+    # `other` evicts the first prompt from the shadow cache that has the size of the real cache
     other = Chain(namespace, tokens[::-1])
     assert large_cache_hit_rate([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
     assert large_cache_hit_rate([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)
@@ -167,7 +167,7 @@ def test_ghost_separates_tenants_adapters_and_media():
     ), "blocks before the image hit"
 
 
-def test_ghost_ignores_prompts_below_sample_length():
+def test_ghost_ignores_prompts_shorter_than_sample():
     ghost = GhostCache(16, 100, capacities=[1000])
     ghost.record(Chain(Namespace("m", block_tokens=16), range(100)), 0)
     assert [found.error for found in ghost.curve()] == [1.0, 1.0]
@@ -182,7 +182,8 @@ def test_ghost_memory_is_bounded():
         for number in range(first, first + 4 * 1024):
             ghost.record(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
         ghost.curve()
-        ours = tracemalloc.Filter(True, str(Path(kvtier.index.__file__).parent / "*"))  # other threads allocate too
+        # count only allocations of the index, because other threads allocate memory too
+        ours = tracemalloc.Filter(True, str(Path(kvtier.index.__file__).parent / "*"))
         snapshot = tracemalloc.take_snapshot().filter_traces([ours])
         return sum(entry.size for entry in snapshot.statistics("filename"))
 
@@ -203,8 +204,8 @@ def test_ghost_with_invalid_arguments_raises():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_ignoring_repeats_does_not_change_curve(requests):
-    """Compare the fast path with one that plays every request, for prompts that share prefixes."""
+def test_skipping_repeated_requests_does_not_change_curve(requests):
+    """Compare the fast path, which skips repeated requests, with a ghost cache that plays every request."""
     namespace = Namespace("model", block_tokens=512)
     fast, slow = (GhostCache(512, 8, capacities=(1, 2, 4, 16), rate=1.0) for _ in range(2))
     for shadow in slow._shadows.values():

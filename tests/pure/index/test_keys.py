@@ -26,7 +26,7 @@ ITEMS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.binary(min
 
 
 def plain_keys(namespace: Namespace, tokens, salt=b"", adapter=b"", media=()) -> bytes:
-    """Compute the keys block by block from their definition."""
+    """Compute the keys block by block from the definition in docs/keys.md."""
     above = root_key(namespace_bytes(*(getattr(namespace, name) for name in FIELDS)), salt, adapter)
     keys = []
     for content in block_contents(tokens, media, namespace.block_tokens):
@@ -50,7 +50,7 @@ def test_keys_equal_definition(tokens, media, salt, adapter, block_tokens):
 
 
 @given(st.lists(TOKENS, max_size=6), ITEMS, st.data())
-def test_grown_chain_has_keys_of_whole_chain(parts, media, data):
+def test_chain_grown_by_append_has_keys_of_whole_chain(parts, media, data):
     items = [MediaItem(*item) for item in media]
     chain = Chain(Namespace("m", block_tokens=3), parts[0] if parts else (), media=items)
     for part in parts[1:]:
@@ -65,7 +65,7 @@ def test_grown_chain_has_keys_of_whole_chain(parts, media, data):
     assert chain.keys(chain.num_blocks // 2) == whole.keys()[: chain.num_blocks // 2 * KEY_BYTES]
 
 
-def test_keys_beyond_full_blocks_raise():
+def test_keys_of_more_blocks_than_chain_has_raise():
     with pytest.raises(RangeError, match="keys of 3 blocks were asked for, the chain has 2"):
         Chain(Namespace("m", block_tokens=2), [1, 2, 3, 4, 5]).keys(3)
 
@@ -80,8 +80,8 @@ CONTAINERS = {
     "array q": lambda ids: array("q", ids),
     "array H": lambda ids: array("H", ids),
     "list of numpy integers": lambda ids: [np.int64(token) for token in ids],
-    "every second of an array": lambda ids: np.repeat(np.array(ids, np.int32), 2)[::2],
-    "read-only": lambda ids: np.frombuffer(np.array(ids, np.int32).tobytes(), np.int32),
+    "array with stride 2": lambda ids: np.repeat(np.array(ids, np.int32), 2)[::2],
+    "read-only array": lambda ids: np.frombuffer(np.array(ids, np.int32).tobytes(), np.int32),
     "memoryview": lambda ids: memoryview(array("i", ids)),
     **{
         dtype: lambda ids, dtype=dtype: np.array(ids, dtype)
@@ -145,7 +145,7 @@ def test_tokens_of_wrong_dimension_raise(wrong):
         Chain(Namespace("m"), wrong)
 
 
-def test_failed_append_changes_nothing():
+def test_failed_append_does_not_change_chain():
     chain = Chain(Namespace("m", block_tokens=2), [1, 2, 3])
     for wrong in ([-1], [2**31], [1.5], np.zeros((1, 1), np.int32)):
         with pytest.raises(KvtierError):
@@ -164,8 +164,8 @@ def test_every_namespace_field_changes_keys():
     assert len(set(keys)) == len(keys)
 
 
-def test_namespace_fields_are_framed():
-    """The same characters split differently between fields give different keys."""
+def test_namespace_field_boundaries_change_keys():
+    """The same characters yield different keys if they are split differently between fields."""
     namespaces = [
         Namespace("ab", "c"),
         Namespace("a", "bc"),
@@ -185,7 +185,7 @@ def test_salt_and_adapter_change_every_key():
     assert not set(others[0]) & set(others[1])
 
 
-def test_token_changes_its_key_and_all_later_keys():
+def test_token_changes_key_of_its_block_and_all_later_keys():
     first, second = chain_keys([1] * 16), chain_keys([1] * 9 + [2] + [1] * 6)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
 
@@ -209,21 +209,21 @@ PLAIN = chain_keys([7] * 4 * B)
 @pytest.mark.parametrize(
     ("start", "num_tokens", "changed"),
     [
-        (0, B, {0}),  # ends at the start of block 1
-        (B, B, {1}),  # begins at the end of block 0
+        (0, B, {0}),  # ends right before block 1
+        (B, B, {1}),  # starts right after block 0
         (B - 1, 1, {0}),  # the last token of block 0
-        (B - 1, 2, {0, 1}),  # one token of each
+        (B - 1, 2, {0, 1}),  # one token in each of blocks 0 and 1
         (B, 1, {1}),
         (2 * B - 1, 1, {1}),
         (0, B + 1, {0, 1}),
-        (1, 3 * B, {0, 1, 2, 3}),  # spanning
+        (1, 3 * B, {0, 1, 2, 3}),  # starts inside block 0 and ends inside block 3
         (B, 2 * B, {1, 2}),
-        (0, 99, {0, 1, 2, 3}),  # past the end
-        (4 * B, 3, set()),  # behind the last block
+        (0, 99, {0, 1, 2, 3}),  # extends past the last block
+        (4 * B, 3, set()),  # starts after the last block
     ],
 )
-def test_media_item_is_in_blocks_it_overlaps(start, num_tokens, changed):
-    """Item ranges are half-open. The chain changes the keys of all later blocks too."""
+def test_media_item_changes_blocks_it_overlaps(start, num_tokens, changed):
+    """Item ranges are half-open. An item also changes the keys of all later blocks."""
     chain = Chain(Namespace("m", block_tokens=B), [7] * 4 * B, media=[MediaItem(start, num_tokens, b"picture")])
     assert set(chain.extras) & set(range(4)) == changed
     keys = chain_keys([7] * 4 * B, [(start, num_tokens, b"picture")])
@@ -231,7 +231,7 @@ def test_media_item_is_in_blocks_it_overlaps(start, num_tokens, changed):
     assert [a == b for a, b in zip(PLAIN, keys, strict=True)] == [i < first for i in range(4)]
 
 
-def test_no_media_means_no_extras():
+def test_chain_without_media_has_no_extras():
     assert chain_keys([7] * 16, []) == PLAIN
     assert Chain(Namespace("m"), [7] * 16).extras == {}
 
@@ -296,7 +296,7 @@ def test_keys_match_documented_vectors(vector):
     assert keys == plain_keys(namespace, vector["tokens"], salt, adapter, items)
 
 
-def test_documented_example_matches_hashlib():
+def test_documented_key_bytes_hash_to_documented_keys():
     """Hash the bytes that docs/keys.md spells out."""
     by_hand = re.findall(r"(?:^    [0-9a-f ]+\n)+", DOCS.read_text(), re.MULTILINE)
     hashed = [hashlib.sha256(bytes.fromhex(lines)).hexdigest() for lines in by_hand]

@@ -1,4 +1,4 @@
-"""Reasons for which a match stops, and the bounds of the miss list."""
+"""The reason that `explain` returns for a miss, and the size limit of the miss list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.index import Chain, MediaItem, Miss, MissReason, Namespace, RadixTre
 from kvtier.index.misses import MissList
 
 
-def why(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:
+def explain_miss(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:
     lease = tree.match(chain_of(*blocks, **options), now=now)
     miss = tree.explain(lease)
     tree.release(lease, used=False)
@@ -18,31 +18,31 @@ def why(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:
     return miss
 
 
-def test_explain_full_match_is_none():
+def test_explain_full_match_has_reason_none():
     tree = tree_of(8)
     run(tree, 1, 2)
-    assert why(tree, 1, 2).reason is MissReason.NONE
-    assert why(tree).reason is MissReason.NONE
+    assert explain_miss(tree, 1, 2).reason is MissReason.NONE
+    assert explain_miss(tree).reason is MissReason.NONE
 
 
-def test_explain_unknown_block_is_never_seen():
+def test_explain_unknown_block_has_reason_never_seen():
     tree = tree_of(8)
     run(tree, 1, 2)
-    assert why(tree, 1, 2, 3) == Miss(2, MissReason.NEVER_SEEN)
-    assert why(tree, 1, 3) == Miss(1, MissReason.NEVER_SEEN)
-    assert why(tree, 9) == Miss(0, MissReason.NEVER_SEEN)
+    assert explain_miss(tree, 1, 2, 3) == Miss(2, MissReason.NEVER_SEEN)
+    assert explain_miss(tree, 1, 3) == Miss(1, MissReason.NEVER_SEEN)
+    assert explain_miss(tree, 9) == Miss(0, MissReason.NEVER_SEEN)
 
 
 @pytest.mark.parametrize(
     ("policy", "name"), [("lru", "LRU"), ("fifo", "FIFO"), ("s3fifo", "S3FIFO"), ("cost", "CostAware")]
 )
-def test_explain_evicted_block_has_time_and_policy(policy, name):
+def test_explain_evicted_block_contains_time_and_policy(policy, name):
     tree = tree_of(8, policy=policy)
     run(tree, 1, 2, 3)
     time = tree.clock
     tree.evict(tree.tiers[0], 2)
     run(tree, 9)
-    miss = why(tree, 1, 2, 3)
+    miss = explain_miss(tree, 1, 2, 3)
     assert miss == Miss(1, MissReason.EVICTED, time, name)
     assert f"at logical time {time} by {name}" in str(miss)
 
@@ -54,80 +54,80 @@ def test_explain_block_evicted_from_last_tier():
     copy_down(tree, lease, 1)
     tree.release(lease)
     tree.evict(tree.tiers[0], 2)
-    assert why(tree, 1, 2).reason is MissReason.NONE
+    assert explain_miss(tree, 1, 2).reason is MissReason.NONE
     tree.evict(tree.tiers[1], 1)
-    assert why(tree, 1, 2) == Miss(1, MissReason.EVICTED, tree.clock, "LRU")
+    assert explain_miss(tree, 1, 2) == Miss(1, MissReason.EVICTED, tree.clock, "LRU")
 
 
-def test_explain_recomputed_block_is_none():
+def test_explain_recomputed_block_has_reason_none():
     tree = tree_of(8)
     run(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
     run(tree, 1, 2)
-    assert why(tree, 1, 2).reason is MissReason.NONE
+    assert explain_miss(tree, 1, 2).reason is MissReason.NONE
 
 
 def test_explain_expired_block_before_and_after_sweep():
     tree = tree_of(8)
     run(tree, 1, retention=Retention(ttl=10))
     run(tree, 1, 2, retention=Retention(ttl=5))
-    assert why(tree, 1, 2, now=7) == Miss(1, MissReason.EXPIRED, tree.clock)
+    assert explain_miss(tree, 1, 2, now=7) == Miss(1, MissReason.EXPIRED, tree.clock)
     tree.expire(7)
-    assert (why(tree, 1, 2, now=7).block, why(tree, 1, 2, now=7).reason) == (1, MissReason.EXPIRED)
+    assert (explain_miss(tree, 1, 2, now=7).block, explain_miss(tree, 1, 2, now=7).reason) == (1, MissReason.EXPIRED)
 
 
 def test_explain_dropped_block():
     tree = tree_of(8)
     run(tree, 1, 2)
     tree.drop(chain_of(1, 2), first=1)
-    assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.DROPPED)
+    assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.DROPPED)
     tree.reset()
-    assert why(tree, 1, 2).reason is MissReason.DROPPED
+    assert explain_miss(tree, 1, 2).reason is MissReason.DROPPED
 
 
-def test_explain_block_being_written_is_not_ready():
+def test_explain_unfinished_block_has_reason_not_ready():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
     copy_down(tree, lease, 1)
     remove(tree, lease, tree.tiers[0], 0, 2)
     remove(tree, lease, tree.tiers[1], 1, 1)
-    assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
+    assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
     transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
-    assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
+    assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
     transitions.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
-    assert why(tree, 1, 2).reason is MissReason.NONE
+    assert explain_miss(tree, 1, 2).reason is MissReason.NONE
 
 
-def test_explain_block_of_other_salt_or_adapter():
+def test_explain_block_with_other_salt_or_adapter():
     tree = tree_of(8)
     run(tree, 1, 2, salt=b"a")
-    assert why(tree, 1, 2) == Miss(0, MissReason.OTHER_SALT)
-    assert why(tree, 1, 2, salt=b"b").reason is MissReason.OTHER_SALT
-    assert why(tree, 1, 2, salt=b"a", adapter=b"x").reason is MissReason.OTHER_SALT
-    assert why(tree, 3, salt=b"b").reason is MissReason.NEVER_SEEN
-    assert why(tree, 1, 2, salt=b"a").reason is MissReason.NONE
+    assert explain_miss(tree, 1, 2) == Miss(0, MissReason.OTHER_SALT)
+    assert explain_miss(tree, 1, 2, salt=b"b").reason is MissReason.OTHER_SALT
+    assert explain_miss(tree, 1, 2, salt=b"a", adapter=b"x").reason is MissReason.OTHER_SALT
+    assert explain_miss(tree, 3, salt=b"b").reason is MissReason.NEVER_SEEN
+    assert explain_miss(tree, 1, 2, salt=b"a").reason is MissReason.NONE
 
 
 def test_explain_hides_evictions_of_other_tenants():
     tree = tree_of(8)
     run(tree, 1, 2, salt=b"a")
     tree.evict(tree.tiers[0], 2)
-    assert why(tree, 1, 2, salt=b"a").reason is MissReason.EVICTED
-    assert why(tree, 1, 2, salt=b"b").reason is MissReason.NEVER_SEEN
-    assert why(tree, 1, 2, adapter=b"x").reason is MissReason.NEVER_SEEN
+    assert explain_miss(tree, 1, 2, salt=b"a").reason is MissReason.EVICTED
+    assert explain_miss(tree, 1, 2, salt=b"b").reason is MissReason.NEVER_SEEN
+    assert explain_miss(tree, 1, 2, adapter=b"x").reason is MissReason.NEVER_SEEN
 
 
-def test_explain_other_image_is_never_seen():
+def test_explain_block_with_other_image_has_reason_never_seen():
     tree = tree_of(8)
     run(tree, 1, 2, media=[MediaItem(0, 2, b"x")])
     tree.evict(tree.tiers[0], 2)
-    assert why(tree, 1, 2, media=[MediaItem(0, 2, b"x")]).reason is MissReason.EVICTED
-    assert why(tree, 1, 2, media=[MediaItem(0, 2, b"y")]).reason is MissReason.NEVER_SEEN
-    assert why(tree, 1, 2).reason is MissReason.NEVER_SEEN
+    assert explain_miss(tree, 1, 2, media=[MediaItem(0, 2, b"x")]).reason is MissReason.EVICTED
+    assert explain_miss(tree, 1, 2, media=[MediaItem(0, 2, b"y")]).reason is MissReason.NEVER_SEEN
+    assert explain_miss(tree, 1, 2).reason is MissReason.NEVER_SEEN
 
 
-def test_explain_other_namespace_is_other_layout():
+def test_explain_after_namespace_change_has_reason_other_layout():
     tree = tree_of(8)
     run(tree, 1, 2)
     other = Namespace("model", "newer", block_tokens=BLOCK)
@@ -141,20 +141,20 @@ def test_explain_other_namespace_is_other_layout():
 def test_explain_with_caching_disabled():
     tree = tree_of(8, enabled=False)
     run(tree, 1)
-    assert why(tree, 1).reason is MissReason.DISABLED
+    assert explain_miss(tree, 1).reason is MissReason.DISABLED
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 5])
-def test_miss_list_is_bounded_and_forgets_oldest(capacity):
+def test_miss_list_is_bounded_and_discards_oldest_entries(capacity):
     tree = tree_of(64, misses=MissList(capacity))
     for number in range(20):
         run(tree, number)
         tree.evict(tree.tiers[0], 1)
-    reasons = [why(tree, number).reason for number in range(20)]
+    reasons = [explain_miss(tree, number).reason for number in range(20)]
     assert reasons == [MissReason.NEVER_SEEN] * (20 - capacity) + [MissReason.EVICTED] * capacity
 
 
-def test_miss_list_forgets_unused_heads():
+def test_miss_list_discards_first_blocks_that_left_the_tree():
     misses = MissList(4)
     tree = tree_of(8, misses=misses)
     for number in range(1000):
@@ -163,8 +163,8 @@ def test_miss_list_forgets_unused_heads():
     assert (len(misses._removed), misses._heads) == (4, {})
 
 
-def test_explain_refers_to_time_of_match():
-    """An eviction after the match is not the reason of the miss."""
+def test_explain_ignores_eviction_after_match():
+    """An eviction after the match cannot be the reason for the miss."""
     tree = tree_of(8)
     lease = tree.match(chain_of(1))
     run(tree, 1)

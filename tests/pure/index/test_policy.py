@@ -1,4 +1,4 @@
-"""Each policy against a naive implementation, then in the tree."""
+"""Compare each eviction policy with a naive implementation, then test it in the tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def node(
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
 @settings(max_examples=150, deadline=None)
-def test_victim_has_lowest_rank_then_first_offered(name, rank, actions):
+def test_victim_is_lowest_rank_or_else_first_offered(name, rank, actions):
     policy, nodes, time = make_policy(name), [node(i, created=i // 2) for i in range(12)], 0
     offered: dict[Node, int] = {}
     for which, action in actions:
@@ -102,7 +102,7 @@ def test_make_policy_by_name():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_heap_stays_small_under_repeated_use(name):
+def test_policy_heap_stays_small_under_repeated_use(name):
     policy, nodes = make_policy(name), [node(i) for i in range(10)]
     for time in range(5_000):
         each = nodes[time % 10]
@@ -114,7 +114,7 @@ def test_heap_stays_small_under_repeated_use(name):
     assert all(len(heap._heap) <= 64 + 2 * 10 + 1 for heap in heaps)
 
 
-def test_heap_discards_and_updates_ranks():
+def test_candidate_heap_discards_nodes_and_updates_ranks():
     heap = CandidateHeap()
     a, b = node(1), node(2)
     heap.push(a, 1)
@@ -133,7 +133,7 @@ def test_heap_discards_and_updates_ranks():
 
 
 class PlainS3FIFO:
-    """The published algorithm for nodes of one block: two queues, counters up to 3, a ghost queue."""
+    """The published S3-FIFO algorithm for single blocks, with two queues, use counts up to 3 and a ghost queue."""
 
     def __init__(self) -> None:
         self.small: deque[int] = deque()
@@ -172,7 +172,7 @@ class PlainS3FIFO:
             return name
 
 
-@example(  # a node evicted from main counts as new
+@example(  # a node evicted from the main queue counts as new
     accesses=[(2, 1), (1, 1), (1, 1), (2, 1), (0, 1), (2, 1), (2, 1), (0, 1)], capacity=2
 )
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=200), st.integers(1, 16))
@@ -184,7 +184,7 @@ def test_s3fifo_evicts_like_reference(accesses, capacity):
         time += 1
         if name in offered:
             each = offered[name]
-            policy.withdraw(each)  # leased, used, released
+            policy.withdraw(each)  # as if a request had leased, used and released the node
             for _ in range(uses):
                 plain.use(name)
             each.usage.uses += uses
@@ -200,8 +200,8 @@ def test_s3fifo_evicts_like_reference(accesses, capacity):
         plain.add(name)
 
 
-def test_s3fifo_keeps_used_nodes_through_scan():
-    """Reused nodes stay while many nodes are used once."""
+def test_s3fifo_keeps_reused_nodes_during_scan():
+    """Reused nodes are not evicted while many new nodes are used once."""
     policy = S3FIFO()
     hot = [node(i, created=i, uses=1) for i in range(8)]
     for each in hot:
@@ -222,7 +222,7 @@ def test_s3fifo_use_count_is_capped_at_three():
     while once_hot in policy:
         victim = policy.victim()
         policy.withdraw(victim)
-        if victim is not once_hot:  # used again
+        if victim is not once_hot:  # uses every other node again
             victim.usage.uses += 1
             policy.offer(victim)
         rounds += 1
@@ -232,7 +232,7 @@ def test_s3fifo_use_count_is_capped_at_three():
 # ---- cost ----
 
 
-def test_cost_policy_evicts_cheapest_and_least_used():
+def test_cost_policy_evicts_cheap_and_rarely_used_nodes_first():
     policy = CostAware(half_tokens=4)
     shallow, deep, used = node(1), node(2, start=9), node(3, uses=5)
     for each in (used, deep, shallow):
@@ -244,8 +244,8 @@ def test_cost_policy_evicts_cheapest_and_least_used():
     assert order == [shallow, deep, used]
 
 
-def test_cost_policy_ages_out_unused_nodes():
-    """Each eviction raises the rank of newer nodes, so that an unused valuable node is evicted eventually."""
+def test_cost_policy_eventually_evicts_unused_nodes():
+    """Each eviction raises the rank of newer nodes, so that a valuable but unused node is evicted eventually."""
     policy = CostAware()
     once_hot = node(0, uses=9)
     policy.offer(once_hot)
@@ -265,7 +265,7 @@ def test_cost_policy_ages_out_unused_nodes():
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_fifo_evicts_leaves_by_creation_time(requests):
-    """Requests publish all blocks at once, so that a block has the creation time of its first request."""
+    """A request publishes all its blocks at once, so that each block has the creation time of its first request."""
     tree, created = tree_of(8, policy="fifo"), {}
     for time, request in enumerate(requests):
         blocks = [request[0], *([request[1]] if request[2] else []), *([request[2]] if request[2] > 1 else [])]
@@ -287,7 +287,7 @@ def test_fifo_evicts_leaves_by_creation_time(requests):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_higher_priority_is_evicted_later(policy):
+def test_block_with_higher_priority_is_evicted_later(policy):
     tree = tree_of(6, policy=policy)
     run(tree, 1, 2, retention=Retention(priority=1))
     run(tree, 3, retention=Retention(priority=-1))
@@ -298,7 +298,7 @@ def test_higher_priority_is_evicted_later(policy):
         assert (matched(tree, 1, 2), matched(tree, 3), matched(tree, 4, 5)) == left
 
 
-def test_priority_remains_after_lower_priority_use():
+def test_block_keeps_priority_after_use_with_lower_priority():
     tree = tree_of(4)
     run(tree, 1, retention=Retention(priority=3))
     run(tree, 1)
@@ -322,7 +322,7 @@ def test_leased_blocks_are_not_evicted(policy):
     assert tree.tiers[0].pool.num_used == 0
 
 
-def test_ttl_counts_from_last_use_with_longest_ttl():
+def test_block_expires_at_latest_deadline_of_its_uses():
     tree = tree_of(8)
     run(tree, 1, now=0, retention=Retention(ttl=10))
     run(tree, 1, now=5, retention=Retention(ttl=10))
@@ -344,7 +344,7 @@ def test_leased_blocks_do_not_expire():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tenant_over_quota_evicts_own_blocks(policy):
+def test_tenant_over_quota_evicts_its_own_blocks(policy):
     tree = tree_of(8, policy=policy)
     tree.tiers[0].set_quota(b"a", 3, tree.nodes())
     run(tree, 1, 2)
@@ -369,7 +369,7 @@ def test_quota_covers_all_salts_of_tenant():
     check_tree(tree, [])
 
 
-def test_leased_quota_leaves_no_room_for_tenant():
+def test_allocate_beyond_quota_of_leased_blocks_is_shortage():
     tree = tree_of(8)
     tree.tiers[0].set_quota(b"a", 2, tree.nodes())
     lease = begin(tree, 1, salt=b"a")
@@ -380,7 +380,7 @@ def test_leased_quota_leaves_no_room_for_tenant():
     assert len(tree.allocate(lease, 2)) == 2
 
 
-def test_quota_set_later_counts_existing_blocks():
+def test_new_quota_counts_existing_blocks():
     tree = tree_of(8)
     run(tree, 1, 2, 3, salt=b"a")
     run(tree, 4, 5, 6)
@@ -392,13 +392,13 @@ def test_quota_set_later_counts_existing_blocks():
     check_tree(tree, [])
 
 
-def test_evict_of_tenant_without_quota_raises():
+def test_evict_for_tenant_without_quota_raises():
     with pytest.raises(ArgumentError, match="no quota"):
         tree_of(4).evict(tree_of(4).tiers[0], 1, salt=b"nobody")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_slower_tier_evicts_independently(policy):
+def test_host_tier_evicts_independently_of_device_tier(policy):
     tree = tree_of(4, 2, policy=policy)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -406,14 +406,14 @@ def test_slower_tier_evicts_independently(policy):
     tree.release(lease)
     assert tree.evict(tree.tiers[1], 1) is None
     assert tree.evict(tree.tiers[0], 2) is None
-    assert matched(tree, 1, 2) == 1  # the first is on the host
+    assert matched(tree, 1, 2) == 1  # the first block is still in host memory
     check_tree(tree, [])
     assert tree.evict(tree.tiers[1], 1) is None
     assert matched(tree, 1, 2) == 0
     check_tree(tree, [])
 
 
-def test_infinite_ttl_never_expires():
+def test_block_without_ttl_never_expires():
     tree = tree_of(4)
     run(tree, 1, now=3)
     assert matched(tree, 1, now=1e300) == 1

@@ -12,7 +12,7 @@ from kvtier.index import BlockPool, Shortage
 
 
 def runs(free: set[int]) -> list[int]:
-    """Return the lengths of the runs of consecutive slots."""
+    """Return the lengths of all runs of consecutive free slots."""
     lengths = []
     for slot in sorted(free):
         if slot - 1 in free:
@@ -27,7 +27,7 @@ def state(pool: BlockPool) -> tuple:
 
 
 @pytest.mark.parametrize("n", range(12))
-def test_allocate_up_to_pool_size(n):
+def test_pool_allocates_up_to_its_size(n):
     pool = BlockPool("device", 10)
     found = pool.allocate(n)
     pool.check()
@@ -63,7 +63,7 @@ def test_allocate_negative_count_raises():
 @pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
 def test_release_of_slots_outside_pool_raises(ids, others):
-    """Invalid slots alone or behind many valid ones: the pool finds runs in two ways."""
+    """The pool finds runs differently in short and in long lists of slots, so that both are tested."""
     pool = BlockPool("device", 8 + others)
     pool.allocate(8 + others)
     before = state(pool)
@@ -88,18 +88,18 @@ def test_release_of_free_slots_raises(ids):
     pool.check()
 
 
-def test_release_of_other_tier_slots_raises():
+def test_release_of_slots_from_other_tier_raises():
     device, host = BlockPool("device", 4), BlockPool("host", 4)
-    given_out = host.allocate(2)
+    host_slots = host.allocate(2)
     device.allocate(4)
     with pytest.raises(ArgumentError, match="slots of host were given back to the pool of device"):
-        device.release(given_out)
+        device.release(host_slots)
     assert (device.num_used, host.num_used) == (4, 2)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
-def test_allocate_is_contiguous_if_long_run_is_free(is_used, data):
-    """Of the free runs of n to 2 n slots the pool checks only one, so that it may miss a fit."""
+def test_allocate_is_contiguous_if_run_of_twice_its_size_is_free(is_used, data):
+    """The pool checks only one of the free runs of n to 2n slots, so that it can miss a run that fits."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))
@@ -116,7 +116,7 @@ def test_allocate_is_contiguous_if_long_run_is_free(is_used, data):
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.lists(st.integers(0, 59), unique=True))
-def test_resize_never_strands_used_slots(old, new, used):
+def test_resize_that_would_remove_used_slots_raises(old, new, used):
     used = [slot for slot in used if slot < old]
     pool = BlockPool("host", old)
     pool.allocate(old)
@@ -136,7 +136,7 @@ def test_resize_never_strands_used_slots(old, new, used):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool against a set of numbers."""
+    """Compare a pool with a set of slot numbers."""
 
     @initialize(num_slots=st.integers(0, 80))
     def start(self, num_slots):

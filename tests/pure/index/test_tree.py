@@ -1,4 +1,4 @@
-"""Situations that the state machine of the tree reaches rarely or never."""
+"""Cases that the state machine in test_tree_machine.py reaches rarely or never."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The node of the lease has left the tree and its parent has not: they must not be merged again."""
+    """The drop removes the lease's node but keeps its parent, so that the release must not merge the two nodes."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -26,7 +26,7 @@ def test_release_after_drop_keeps_parent_in_tree():
     assert tree.tiers[0].pool.num_used == 2
 
 
-def test_begin_write_with_slots_of_other_tier_raises():
+def test_begin_write_with_slots_from_other_tier_raises():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -35,7 +35,7 @@ def test_begin_write_with_slots_of_other_tier_raises():
     check_tree(tree, [lease])
 
 
-def test_refused_begin_write_changes_no_block():
+def test_failed_begin_write_changes_no_block():
     tree = tree_of(8, 8)
     run(tree, 1)
     lease = begin(tree, 1, 2)
@@ -55,8 +55,8 @@ def test_refused_begin_write_changes_no_block():
     assert (lease.num_matched, path_of(lease).slots.tolist()) == (1, [first])
 
 
-def test_extended_request_keeps_own_priority_and_ttl():
-    """A request without a TTL used the blocks in between; its retention must not apply to later blocks."""
+def test_extended_request_keeps_its_own_priority_and_ttl():
+    """Another request without a TTL uses the first block. Its retention must not apply to the second block."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -67,10 +67,10 @@ def test_extended_request_keeps_own_priority_and_ttl():
     tree.release(lease, now=3)
     assert matched(tree, 1, 2, now=12.9) == 2
     assert matched(tree, 1, 2, now=13) == 1
-    assert tree.expire(math.inf) == 2  # an infinite TTL expires at infinity
+    assert tree.expire(math.inf) == 2  # at infinity, blocks with an infinite TTL expire too
 
 
-def test_long_request_does_not_expire_while_extended():
+def test_publish_of_later_block_renews_ttl_of_earlier_blocks():
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -96,7 +96,7 @@ def test_block_readers_are_limited_to_253():
         transitions.end_read(lease, tree.tiers[0], 0, 1)
 
 
-def test_block_removed_from_only_tier_leaves_with_last_lease():
+def test_block_removed_from_its_only_tier_is_freed_on_release():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 3 * BLOCK)
@@ -108,9 +108,9 @@ def test_block_removed_from_only_tier_leaves_with_last_lease():
 
 
 @pytest.mark.parametrize("first", range(7))
-def test_drop_from_any_depth(first):
+def test_drop_removes_blocks_from_any_depth(first):
     tree = tree_of(32)
-    for end in (1, 3, 5, 4):  # edges [0, 1), [1, 3), [3, 4), [4, 5)
+    for end in (1, 3, 5, 4):  # splits the path into the edges [0, 1), [1, 3), [3, 4) and [4, 5)
         run(tree, *range(end))
     run(tree, 0, 7)
     assert tree.drop(chain_of(0, 1, 2, 3, 4, 9), first=first) == (max(0, 5 - first) + (first == 0))
@@ -118,8 +118,8 @@ def test_drop_from_any_depth(first):
     assert matched(tree, *range(6)) == min(first, 5)
 
 
-def test_use_merges_only_nodes_of_equal_retention():
-    """Two nodes of equal age, the lower one with an infinite TTL from a request that was aborted."""
+def test_use_merges_only_nodes_with_equal_retention():
+    """The two nodes have the same age, but the lower node has an infinite TTL from an aborted request."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
     tree.publish(first, BLOCK)
@@ -136,7 +136,7 @@ def test_shared_lease_holds_tree_slots_not_duplicates():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)
-    tree.publish(second, 2 * BLOCK)  # duplicates
+    tree.publish(second, 2 * BLOCK)  # the tree keeps the blocks of `first`
     shared = tree.share(second)
     tree.release(second)
     check_tree(tree, [first, shared])
@@ -165,7 +165,7 @@ def test_lease_pins_blocks_until_release():
         tree.release(pin, used=False)
 
 
-def test_idle_tenants_are_forgotten():
+def test_tier_forgets_tenants_without_blocks():
     tree = tree_of(4)
     for i in range(20):
         run(tree, 1, 2, salt=bytes([i]))

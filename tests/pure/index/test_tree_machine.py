@@ -1,4 +1,4 @@
-"""State machine of pool, tree, leases and transfers, compared with index_model.Model after every call."""
+"""Compare pool, tree, leases and transfers with index_model.Model after every random call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b
 
 
 def spec_of(number: int) -> Spec:
-    """Return a prompt of zeros with at most one 1: most pairs share a prefix and diverge at any position."""
+    """Return a prompt of zeros with at most one 1, so that most prompts share a prefix and diverge anywhere."""
     number, length = divmod(number, MOST_TOKENS + 1)
     number, flip = divmod(number, MOST_TOKENS + 1)
     number, domain = divmod(number, len(DOMAINS))
@@ -78,7 +78,7 @@ class LeasePair:
 
 @dataclass(eq=False)
 class Move:
-    """A copy in flight; it holds its lease."""
+    """A copy in flight. It prevents the release of its lease."""
 
     owner: LeasePair
     source: int
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         assert keys
         assert len(keys) * 32 == len(event.keys)
         if isinstance(event, BlocksStored):
-            assert not keys & self.published[event.tier], "stored twice"
+            assert not keys & self.published[event.tier], "a stored block was stored again"
             assert len(event.token_bytes) == len(keys) * BLOCK_TOKENS * 4
             self.published[event.tier] |= keys
         elif isinstance(event, BlocksRemoved):
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
         self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
     def do_reserve(self, tier: int, n: int, spec: Spec, call) -> list[int] | None:
-        """Run `call`, which takes n slots, and compare its result and its evictions with the model."""
+        """Run `call`, which reserves n slots, and compare its result and evictions with the model."""
         tenants = self.model.victims_needed(tier, n, spec.domain[0])
         before = observed(self.tree)
         slots = call()
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # a request that computed blocks under a TTL or a priority was scheduled, so that it counts as a use
+        # a request that computed blocks with a TTL or priority was scheduled, and so it counts as a use
         used = used or (pair.holder.unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, retention=RETENTIONS, used=st.booleans())
     def whole_request(self, spec, retention, used):
-        """Match, allocate, publish and release a request; release it at once on a shortage."""
+        """Match, allocate, publish and release a request. On a shortage, release it without publishing."""
         pair = self.do_match(spec, 99, retention)
         missing = pair.lease.num_missing(len(spec.tokens))
         assert missing == -(-len(spec.tokens) // BLOCK_TOKENS) - len(pair.holder.path)
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def twins(self, spec, first, second):
-        """Two requests compute the same blocks on their own slots and publish alternately."""
+        """Let two requests compute the same blocks in different slots and publish them alternately."""
         leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in leases):
             for pair, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
@@ -254,7 +254,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY)
     def generate(self, which):
-        """Append two tokens, allocate a slot and publish the block."""
+        """Append two tokens, allocate the missing slots and publish the full blocks."""
         self.extend(which, [1, 0])
         pair = self.open[which % len(self.open)]
         missing = pair.lease.num_missing(len(pair.holder.spec.tokens))
@@ -283,7 +283,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match a device block that shares the next tokens; the longest match must be found."""
+        """Match a device block that begins with the next tokens. The tree must find the longest match."""
         pair = self.open[which % len(self.open)]
         spec, end = pair.holder.spec, pair.holder.end
         tokens, held = spec.tokens[len(pair.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
             for child in end.children.values()
             if 0 in child.copies
             and child.copies[0].readable
-            and (child.attached or child in held)  # otherwise its last lease freed the slots
+            and (child.attached or child in held)  # otherwise the release of its last lease freed its slot
             and (child.expires > self.now or child in held)
         }
         num_tokens = 0
@@ -335,7 +335,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, cut=st.integers(1, 2))
     def drop_under_a_lease(self, which, cut):
-        """Drop the end of a leased path and run another request that continues the rest."""
+        """Drop the end of a leased path and run another request that continues the remaining path."""
         holder = self.open[which % len(self.open)].holder
         left = len(holder.path) - cut
         if left > 0:
@@ -354,7 +354,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(other=st.booleans(), really=st.integers(0, 3))
     def reset(self, other, really):
-        if really:  # reset rarely, or blocks would never get old
+        if really:  # reset rarely so that blocks can grow old
             return
         if other:
             old = self.chain(Spec((0, 0)))
@@ -396,11 +396,11 @@ class Machine(RuleBasedStateMachine):
         spec = Spec((), (), (salt, b""))
         slots = self.do_reserve(tier, n, spec, lambda: self.tree.reserve(self.tiers[tier], n, salt))
         if slots is not None:
-            given = Slots(self.NAMES[tier], np.array(slots, np.int32))
-            self.tiers[tier].give_back(given, salt)
+            reserved = Slots(self.NAMES[tier], np.array(slots, np.int32))
+            self.tiers[tier].give_back(reserved, salt)
             if n:
                 with pytest.raises(KvtierError):
-                    self.tiers[tier].give_back(given, salt)
+                    self.tiers[tier].give_back(reserved, salt)
 
     @rule(tier=ANY, by=st.integers(-6, 6))
     def resize(self, tier, by):
@@ -426,7 +426,7 @@ class Machine(RuleBasedStateMachine):
         for number, tier in enumerate(self.tiers):
             owners = self.model.owners(number)
             used = {slot for slot, _ in owners}
-            assert len(used) == len(owners), "a slot has two owners"
+            assert len(used) == len(owners), "two owners have the same slot"
             assert tier.pool.free_slots().tolist() == sorted(set(range(self.model.sizes[number])) - used)
             assert tier.num_evictable == len(self.model.evictable(number))
             for salt in (b"", b"s"):
@@ -459,14 +459,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class TieredMachine(Machine):
-    """The same with three tiers and copies between them."""
+    """The machine with three tiers and copies between the tiers."""
 
     NAMES = ("device", "host", "disk")
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, to=ANY, first=ANY, count=st.integers(1, 7))
     def begin_copy(self, which, to, first, count):
-        """Start a copy of readable blocks to a tier that does not have them."""
+        """Start a copy of readable blocks to a tier that does not hold these blocks."""
         pair = self.open[which % len(self.open)]
         path = pair.holder.path
         if not path or len(self.in_flight) > 4:
@@ -500,7 +500,7 @@ class TieredMachine(Machine):
 
     @rule(spec=SPECS, to=st.integers(1, 2), ok=st.integers(0, 4))
     def store(self, spec, to, ok):
-        """Run a request and copy it to a slower tier."""
+        """Run a request and copy its blocks to a slower tier."""
         if len(self.in_flight) > 4:
             return
         self.whole_request(spec, (0, math.inf), True)
@@ -514,7 +514,7 @@ class TieredMachine(Machine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY, count=st.integers(1, 4))
     def remove(self, which, tier, first, count):
-        """Remove blocks without readers from a tier; from the device only blocks in no table."""
+        """Remove blocks without readers from a tier. Keep device blocks that are in the table of a lease."""
         pair = self.open[which % len(self.open)]
         path = pair.holder.path
         if not path:
@@ -555,7 +555,7 @@ class TieredMachine(Machine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY)
     def check_invalid_transitions_raise(self, which, tier, first):
-        """Call transitions on blocks in the wrong state. The invariants check that nothing changed."""
+        """Call transitions on blocks in a wrong state. The invariants then check that no block has changed."""
         pair = self.open[which % len(self.open)]
         path = pair.holder.path
         if not path:
@@ -581,7 +581,7 @@ class TieredMachine(Machine):
 
 
 def observed(tree: RadixTree) -> dict:
-    """Return the blocks of the tree: salt, adapter and prefix -> tier -> slot, state and readers."""
+    """Return slot, state and readers of every block copy in the tree, by domain, prefix and tier."""
     content = {}
     prefixes: dict[object, tuple] = dict.fromkeys(tree.roots.values(), ())
     for node in tree.nodes():
@@ -604,7 +604,7 @@ def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def parse_extras(extras: bytes) -> tuple:
-    """Parse extras into items; position and digest are each preceded by their length."""
+    """Parse extras into media items. In the bytes, a length precedes each position and each digest."""
     parts = []
     while extras:
         size = int.from_bytes(extras[:8], "little")
@@ -614,8 +614,8 @@ def parse_extras(extras: bytes) -> tuple:
 
 
 @pytest.mark.parametrize(("machine", "examples"), [(Machine, 245), (TieredMachine, 245)])
-def test_tree_equals_model_after_every_step(machine, examples):
-    """Run at least 20,000 steps in total; KVTIER_SOAK multiplies them."""
+def test_tree_equals_model_after_every_random_call(machine, examples):
+    """Run at least 10,000 steps per machine, times KVTIER_SOAK."""
     before = machine.steps[machine.__name__]
     run_state_machine_as_test(
         machine,
@@ -630,6 +630,6 @@ def test_tree_equals_model_after_every_step(machine, examples):
 
 
 def test_model_assigns_media_to_overlapping_blocks():
-    """Check the model itself: an item belongs to the blocks that it overlaps."""
+    """Check the model itself. A media item belongs to the blocks that it overlaps."""
     contents = block_contents((1, 2, 3, 4, 5, 6, 7), [(2, 2, b"x"), (5, 1, b"y")])
     assert contents == [((1, 2), ()), ((3, 4), ((0, 2, b"x"),)), ((5, 6), ((1, 1, b"y"),))]

@@ -1,4 +1,4 @@
-"""Sweeps over capacities and policies against plain caches, exhaustive search and reference rates."""
+"""Compare sweeps over capacities and policies with the index, exhaustive search and reference hit rates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUESTS = st.lists(
 
 @given(requests=REQUESTS, capacities=st.lists(st.integers(1, 30), min_size=1, max_size=4))
 @settings(deadline=None)
-def test_lru_sweep_equals_index_at_every_capacity(requests, capacities):
+def test_lru_sweep_hits_equal_index_hits_at_every_capacity(requests, capacities):
     for point in sweep(requests, capacities, ["lru"]):
         truth = replay_hits(requests, block_tokens=512, num_slots=point.capacity)
         assert (point.num_hits, point.num_blocks) == (truth.num_hits, truth.num_blocks)
@@ -47,7 +47,7 @@ def test_count_above_matches_reference(values, queries):
 
 
 def exhaustive_optimum(requests: list[tuple[int, ...]], capacity: int) -> int:
-    """Return the most hits over all choices of the blocks that stay after each request."""
+    """Return the maximum number of hits over all choices of the blocks to keep after each request."""
     states = {frozenset(): 0}
     for ids in requests:
         own = [ids[: i + 1] for i in range(len(ids))]
@@ -55,13 +55,13 @@ def exhaustive_optimum(requests: list[tuple[int, ...]], capacity: int) -> int:
         for held, hits in states.items():
             hits += next((i for i, path in enumerate(own) if path not in held), len(own))
             if len(own) > capacity:
-                left = [held]
+                reachable = [held]
             else:
-                # while a request runs, its blocks are held and others fill the remaining capacity
+                # a running request holds its own blocks, and other blocks may fill the remaining capacity
                 others = sorted(held - set(own))
                 room = capacity - len(own)
-                left = [frozenset(some) | set(own) for some in subsets(others, room)]
-            for state in left:
+                reachable = [frozenset(some) | set(own) for some in subsets(others, room)]
+            for state in reachable:
                 for kept in subsets(sorted(state), capacity):
                     new[frozenset(kept)] = max(new.get(frozenset(kept), -1), hits)
         states = new
@@ -87,7 +87,7 @@ def test_optimum_equals_exhaustive_search(ids, capacity):
 
 @given(requests=REQUESTS, capacity=st.integers(1, 30))
 @settings(deadline=None)
-def test_no_policy_beats_optimum(requests, capacity):
+def test_no_policy_has_more_hits_than_optimum(requests, capacity):
     points = {point.policy: point.num_hits for point in sweep(requests, [capacity], [OPTIMUM, *POLICIES])}
     assert max(points.values()) == points[OPTIMUM]
 
@@ -124,7 +124,7 @@ def test_spread_worker_failure_raises():
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
-def test_reference_trace_rates_match_independent_simulator(trace):
+def test_reference_trace_hit_rates_match_independent_simulator(trace):
     for point in sweep(trace.requests, trace.capacities, list(trace.hit_rates), jobs=2):
         assert point.num_blocks == trace.num_blocks
         assert point.hit_rate == pytest.approx(trace.hit_rate(point.policy, point.capacity), abs=trace.tolerance)

@@ -1,4 +1,4 @@
-"""Hardware presets, files in place of presets, results of kvtier doctor, and errors in either."""
+"""Hardware specs from presets, files and the output of kvtier doctor, and errors for invalid specs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCTOR = {
 
 
 @pytest.mark.parametrize(("kind", "count"), [(ModelSpec, 6), (GpuSpec, 6), (DiskSpec, 6), (PriceSpec, 1)])
-def test_presets_load_and_name_their_source(kind, count):
+def test_every_preset_loads_and_names_its_source(kind, count):
     found = presets(kind)
     assert len(found) >= count
     assert all(spec.source for spec in found.values())
@@ -36,7 +36,7 @@ def test_presets_load_and_name_their_source(kind, count):
 def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
-    if not model.kv_elements:  # the attention projections are a part of the parameters
+    if not model.kv_elements:  # the model has more parameters than these attention projections
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
 
 
@@ -63,7 +63,7 @@ def test_gpu_presets_are_complete():
     assert {"h200", "h100", "a100", "l40s", "4090", "cpu"} <= set(presets(GpuSpec))
 
 
-def test_preset_from_file(tmp_path):
+def test_preset_reads_toml_and_json_files(tmp_path):
     (tmp_path / "d.toml").write_text("read_bandwidth = 3e9\nwrite_bandwidth = 1e9\n")
     assert preset(DiskSpec, str(tmp_path / "d.toml")) == DiskSpec(3e9, 1e9)
     (tmp_path / "d.json").write_text('{"read_bandwidth": 3e9, "write_bandwidth": 1e9}')
@@ -71,7 +71,7 @@ def test_preset_from_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "message"),
     [
         ("read = 1", "unknown key of DiskSpec: read; known are assumed, latency_seconds, name, read_bandwidth"),
         ("read_bandwidth = 1e9", "missing 1 required positional argument: 'write_bandwidth'"),
@@ -82,9 +82,9 @@ def test_preset_from_file(tmp_path):
         ("read_bandwidth = 1\nwrite_bandwidth = 1\nlatency_seconds = -1", "latency_seconds must be 0 or more, got -1"),
     ],
 )
-def test_invalid_preset_file_raises_with_the_problem(tmp_path, text, what):
+def test_invalid_preset_file_error_names_the_problem(tmp_path, text, message):
     (tmp_path / "d.toml").write_text(text)
-    with pytest.raises(ArgumentError, match=what):
+    with pytest.raises(ArgumentError, match=message):
         preset(DiskSpec, str(tmp_path / "d.toml"))
 
 
@@ -108,20 +108,20 @@ def test_from_doctor_replaces_memory_and_link(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("document", "what"),
+    ("document", "message"),
     [
         ({"kvtier": "0"}, "has no GPU"),
         ({"measured": {"cuda:0": {"name": "X"}}}, "lacks a field of kvtier doctor --json for cuda:0: KeyError"),
         ({"measured": {"cuda:0": {"name": "X", "memory_bytes": 1, "link_gbs": {}}}}, "the link was not measured"),
     ],
 )
-def test_from_doctor_without_measurement_raises(tmp_path, document, what):
+def test_from_doctor_without_measurement_raises(tmp_path, document, message):
     (tmp_path / "doctor.json").write_text(json.dumps(document))
-    with pytest.raises(ArgumentError, match=what):
+    with pytest.raises(ArgumentError, match=message):
         from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
 
 
-def test_times_multiplies_gpu_and_link():
+def test_gpu_spec_times_multiplies_compute_memory_and_link():
     one = preset(GpuSpec, "h100")
     four = one.times(4)
     assert (four.flops, four.memory_bytes, four.link_bandwidth) == (4 * one.flops, 4 * one.memory_bytes, 4 * 55e9)

@@ -14,7 +14,7 @@ from kvtier.replay.report import advice_text, plan_result, size_text
 
 TRACE = tuple(generate(SyntheticTrace(sessions=25, session_rate=0.5)))
 SETUP = Deployment(
-    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # large KV, so that a small trace needs GiB
+    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # with this much KV per token, a small trace needs several GiB
     preset(GpuSpec, "h100"),
     device_bytes=4 * GIB,
     disk=preset(DiskSpec, "nvme-gen4"),
@@ -27,7 +27,7 @@ def found() -> PlanResult:
     return plan(TRACE, SETUP, 1e9, PRICES, jobs=2)
 
 
-def test_setups_range_from_zero_to_above_the_trace():
+def test_setups_range_from_no_memory_to_more_than_trace_needs():
     sizes = setups(SETUP, 200 * GIB)
     hosts = [host for host, disk in sizes if not disk]
     assert hosts == [0, 32 * GIB, 64 * GIB, 128 * GIB, 256 * GIB]
@@ -37,7 +37,7 @@ def test_setups_range_from_zero_to_above_the_trace():
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 7, 500, 170_899])
-def test_capacities_rise_to_all_blocks(num_blocks):
+def test_capacities_ascend_to_number_of_blocks(num_blocks):
     found = capacities(num_blocks)
     assert found == sorted(set(found))
     assert found[0] >= 1
@@ -45,7 +45,7 @@ def test_capacities_rise_to_all_blocks(num_blocks):
     assert num_blocks < 1000 or len(found) == 20
 
 
-def test_plan_points_equal_simulation(found):
+def test_plan_points_equal_direct_simulation(found):
     point = next(point for point in found.points if point.host_bytes and not point.disk_bytes)
     (simulated,) = simulate(TRACE, [replace(SETUP, host_bytes=point.host_bytes)])
     assert point.summary == simulated
@@ -55,8 +55,8 @@ def test_plan_points_equal_simulation(found):
 
 
 def test_plan_chooses_cheapest_setup_within_target(found):
-    late = sorted(point.summary.ttft["p99"] for point in found.points)
-    target = (late[0] + late[-1]) / 2
+    p99s = sorted(point.summary.ttft["p99"] for point in found.points)
+    target = (p99s[0] + p99s[-1]) / 2
     advice = plan(TRACE, SETUP, target, PRICES, jobs=2)
     fitting = [point for point in found.points if point.summary.ttft["p99"] <= target]
     assert advice.chosen.price == min(point.price for point in fitting)
@@ -72,8 +72,8 @@ def test_unreachable_target_reports_nearest_setup(found):
     assert "None of the simulated sizes holds TTFT p99 at 1e-06 s" in advice_text(advice)[0]
 
 
-def test_setup_that_refuses_requests_is_not_chosen():
-    """A refused request has no TTFT, so that the percentiles look good without the longest prompts."""
+def test_plan_does_not_choose_setup_that_refuses_requests():
+    """A refused request has no TTFT, so that the percentiles leave out the longest prompts."""
     longest = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)
@@ -85,7 +85,7 @@ def test_setup_that_refuses_requests_is_not_chosen():
     assert text[1] == f"It refuses {refused} of {len(TRACE)} requests: device memory is too small."
 
 
-def test_sufficient_device_memory_costs_nothing(found):
+def test_plan_buys_nothing_if_device_memory_suffices(found):
     assert found.chosen.price == 0
     assert found.more_disk is None
     assert advice_text(found)[0].startswith("Buy no host memory")

@@ -1,4 +1,4 @@
-"""Recorded runs: they are traces, replay to the same hits, and contain no text."""
+"""A recorded run can be read as a trace, replays to the same hits, and contains no text."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LIMITS = SchedulerConfig(max_rows=4, max_step_tokens=24, starts_early=True)
 
 @dataclass
 class Server:
-    """An engine without a model: random answers, random transfer times, random order of reports."""
+    """An engine without a model, with random answers, step times and damage reports."""
 
     cache: CacheConfig
-    chosen: random.Random
+    rng: random.Random
     num_ranks: int = 1
     failures: float = 0.0
     """Share of the steps that fail."""
@@ -54,10 +54,10 @@ class Server:
     def serve(self, prompts: list[list[int]]) -> None:
         waiting = list(enumerate(prompts))
         for _ in range(10_000):
-            if waiting and (self.chosen.random() < 0.3 or not self.scheduler.has_work()):
+            if waiting and (self.rng.random() < 0.3 or not self.scheduler.has_work()):
                 number, prompt = waiting.pop(0)
                 chain = Chain(self.manager.namespace, prompt)
-                self.requests.append(Request(f"r{number}", chain, self.chosen.randint(1, 9)))
+                self.requests.append(Request(f"r{number}", chain, self.rng.randint(1, 9)))
                 self.scheduler.add(self.requests[-1], self.now)
             if not waiting and not self.scheduler.has_work():
                 return
@@ -68,40 +68,40 @@ class Server:
         self.apply()
         step = self.scheduler.schedule(self.now)
         self.worker.submit(step.plan, self.now)
-        self.now += self.chosen.random() + (0.5 if step.rows else 0.0)
+        self.now += self.rng.random() + (0.5 if step.rows else 0.0)
         if step.loads:
             self.now = max(self.now, self.worker.end_of(step.loads))
         self.apply()
-        if step.rows and self.failures and self.chosen.random() < self.failures:
+        if step.rows and self.failures and self.rng.random() < self.failures:
             self.scheduler.fail(step, self.now)
             return
         results = [
-            RowResult((self.chosen.randrange(1000),) if row.wants_token else (), self.chosen.random() < 0.1)
+            RowResult((self.rng.randrange(1000),) if row.wants_token else (), self.rng.random() < 0.1)
             for row in step.rows
         ]
         self.scheduler.update(step, results, self.now)
-        if self.scheduler.running and self.chosen.random() < 0.03:
+        if self.scheduler.running and self.rng.random() < 0.03:
             self.scheduler.cancel(self.scheduler.running[0], self.now)
 
     def apply(self) -> None:
         for report in self.worker.poll(self.now):
             for rank in range(self.num_ranks):
                 self.manager.apply(replace(report, rank=rank))
-        if self.cache.host is not None and self.chosen.random() < 0.05:
-            slots = np.array(self.chosen.sample(range(self.cache.host.num_blocks), 2), np.int32)
+        if self.cache.host is not None and self.rng.random() < 0.05:
+            slots = np.array(self.rng.sample(range(self.cache.host.num_blocks), 2), np.int32)
             self.manager.apply(Report(self.manager.transfers.epoch, 0, damaged=slot_bytes(slots)))
 
 
-def prompts(chosen: random.Random, count: int) -> list[list[int]]:
-    """Return turns of conversations that share a few first messages."""
-    begins = [[chosen.randrange(1000) for _ in range(13)] for _ in range(3)]
-    grown = [list(chosen.choice(begins)) for _ in range(5)]
-    made = []
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Return the prompts of conversations that begin with one of three shared messages."""
+    openings = [[rng.randrange(1000) for _ in range(13)] for _ in range(3)]
+    conversations = [list(rng.choice(openings)) for _ in range(5)]
+    turns = []
     for _ in range(count):
-        mine = chosen.choice(grown)
-        mine += [chosen.randrange(1000) for _ in range(chosen.randint(1, 9))]
-        made.append(list(mine) if len(mine) < 70 else list(chosen.choice(begins)))
-    return made
+        conversation = rng.choice(conversations)
+        conversation += [rng.randrange(1000) for _ in range(rng.randint(1, 9))]
+        turns.append(list(conversation) if len(conversation) < 70 else list(rng.choice(openings)))
+    return turns
 
 
 CONFIGS = {
@@ -114,13 +114,13 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 2), failures=st.sampled_from([0.0, 0.05]))
 @settings(deadline=None, max_examples=12)
-def test_followed_log_has_same_hits_per_tier(config, seed, num_ranks, failures, tmp_path_factory):
+def test_following_log_reproduces_hits_per_tier(config, seed, num_ranks, failures, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
-    chosen = random.Random(seed)
-    server = Server(CONFIGS[config], chosen, num_ranks, failures)
+    rng = random.Random(seed)
+    server = Server(CONFIGS[config], rng, num_ranks, failures)
     with contextlib.closing(StepRecorder(path)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
-        server.serve(prompts(chosen, 25))
+        server.serve(prompts(rng, 25))
     log = read_log(path)
     found = follow(log, CONFIGS[config], LIMITS)
     assert found.tokens_from == {request.id: request.tokens_from for request in server.requests}
@@ -144,7 +144,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_log_reads_as_trace_of_served_requests(tmp_path):
+def test_log_can_be_read_as_trace_of_served_requests(tmp_path):
     server, path = recorded(tmp_path)
     trace = read_trace(path)
     assert trace.problems == ()
@@ -160,7 +160,7 @@ def test_log_reads_as_trace_of_served_requests(tmp_path):
         for block in range(request.chain.num_blocks):
             shared.setdefault(request.chain.labels[: (block + 1) * BLOCK * 4], 0)
     names = {name for line in lines(path) for name in json.loads(line).get("keys", ())}
-    assert len(names) == len(shared), "one name per distinct prefix"
+    assert len(names) == len(shared), "the log must contain one name per distinct prefix"
 
 
 def test_log_contains_no_tokens_and_no_keys(tmp_path):
@@ -176,7 +176,7 @@ def test_log_contains_no_tokens_and_no_keys(tmp_path):
         }  # fmt: skip
 
 
-def test_key_names_agree_only_under_same_secret(tmp_path):
+def test_key_names_are_equal_only_under_same_secret(tmp_path):
     names = []
     for secret in (b"a", b"a", b"b", None):
         _, path = recorded(tmp_path, secret=secret)
@@ -193,7 +193,7 @@ def test_close_detaches_recorder_from_scheduler(tmp_path):
     assert server.requests[-1].state is not RequestState.WAITING
 
 
-def test_requests_of_failed_step_are_logged_and_released(tmp_path):
+def test_requests_in_failed_step_are_logged_and_forgotten(tmp_path):
     server = Server(CONFIGS["host"], random.Random(5), failures=0.2)
     path = tmp_path / "log.jsonl"
     with contextlib.closing(Recorder(path)) as recorder:
@@ -208,7 +208,7 @@ def test_requests_of_failed_step_are_logged_and_released(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "ends_early"), [(20, True), (1, False)])
-def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early):
+def test_full_disk_closes_log_with_warning_and_serving_continues(count, ends_early):
     server = Server(CONFIGS["host"], random.Random(5))
     recorder = StepRecorder("/dev/full")
 
@@ -228,7 +228,7 @@ def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early
         recorder.attach(server.scheduler, now=server.now)
 
 
-def test_recorder_attaches_once(tmp_path):
+def test_second_attach_of_recorder_raises(tmp_path):
     server = Server(CONFIGS["device"], random.Random(1))
     with contextlib.closing(Recorder(tmp_path / "log.jsonl")) as recorder:
         recorder.attach(server.scheduler, now=0.0)
@@ -243,7 +243,7 @@ def test_follow_with_other_config_raises(tmp_path):
         follow(read_log(path), CacheConfig(100, host=HostConfig(40), partial_scan=0), LIMITS)
 
 
-def test_follow_of_unusable_log_raises(tmp_path):
+def test_follow_with_invalid_or_incomplete_log_raises(tmp_path):
     _, path = recorded(tmp_path)
     with pytest.raises(FormatError, match="no steps to follow"):
         read_log(path)
@@ -254,12 +254,12 @@ def test_follow_of_unusable_log_raises(tmp_path):
     with pytest.raises(FormatError, match="bad:1: not JSON"):
         read_log(tmp_path / "bad")
     _, path = recorded(tmp_path, recorder_type=StepRecorder)
-    left = [
+    kept = [
         f"{line}\n"
         for line in lines(path)
         if json.loads(line).get("id") != "r0" or json.loads(line)["event"] != "request"
     ]
-    (tmp_path / "cut").write_text("".join(left))
+    (tmp_path / "cut").write_text("".join(kept))
     with pytest.raises(StateError, match="r0 has no end in the log"):
         follow(read_log(tmp_path / "cut"), CONFIGS["host"], LIMITS)
 
@@ -273,8 +273,8 @@ def test_record_file_is_readable_by_owner_only(tmp_path):
     assert stat.S_IMODE((tmp_path / "log.jsonl").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "dangling", "folder"])
-def test_record_file_that_exists_raises(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "folder"])
+def test_recorder_refuses_existing_file(tmp_path, kind):
     path, victim = tmp_path / "log.jsonl", tmp_path / "victim"
     victim.write_text("precious")
     if kind == "folder":

@@ -1,4 +1,4 @@
-"""The simulator: times against hand calculation, hits against a plain LRU, consistency of the totals."""
+"""Simulated times equal manual calculations, hits equal those of a plain LRU cache, and totals are consistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISK = DiskSpec(100.0, 100.0, 0.0)
 
 
 def per_token(work: Work) -> float:
-    """Return one second per token."""
+    """Return a compute time of one second per token."""
     return work.num_tokens
 
 
@@ -46,7 +46,7 @@ def request(time: float, *ids: int, tail: int = 100, answer: int = 1) -> TraceRe
     return TraceRequest(time * 1000, len(ids) * 512 + tail, answer, (*ids, 1000 + int(time)))
 
 
-def test_single_request_takes_prompt_then_one_step_per_token():
+def test_single_request_computes_prompt_then_one_token_per_step():
     (one,) = simulator(100).run([request(5, 1, 2, answer=4)]).requests
     assert (one.arrival, one.scheduled_at) == (0.0, 0.0)
     assert one.ttft == 1124
@@ -55,7 +55,7 @@ def test_single_request_takes_prompt_then_one_step_per_token():
     assert one.tokens_from == {"device": 0}
 
 
-def test_prompts_are_chunked_and_next_request_queues():
+def test_prompt_is_chunked_while_next_request_queues():
     found = simulator(100, tokens=512, rows=1).run([request(0, 1, 2), request(1, 3)])
     first, second = found.requests
     assert first.ttft == 1124
@@ -65,60 +65,60 @@ def test_prompts_are_chunked_and_next_request_queues():
     assert found.compute_seconds == 1124 + 612
 
 
-def test_immediate_reports_are_applied_at_once():
-    """The first step requests the inventory of the disk; the report must not wait for the next arrival."""
+def test_probe_report_is_applied_before_next_arrival():
+    """The first step probes the disk. The report must be applied before the next request arrives."""
     first, _ = simulator(100, 100, 100).run([request(0, 1, 2), request(10_000, 3)]).requests
     assert first.ttft == 1124
 
 
-def test_blocks_are_found_in_the_tier_that_holds_them():
-    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
-    again = replace(spread_out[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
+def test_simulated_hits_count_for_tier_that_holds_blocks():
+    earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
+    again = replace(earlier[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
     for sizes, tier in (((100,), "device"), ((6, 100), "host"), ((6, 5, 100), "disk")):
-        run = simulator(*sizes).run([*spread_out, again])
+        run = simulator(*sizes).run([*earlier, again])
         assert run.requests[-1].tokens_from.get(tier) == 4 * 512, tier
         assert run.requests[-1].ttft < 612
         assert run.num_computed_blocks == 16
         assert run.num_reused_blocks == 4
-    assert simulator(6).run([*spread_out, again]).requests[-1].tokens_from == {"device": 0}
+    assert simulator(6).run([*earlier, again]).requests[-1].tokens_from == {"device": 0}
 
 
-def test_load_takes_link_time():
-    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
-    again = replace(spread_out[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
-    run = simulator(6, 100, link=0.5).run([*spread_out, again])
+def test_simulated_load_takes_link_time():
+    earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
+    again = replace(earlier[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
+    run = simulator(6, 100, link=0.5).run([*earlier, again])
     assert run.requests[-1].ttft == pytest.approx(4 / 0.5 + 100)
     to_device = next(use for use in run.links if use.name == "to device")
     assert (to_device.num_bytes, to_device.busy_seconds) == (4, 8.0)
 
 
-def test_layer_waits_only_for_its_part_of_load():
-    """A load of 8 s is hidden by 100 s of compute; after one of 200 s the last of 10 layers remains."""
-    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
-    again = replace(spread_out[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
+def test_simulated_layer_waits_only_for_its_part_of_load():
+    """100 s of compute hide a load of 8 s. After a load of 200 s, the last of 10 layers remains to be computed."""
+    earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
+    again = replace(earlier[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
     for link, ttft in ((0.5, 100), (0.02, 200 + 10)):
-        run = simulator(6, 100, link=link, early=True, num_layers=10).run([*spread_out, again])
+        run = simulator(6, 100, link=link, early=True, num_layers=10).run([*earlier, again])
         assert run.requests[-1].ttft == pytest.approx(ttft)
 
 
-def test_slow_link_makes_recompute_cheaper():
-    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(8)]
+def test_simulator_recomputes_blocks_behind_slow_link():
+    earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(8)]
     again = [
-        replace(spread_out[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*spread_out[i].hash_ids[:4], 999 + i))
+        replace(earlier[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*earlier[i].hash_ids[:4], 999 + i))
         for i in (0, 1)
     ]
-    slow = simulator(6, 100, link=0.0001, always_load=False).run([*spread_out, *again])
-    fast = simulator(6, 100, link=1.0, always_load=False).run([*spread_out, *again])
+    slow = simulator(6, 100, link=0.0001, always_load=False).run([*earlier, *again])
+    fast = simulator(6, 100, link=1.0, always_load=False).run([*earlier, *again])
     assert slow.requests[-1].tokens_from.get("host", 0) == 0
     assert fast.requests[-1].tokens_from["host"] == 4 * 512
 
 
-def test_cost_model_excludes_queueing_for_the_link():
-    """Four concurrent requests queue for the disk. A decision adds the blocks in flight itself."""
-    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
-    again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in spread_out[:4]]
+def test_measured_transfer_times_exclude_wait_for_link():
+    """Four requests queue for the disk. Their measured times must not include the wait in the queue."""
+    earlier = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
+    again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in earlier[:4]]
     ours = simulator(20, 21, 100, link=0.5, always_load=False)
-    ours.run([*spread_out, *again])
+    ours.run([*earlier, *again])
     speeds = ours.manager.cost_model
     for count in (1, 5, 20):
         assert speeds.transfer_seconds((Route.HOST_TO_DEVICE, ""), count) == pytest.approx(count / 0.5)
@@ -136,7 +136,7 @@ def test_oversized_request_is_refused_and_counted():
 
 
 def test_hit_rate_excludes_refused_requests():
-    """The second request hits its prefix and is refused when its answer has filled the memory."""
+    """The second request hits its prefix but is refused later, when its answer fills the memory."""
     run = simulator(4).run([request(0, 1, 2), request(10_000, 1, 2, answer=2000), request(20_000, 1, 2)])
     assert [each.is_refused for each in run.requests] == [False, True, False]
     assert [each.tokens_from["device"] for each in run.requests] == [0, 1024, 1024]
@@ -145,7 +145,7 @@ def test_hit_rate_excludes_refused_requests():
     assert found.hit_rate == found.hit_rates["device"] == 1024 / (2 * 1124)
 
 
-def test_saves_after_last_token_do_not_count_as_request_time():
+def test_saves_after_last_token_do_not_extend_request_time():
     run = simulator(100, 100, link=0.001).run([request(0, 1, 2)])
     assert run.seconds == run.requests[0].finished_at == 1124
     to_host = next(use for use in run.links if use.name == "to host")
@@ -158,12 +158,12 @@ def test_saves_after_last_token_do_not_count_as_request_time():
     assert (link.bytes_per_second, link.busy) == pytest.approx((2 / 3124, 2000 / 3124))
 
 
-def test_empty_trace_ends_at_once():
+def test_simulation_of_empty_trace_has_no_requests():
     assert simulator(4).run([]).requests == ()
 
 
 def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
-    """Return the tokens each request hits in a plain LRU; the last token of a prompt is always computed."""
+    """Return the hit tokens of each request in a plain LRU cache. The last prompt token is always computed."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     found = []
     for each in requests:
@@ -174,7 +174,7 @@ def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
         for path in reversed(paths):
             held.pop(path, None)
             held[path] = None
-        while len(held) > num_slots - 1:  # the partial block uses a slot while the request runs
+        while len(held) > num_slots - 1:  # the partial block of the running request uses one slot
             held.popitem(last=False)
     return found
 
@@ -184,19 +184,19 @@ def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
     num_slots=st.integers(8, 20),
 )
 @settings(deadline=None, max_examples=60)
-def test_sequential_requests_hit_like_plain_lru(ids, num_slots):
+def test_sequential_requests_have_same_hits_as_plain_lru(ids, num_slots):
     requests = [TraceRequest(1e7 * i, 512 * len(each) + 10, 1, (*each, 5000 + i)) for i, each in enumerate(ids)]
     run = simulator(num_slots).run(requests)
     assert [each.tokens_from["device"] for each in run.requests] == lru_tokens(requests, num_slots)
 
 
 SMALL = ModelSpec(4, 8, 2, 64, 1e9)
-BOX = GpuSpec(100e12, 8e9, 1e12, 10e9)
+GPU = GpuSpec(100e12, 8e9, 1e12, 10e9)
 TRACE = tuple(generate(SyntheticTrace(sessions=40, session_rate=0.5, think_seconds=10.0)))
 
 
 def setup(**options) -> Deployment:
-    return Deployment(SMALL, BOX, **{"device_bytes": GIB // 8, "disk": preset(DiskSpec, "nvme-gen4"), **options})
+    return Deployment(SMALL, GPU, **{"device_bytes": GIB // 8, "disk": preset(DiskSpec, "nvme-gen4"), **options})
 
 
 @pytest.mark.parametrize("sizes", [{}, {"host_bytes": GIB}, {"host_bytes": GIB // 2, "disk_bytes": 4 * GIB}])
@@ -213,14 +213,14 @@ def test_simulation_totals_are_consistent(sizes):
     assert not run.scheduler.has_work()
     assert run.manager.stats.num_allocations == 0
     total = sum(sum(each.tokens_from.values()) for each in found.requests)
-    preempted = sum(each.num_preempted for each in found.requests)  # hits at resume are not in tokens_from
+    preempted = sum(each.num_preempted for each in found.requests)  # tokens_from excludes hits after a preemption
     assert total <= run.manager.stats.hit_tokens if preempted else total == run.manager.stats.hit_tokens
     assert found.compute_seconds <= found.seconds * (1 + 1e-9)
     assert found.seconds == max(each.finished_at for each in found.requests)
     assert all(use.busy_seconds <= found.whole_seconds * (1 + 1e-9) for use in found.links)
 
 
-def test_simulation_is_deterministic_in_any_number_of_jobs():
+def test_simulation_result_does_not_depend_on_number_of_jobs():
     setups = [setup(host_bytes=GIB, replicas=2, policy=policy) for policy in ("lru", "arc")]
     progress: list[float] = []
     alone = simulate(TRACE, setups, progress=progress.append)
@@ -236,15 +236,15 @@ def test_more_memory_and_disk_raise_hit_rate():
     assert rates[0] < rates[1] < rates[2]
 
 
-def test_merged_steps_match_single_steps():
+def test_simulation_with_merged_steps_matches_single_steps():
     exact, coarse = simulate(TRACE, [setup(host_bytes=GIB, quantum=q) for q in (0.0, 0.02)])
     assert coarse.hit_rate == pytest.approx(exact.hit_rate, abs=0.01)
     assert coarse.seconds == pytest.approx(exact.seconds, rel=0.02)
-    for share in ("p50", "p90"):  # p99 would be a single request
+    for share in ("p50", "p90"):  # p99 would depend on a single request
         assert coarse.ttft[share] == pytest.approx(exact.ttft[share], abs=0.02, rel=0.1)
 
 
-def test_num_simulated_replicas_limits_the_run():
+def test_num_simulated_limits_number_of_replicas():
     (one,) = simulate(TRACE, [setup(replicas=4)], num_simulated=1)
     (every,) = simulate(TRACE, [setup(replicas=4)])
     assert 0 < one.num_requests < every.num_requests == len(TRACE)
@@ -262,8 +262,8 @@ def test_slower_disk_raises_ttft():
 # ---- cost ----
 
 
-def test_roofline_is_bound_by_memory_then_by_compute():
-    cost = Roofline(SMALL, replace(BOX, compute_share=1.0, memory_share=1.0, attention_share=1.0, step_seconds=0.0))
+def test_roofline_is_bound_by_memory_or_by_compute():
+    cost = Roofline(SMALL, replace(GPU, compute_share=1.0, memory_share=1.0, attention_share=1.0, step_seconds=0.0))
     weights = 1e9 * 2 / 1e12
     assert cost.seconds(Work(1, 1, 0, 0)) == pytest.approx(weights)
     assert cost.seconds(Work(1, 10_000, 0, 0)) == pytest.approx(2 * 1e9 * 10_000 / 100e12)
@@ -274,7 +274,7 @@ def test_roofline_is_bound_by_memory_then_by_compute():
 
 def test_roofline_reads_only_experts_in_use():
     model = replace(SMALL, active_params=1e8)
-    cost = Roofline(model, replace(BOX, flops=1e18, step_seconds=0.0, memory_share=1.0))
+    cost = Roofline(model, replace(GPU, flops=1e18, step_seconds=0.0, memory_share=1.0))
     assert cost.seconds(Work(1, 1, 0, 0)) == pytest.approx(2e8 / 1e12)
     assert cost.seconds(Work(100, 100, 0, 0)) == pytest.approx(2e9 / 1e12)
 
@@ -284,14 +284,14 @@ def test_roofline_reads_only_experts_in_use():
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=50)
-def test_fitted_cost_explains_measured_steps(costs, seed):
+def test_fitted_cost_reproduces_measured_step_times(costs, seed):
     import random
 
-    chosen = random.Random(seed)
+    rng = random.Random(seed)
     works = [
         Work(rows, tokens, tokens * read / 2, read)
         for rows, tokens, read in (
-            (chosen.randint(1, 16), 1 << chosen.randint(0, 11), chosen.randint(1, 30_000)) for _ in range(60)
+            (rng.randint(1, 16), 1 << rng.randint(0, 11), rng.randint(1, 30_000)) for _ in range(60)
         )
     ]
     truth = [
@@ -327,14 +327,14 @@ def test_invalid_deployment_raises():
         setup(quantum=-1.0).simulator(512)
 
 
-def test_kv_bytes_are_memory_minus_weights():
+def test_deployment_kv_bytes_equal_memory_minus_weights():
     eight = Deployment(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h100"))
     assert eight.kv_bytes == pytest.approx(0.9 * 80e9 - 2 * 8.03e9)
     assert eight.model.token_bytes == 131_072
 
 
 def test_queued_requests_hit_disk_after_memory_eviction():
-    """Six conversations and memory for three: when all return at once, the queued ones are read from disk."""
+    """Memory holds three of six conversations. When all six return at once, the queued requests read the disk."""
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]
     first = [request(20_000 * user, *path) for user, path in enumerate(paths)]
     again = [request(200_000 + user, *path) for user, path in enumerate(paths)]

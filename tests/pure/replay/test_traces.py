@@ -1,4 +1,4 @@
-"""Traces, logs, the generator, routing, and hit rates of the index against a plain LRU."""
+"""Trace files, logs, synthetic traces and routing, and hit rates of the index compared with a plain LRU cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINE = {"timestamp": 5, "input_length": 1000, "output_length": 7, "hash_ids": [3
 
 
 def lru_hits(requests, num_slots: int) -> tuple[int, int]:
-    """Return the hits of a plain LRU and the number of full blocks. A request touches its last block first."""
+    """Return the number of hits in a plain LRU cache and of full blocks. A request uses its last block first."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     hits = total = 0
     for request in requests:
@@ -68,7 +68,7 @@ def test_mooncake_line_is_read_as_request():
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "problem_text"),
     [
         ({"timestamp": -1}, "timestamp must be a whole number >= 0, got -1"),
         ({"input_length": "9"}, "input_length must be a whole number"),
@@ -79,11 +79,11 @@ def test_mooncake_line_is_read_as_request():
         ({"hash_ids": None}, "hash_ids"),
     ],
 )
-def test_malformed_line_is_reported_with_line_number(change, what):
+def test_malformed_line_is_reported_with_line_number(change, problem_text):
     trace = read_lines(json.dumps(LINE), "", json.dumps({**LINE, **change}), "{", "[1]")
     assert len(trace.requests) == 1
     assert [problem.split(":")[1] for problem in trace.problems] == ["3", "4", "5"]
-    assert what in trace.problems[0]
+    assert problem_text in trace.problems[0]
     assert "not JSON" in trace.problems[1]
     assert "expected an object, got list" in trace.problems[2]
 
@@ -96,7 +96,7 @@ def read_lines(*lines: str):
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "problem_text"),
     [
         ({"arrival": -1}, "arrival must be seconds >= 0, got -1"),
         ({"arrival": "now"}, "arrival must be seconds"),
@@ -108,13 +108,13 @@ def read_lines(*lines: str):
         ({"event": "reqest"}, "unknown event 'reqest'; expected request, "),
     ],
 )
-def test_malformed_log_line_is_reported(change, what):
+def test_malformed_log_line_is_reported_with_reason(change, problem_text):
     trace = read_lines(json.dumps(LOGGED), json.dumps({**LOGGED, **change}))
     assert len(trace.requests) == 1
-    assert what in trace.problems[0]
+    assert problem_text in trace.problems[0]
 
 
-def test_log_is_read_as_trace_with_answers():
+def test_log_is_read_as_trace_that_includes_answers():
     other = {**LOGGED, "arrival": 2, "keys": ["aa", "bb", "dd"]}
     first, second = read_lines(json.dumps({"event": "start"}), json.dumps(LOGGED), json.dumps(other)).requests
     assert (first.timestamp_ms, first.block_tokens, first.hash_ids) == (1500, 16, (0, 1, 2))
@@ -127,7 +127,7 @@ def test_log_is_read_as_trace_with_answers():
 
 
 def test_block_filled_by_answer_is_shared_with_next_turn():
-    """The last token of the answer fills the block, so that both requests have the same 16 tokens in it."""
+    """The answer fills the second block, so that both requests have the same 16 tokens in that block."""
     first = {**LOGGED, "prompt_tokens": 29, "answer_tokens": 3, "keys": ["aa", "bb"]}
     then = {**LOGGED, "prompt_tokens": 40, "answer_tokens": 10}
     one, two = read_lines(json.dumps(first), json.dumps(then)).requests
@@ -148,7 +148,7 @@ def test_compressed_files_are_merged_by_time(tmp_path, suffix):
     assert read_trace(tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}").requests == (early, late)
 
 
-def test_zstd_file_of_several_frames_is_read_whole(tmp_path):
+def test_zstd_file_with_several_frames_is_read_completely(tmp_path):
     requests = list(generate(SyntheticTrace(sessions=30)))
     for i, part in enumerate((requests[:10], requests[10:])):
         write_trace(part, tmp_path / f"{i}.zst")
@@ -158,7 +158,7 @@ def test_zstd_file_of_several_frames_is_read_whole(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_truncated_compressed_file_is_reported_with_line(tmp_path, suffix):
+def test_truncated_compressed_file_is_reported_with_line_number(tmp_path, suffix):
     requests = list(generate(SyntheticTrace(sessions=400)))
     whole = tmp_path / f"t{suffix}"
     write_trace(requests, whole)
@@ -176,13 +176,13 @@ def test_missing_trace_file_raises(tmp_path):
         read_trace(tmp_path / "none.jsonl")
 
 
-def test_mixed_block_sizes_raise():
+def test_trace_with_mixed_block_sizes_raises():
     with pytest.raises(ArgumentError, match=r"blocks of \[16, 512\] tokens"):
         read_lines(json.dumps(LINE), json.dumps(LOGGED))
 
 
 def test_large_hash_ids_are_renumbered():
-    far = 1 << 22  # 512 times this exceeds the token ids
+    far = 1 << 22  # 512 tokens per id would exceed the range of token ids
     lines = [{**LINE, "hash_ids": ids} for ids in ([0, far], [far, 0], [far + 1, 0])]
     requests = read_lines(*map(json.dumps, lines)).requests
     assert [request.hash_ids for request in requests] == [(0, 1), (1, 0), (2, 0)]
@@ -209,7 +209,7 @@ def test_route_assigns_each_request_once_in_order(routing):
         route(requests, 0)
 
 
-def test_prefix_routing_hits_more_than_random():
+def test_prefix_routing_has_more_hits_than_random_routing():
     requests = list(generate(SyntheticTrace(sessions=400)))
     found = {
         routing: sum(
@@ -220,7 +220,7 @@ def test_prefix_routing_hits_more_than_random():
     assert found[Routing.PREFIX] > 1.2 * found[Routing.RANDOM]
 
 
-def test_generated_trace_is_reproducible_and_reads_back(tmp_path):
+def test_generated_trace_is_reproducible_and_can_be_read_back(tmp_path):
     spec = SyntheticTrace(sessions=50, seed=3)
     requests = list(generate(spec))
     assert requests == list(generate(spec))
@@ -231,7 +231,7 @@ def test_generated_trace_is_reproducible_and_reads_back(tmp_path):
     assert read_trace(tmp_path / "t.jsonl").requests == tuple(requests)
 
 
-def test_next_turn_continues_previous_prompt():
+def test_generated_turn_continues_previous_prompt():
     requests = list(generate(SyntheticTrace(sessions=1, turns=6.0, system_prompts=1, seed=5)))
     assert len(requests) > 1
     for before, after in itertools.pairwise(requests):
@@ -257,17 +257,17 @@ def test_synthetic_trace_out_of_range_raises():
         max_size=30,
     ),
 )
-@example(  # a request larger than the cache does not refresh its hits
+@example(  # a request larger than the cache does not make its hits recent
     num_slots=3,
     requests=[TraceRequest(0, 512 * len(ids), 1, ids) for ids in [(0,), (1, 0), (0, 0, 0, 0), (2,), (0,)]],
 )
 @settings(deadline=None)
-def test_hits_equal_plain_lru_over_prefixes(num_slots, requests):
+def test_index_hits_equal_plain_lru_of_prefixes(num_slots, requests):
     report = replay_hits(requests, block_tokens=512, num_slots=num_slots)
     assert (report.num_hits, report.num_blocks) == lru_hits(requests, num_slots)
 
 
-def test_hits_of_synthetic_trace_equal_plain_lru():
+def test_index_hits_in_synthetic_trace_equal_plain_lru():
     requests = list(generate(SyntheticTrace(sessions=80)))
     for num_slots in (50, 300, 5000):
         report = replay_hits(requests, block_tokens=512, num_slots=num_slots)
@@ -275,7 +275,7 @@ def test_hits_of_synthetic_trace_equal_plain_lru():
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
-def test_hit_rates_of_reference_traces(trace):
+def test_index_hit_rates_match_reference_traces(trace):
     for capacity in trace.capacities[::2]:
         report = replay_hits(trace.requests, block_tokens=512, num_slots=capacity)
         assert report.num_blocks == trace.num_blocks
@@ -300,7 +300,7 @@ def test_ghost_estimates_are_within_stated_error():
     assert len(ghost.curve("s3fifo")) == len(capacities)
 
 
-def test_ghost_without_samples_states_full_error():
+def test_ghost_without_samples_reports_error_of_1():
     ghost = GhostCache(16, 100, capacities=[10])
     assert [(estimate.hit_rate, estimate.error) for estimate in ghost.curve()] == [(0.0, 1.0)] * 2
     ghost.record(Chain(Namespace("m", block_tokens=16), []), 0)

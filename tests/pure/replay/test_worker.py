@@ -1,4 +1,4 @@
-"""Simulated links and stores against a simulation in ticks and a plain LRU."""
+"""Compare simulated links with a simulation in ticks, and simulated stores with a plain LRU cache."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def transfer(id: int, purpose: Route, count: int, first_key: int = 0) -> TransferRequest:
+def transfer(id: int, route: Route, count: int, first_key: int = 0) -> TransferRequest:
     slots = slot_bytes(np.arange(count, dtype=np.int32))
     keys = b"".join(key(first_key + i) for i in range(count))
-    match purpose:
+    match route:
         case Route.STORE_TO_HOST:
-            return TransferRequest(id, purpose, *ENDS[purpose], b"", slots, keys)
+            return TransferRequest(id, route, *ENDS[route], b"", slots, keys)
         case Route.HOST_TO_STORE:
-            return TransferRequest(id, purpose, *ENDS[purpose], slots, b"", keys)
+            return TransferRequest(id, route, *ENDS[route], slots, b"", keys)
         case _:
-            return TransferRequest(id, purpose, *ENDS[purpose], slots, slots)
+            return TransferRequest(id, route, *ENDS[route], slots, slots)
 
 
 def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
@@ -45,10 +45,10 @@ def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
     return SimulatedWorker(1, 1.0, disk=DISK, stores=stores, **{"latency_seconds": 0.0, **options})
 
 
-def by_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
-    """Return start and end of each job (time, route, seconds) on one link, simulated second by second.
+def simulate_in_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
+    """Simulate one link second by second. Return the start and end of each job by number.
 
-    Urgent jobs go first, then the earlier ones.
+    A job is (arrival, route, seconds). Reads run before writes, and earlier jobs before later jobs.
     """
     left = {i: seconds for i, (_, _, seconds) in enumerate(jobs)}
     begins: dict[int, int] = {}
@@ -73,13 +73,13 @@ def by_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
     polls=st.lists(st.floats(0, 200), max_size=8),
 )
 @settings(deadline=None)
-def test_disk_serves_urgent_transfers_first(jobs, polls):
+def test_disk_link_runs_reads_before_writes(jobs, polls):
     jobs = sorted(jobs, key=lambda job: job[0])
     ours = worker()
     ours.stores["disk"].write([key(i) for i in range(6)])
     found: dict[int, float] = {}
-    seconds = [(time, purpose, count * (1 if purpose is Route.STORE_TO_HOST else 2)) for time, purpose, count in jobs]
-    expected = by_ticks(seconds)
+    seconds = [(time, route, count * (1 if route is Route.STORE_TO_HOST else 2)) for time, route, count in jobs]
+    expected = simulate_in_ticks(seconds)
     events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in polls] + [(900, 1, 0)]
     for now, is_poll, i in sorted(events):
         for report in ours.poll(now):
@@ -127,7 +127,7 @@ def test_block_lost_by_store_is_reported_absent():
     assert report.lookups[0].absent == key(0)
 
 
-def test_drops_and_inventories():
+def test_probe_without_keys_lists_blocks_left_after_drop():
     ours = worker()
     ours.stores["disk"].write([key(1), key(2)])
     ours.submit(Plan(1, 0, (), (Probe(1, "disk"),), (Drop("disk", key(1)),)), 0.0)
@@ -141,7 +141,7 @@ def test_drops_and_inventories():
     calls=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))),
     size=st.integers(1, 6),
 )
-def test_simulated_store_is_plain_lru(calls, size):
+def test_simulated_store_evicts_like_plain_lru(calls, size):
     store, plain = SimulatedStore(size), OrderedDict()
     for is_write, names in calls:
         if is_write:
@@ -159,7 +159,7 @@ def test_simulated_store_is_plain_lru(calls, size):
         assert store.lookup([])[0] == [key(name) for name in plain]
 
 
-def test_unknown_tier_or_store_without_disk_raises():
+def test_unknown_tier_missing_disk_or_empty_store_raises():
     with pytest.raises(ArgumentError, match="unknown tier 'tape'"):
         worker().submit(Plan(1, 0, (), (Probe(1, "tape"),)), 0.0)
     with pytest.raises(ArgumentError, match="need a disk"):

@@ -1,4 +1,4 @@
-"""Scheduler and CacheManager with a simulated device that checks the KV of every row."""
+"""Scheduler and CacheManager on a simulated device that verifies the KV of every row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SALTS = st.sampled_from([b"", b"", b"a", b"a\0x"])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, cancellations, priorities, drafts, resets, pins, quotas and tiny pools.
+    """Schedules random requests with cancellations, priorities, drafts, resets, pins, quotas and tiny pools.
 
-    Generated tokens are never wrong, and every request ends although pins remain.
+    Every generated token is correct, and every request ends even if pins remain.
     """
 
     @initialize(
@@ -137,7 +137,7 @@ TestSchedulerMachine.settings = settings(
 
 @pytest.mark.parametrize("num_blocks", [4, 7, 50])
 @pytest.mark.parametrize("caching", [True, False])
-def test_concurrent_requests_generate_same_tokens_as_alone(num_blocks, caching):
+def test_concurrent_requests_generate_same_tokens_as_single_ones(num_blocks, caching):
     random_ = random.Random(num_blocks)
     scheduler, device = make(num_blocks, prefix_caching=caching), Device()
     prompts = [tuple(random_.randrange(2) for _ in range(random_.randint(1, 10))) for _ in range(30)]
@@ -148,7 +148,7 @@ def test_concurrent_requests_generate_same_tokens_as_alone(num_blocks, caching):
         assert tuple(made.chain.tokens.tolist())[len(prompt) :] == alone(prompt, 5)
 
 
-def test_full_prompt_hit_recomputes_one_token():
+def test_full_prompt_hit_recomputes_only_last_token():
     scheduler, device = make(20), Device()
     first = request(scheduler, "a", [1] * 8, 1)
     run(scheduler, device)
@@ -163,7 +163,7 @@ def test_full_prompt_hit_recomputes_one_token():
     scheduler.check()
 
 
-def test_partial_block_hit_is_reused_by_copy():
+def test_partly_matching_block_is_copied_and_reused():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     run(scheduler, device)
@@ -176,7 +176,7 @@ def test_partial_block_hit_is_reused_by_copy():
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 9], [1, 2, 9] * 3])
-def test_partial_copy_source_is_released_if_slot_is_needed(prompt):
+def test_source_of_partial_copy_is_released_if_slot_is_needed(prompt):
     scheduler, device = make(3, max_step_tokens=16), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 2)
     run(scheduler, device)
@@ -186,7 +186,7 @@ def test_partial_copy_source_is_released_if_slot_is_needed(prompt):
     assert made.num_cached_tokens % BLOCK == 0
 
 
-def test_long_prompt_is_chunked_while_others_decode():
+def test_long_prompt_is_chunked_while_other_request_decodes():
     scheduler, device = make(50), Device()
     request(scheduler, "short", [1, 1], 9)
     request(scheduler, "long", [0] * 30, 2)
@@ -200,7 +200,7 @@ def test_long_prompt_is_chunked_while_others_decode():
     assert max(sum(size.values()) for size in sizes) <= 8
 
 
-def test_latest_request_is_preempted_when_blocks_run_out():
+def test_latest_request_is_preempted_if_blocks_run_out():
     scheduler, device = make(6, max_rows=2), Device()
     first = request(scheduler, "first", [1] * 7, 12)
     scheduler.update(step := scheduler.schedule(0.0), device.run(step), 0.0)
@@ -212,10 +212,10 @@ def test_latest_request_is_preempted_when_blocks_run_out():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_prompt_without_room_to_finish_is_not_started(caching):
-    """Otherwise its first half is computed, preempted without room for the second half, and computed again.
+def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
+    """Otherwise the first half of c would be computed, preempted for lack of blocks, and computed again.
 
-    pool     |a a a|b b b b b b b|..|        16 blocks, 8 per step: c needs 10 and waits until b has finished
+    The pool has 16 blocks: |a a a|b b b b b b b|. . . . . .|. c needs 10 blocks and waits until b has finished.
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
@@ -232,8 +232,8 @@ def test_prompt_without_room_to_finish_is_not_started(caching):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_prompt_above_tenant_quota_is_not_started(caching):
-    """The pool has room but the tenant has not: its prompt c waits, and d of another tenant runs."""
+def test_prompt_beyond_free_tenant_quota_is_not_started(caching):
+    """The pool has free blocks, but the quota of tenant t is used up. Prompt c of t waits while d runs."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
@@ -250,24 +250,24 @@ def test_prompt_above_tenant_quota_is_not_started(caching):
     assert order[-1] == "c"
 
 
-def test_prompt_with_host_blocks_waits_for_room_to_load():
+def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
     scheduler, device = make(10, host=HostConfig(20), max_step_tokens=BLOCK), Device()
     request(scheduler, "a", [1] * 24, 1)
     run(scheduler, device)
     request(scheduler, "b", [2] * 39, 1)
-    run(scheduler, device)  # a is on the host only
+    run(scheduler, device)  # the blocks of a are now only in host memory
     first = request(scheduler, "c", [3] * 9, 8)
     for now in range(3):
         scheduler.update(step := scheduler.schedule(now), device.run(step), now)
-    # with c running there is room for the 6 host blocks and the first new block, but not for the last two
+    # while c runs, the 6 host blocks and the first new block of "a again" would fit, but not its last two blocks
     again = request(scheduler, "a again", [1] * 24 + [4] * 12, 1, now=3.0)
     run(scheduler, device)
     assert (first.num_preempted, again.num_preempted) == (0, 0)
     assert again.num_cached_tokens == 24
 
 
-def test_requests_too_large_beside_pin_are_refused():
-    """They must not take turns: each would run until the pool is full, be preempted and lose its blocks."""
+def test_requests_that_pin_prevents_from_finishing_are_refused():
+    """Without the refusal, each would in turn run until the pool is full, be preempted and lose its blocks."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
     run(scheduler, device)
@@ -276,11 +276,11 @@ def test_requests_too_large_beside_pin_are_refused():
     run(scheduler, device)
     for each in made:
         assert each.state is RequestState.REFUSED
-        assert each.chain.num_tokens == 2 * BLOCK + 1, "the tokens that fit are generated"
+        assert each.chain.num_tokens == 2 * BLOCK + 1, "all tokens that fit must be generated"
         assert "pinned" in each.reason
 
 
-def test_priority_goes_first_and_waiting_raises_priority():
+def test_priority_decides_order_and_rises_with_waiting_time():
     scheduler = make(50, max_rows=1, age_seconds=10.0)
     low = request(scheduler, "low", [1], 1)
     high = request(scheduler, "high", [2], 1, priority=1)
@@ -292,7 +292,7 @@ def test_priority_goes_first_and_waiting_raises_priority():
     assert scheduler.schedule(20.0).rows[0].request is low
 
 
-def test_large_request_is_not_starved():
+def test_small_request_does_not_overtake_large_request():
     scheduler, device = make(8, max_rows=4), Device()
     running = request(scheduler, "running", [1] * 16, 8)
     step = scheduler.schedule(0.0)
@@ -308,7 +308,7 @@ def test_large_request_is_not_starved():
     assert {running.state, large.state, small.state} == {RequestState.FINISHED}
 
 
-def test_request_larger_than_pool_is_refused_with_numbers():
+def test_request_larger_than_pool_is_refused_with_token_counts():
     scheduler = make(2)
     made = request(scheduler, "huge", [1] * 9, 1)
     step = scheduler.schedule(0.0)
@@ -320,7 +320,7 @@ def test_request_larger_than_pool_is_refused_with_numbers():
     scheduler.check()
 
 
-def test_request_too_large_beside_pins_is_refused():
+def test_request_that_does_not_fit_next_to_pins_is_refused():
     scheduler, device = make(4), Device()
     request(scheduler, "first", [1] * 12, 1)
     run(scheduler, device)
@@ -332,32 +332,32 @@ def test_request_too_large_beside_pins_is_refused():
     assert "pinned" in large.reason
     growing = request(scheduler, "growing", [4] * 3, 9)
     run(scheduler, device)
-    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # the tokens that fit
+    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # generated the two tokens that fit
     scheduler.manager.unpin(pin)
     again = request(scheduler, "again", [2] * 7)
     run(scheduler, device)
     assert again.state is RequestState.FINISHED
 
 
-def test_tenant_quota_preempts_only_own_requests():
+def test_tenant_quota_preempts_only_requests_of_that_tenant():
     scheduler, device = make(20, max_rows=8, max_step_tokens=64), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
-    mine = [request(scheduler, f"a{number}", [number] * 7, 6, salt=b"a") for number in range(3)]
+    own = [request(scheduler, f"a{number}", [number] * 7, 6, salt=b"a") for number in range(3)]
     others = [request(scheduler, f"b{number}", [number] * 7, 6, salt=b"b") for number in range(3)]
     step = scheduler.schedule(0.0)
     assert [row.request.id for row in step.rows] == ["a0", "a1", "b0", "b1", "b2"]
     scheduler.update(step, device.run(step), 0.0)
     run(scheduler, device)
-    assert {each.state for each in mine + others} == {RequestState.FINISHED}
-    assert sum(each.num_preempted for each in mine) > 0
+    assert {each.state for each in own + others} == {RequestState.FINISHED}
+    assert sum(each.num_preempted for each in own) > 0
     assert sum(each.num_preempted for each in others) == 0
     assert scheduler.manager.tree.tiers[0].used_by[b"a"] <= 4
-    for each in mine + others:
+    for each in own + others:
         prompt = tuple(each.chain.tokens[: each.num_prompt_tokens].tolist())
         assert tuple(each.chain.tokens[each.num_prompt_tokens :].tolist()) == alone(prompt, 6)
 
 
-def test_tenant_without_room_beside_pins_is_refused():
+def test_request_is_refused_if_pins_use_up_tenant_quota():
     scheduler, device = make(20, host=HostConfig(40), max_step_tokens=64), Device()
     manager = scheduler.manager
     manager.tree.tiers[0].set_quota(b"a", 4, manager.tree.nodes())
@@ -370,7 +370,7 @@ def test_tenant_without_room_beside_pins_is_refused():
     late = request(scheduler, "a1", [3] * 7, 1, salt=b"a")
     step = scheduler.schedule(1.0)
     assert other.state is RequestState.RUNNING
-    assert manager.transfers.in_flight  # saves of b
+    assert manager.transfers.in_flight  # saves of request b0
     assert step.refused == (late,)
     assert "within the quota" in late.reason
     scheduler.update(step, device.run(step), 1.0)
@@ -378,7 +378,7 @@ def test_tenant_without_room_beside_pins_is_refused():
     assert other.state is RequestState.FINISHED
 
 
-def test_request_larger_than_quota_is_refused():
+def test_request_larger_than_tenant_quota_is_refused():
     scheduler = make(20)
     scheduler.manager.tree.tiers[0].set_quota(b"a", 2, scheduler.manager.tree.nodes())
     huge = request(scheduler, "huge", [1] * 8, salt=b"a\0part")
@@ -388,7 +388,7 @@ def test_request_larger_than_quota_is_refused():
     assert "its tenant has room for 8 tokens" in huge.reason
 
 
-def test_step_is_updated_once_with_all_results():
+def test_step_must_be_updated_once_with_all_results():
     scheduler, device = make(), Device()
     request(scheduler, "a", [1, 2], 2)
     step = scheduler.schedule(0.0)
@@ -412,7 +412,7 @@ def test_failed_step_cancels_requests_and_publishes_nothing():
     assert again.num_cached_tokens == 0
 
 
-def test_cancelled_request_in_step_gets_no_tokens():
+def test_request_cancelled_during_step_receives_no_tokens():
     scheduler, device = make(), Device()
     made = request(scheduler, "a", [1, 2], 5)
     step = scheduler.schedule(0.0)
@@ -447,7 +447,7 @@ def test_invalid_config_and_requests_raise():
         CacheConfig(0)
 
 
-def test_allocation_ends_once():
+def test_ended_allocation_cannot_be_finished_or_aborted():
     manager = make().manager
     allocation = manager.match(Chain(manager.namespace, [1, 2, 3]))
     manager.abort(allocation)
@@ -458,7 +458,7 @@ def test_allocation_ends_once():
         manager.match(Chain(manager.namespace, []))
 
 
-def test_manager_keeps_its_config():
+def test_manager_keeps_its_config_unchanged():
     config = CacheConfig(4, policy="s3fifo")
     manager = CacheManager(Namespace("m", block_tokens=4), config)
     assert manager.config is config
@@ -466,7 +466,7 @@ def test_manager_keeps_its_config():
 
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
-    """Return a scheduler whose host holds the blocks of [1] * 8, evicted from the device by [0] * 12."""
+    """Return a scheduler whose host tier holds the blocks of [1] * 8, which [0] * 12 evicted from the device."""
     scheduler, device = make(4, host=HostConfig(20, saving=WritebackConfig(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
@@ -486,7 +486,7 @@ def test_evicted_blocks_are_loaded_from_host(write):
     ]
     scheduler.update(step, device.run(step), 9.0)
     waiting = scheduler.schedule(9.0)
-    assert waiting.rows == ()  # the copy is not reported done
+    assert waiting.rows == ()  # the load has not been reported yet
     scheduler.update(waiting, [], 9.0)
     device.move(scheduler)
     step = scheduler.schedule(9.0)
@@ -520,19 +520,19 @@ def test_host_copy_remains_after_load():
     assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3
 
 
-def test_save_queue_is_bounded():
+def test_save_queue_is_bounded_to_1024_jobs():
     scheduler, device = (
         make(200, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))),
         Device(),
     )
     for i in range(1100):
         request(scheduler, str(i), [i] * 5, 1)
-        run(scheduler, device, check=i % 50 == 0)  # check visits all blocks
+        run(scheduler, device, check=i % 50 == 0)  # checks rarely because a check visits all blocks
     scheduler.check()
     assert len(scheduler.manager.queues[0].jobs) == 1024
 
 
-def test_failed_load_is_a_miss():
+def test_failed_load_counts_as_miss():
     scheduler, device = evicted_to_host()
     made = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
@@ -569,7 +569,7 @@ def test_reset_discards_transfers_in_flight():
     assert scheduler.manager.stats.num_allocations == 0
 
 
-def test_request_cancelled_while_loading_leaves_no_lease():
+def test_cancel_during_load_releases_all_leases():
     scheduler, device = evicted_to_host()
     made = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
@@ -581,7 +581,7 @@ def test_request_cancelled_while_loading_leaves_no_lease():
     assert not scheduler.manager.transfers.leases
 
 
-def test_transfer_is_reported_once_per_rank():
+def test_transfer_must_be_reported_once_by_each_rank():
     namespace = Namespace("model", block_tokens=BLOCK)
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(4)), num_ranks=2)
     allocation = manager.match(Chain(namespace, [1] * 9))
@@ -601,7 +601,7 @@ def test_transfer_is_reported_once_per_rank():
     manager.check()
 
 
-def test_plans_and_configs_validate_their_values():
+def test_transfer_requests_and_configs_validate_their_values():
     transfer = TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", b"\1\0\0\0", b"\2\0\0\0")
     plan = Plan(1, 0, (transfer,))
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -1,4 +1,4 @@
-"""Rules of the scheduler: limits, order, victims, refusals, lookahead, early starts, prefetches."""
+"""Scheduler rules for limits, order, preemption, refusals, lookahead, early starts and prefetches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scheduler_support import BLOCK, Device, alone, make, request, run, verify_s
 
 
 def advance(scheduler: Scheduler, device: Device, now: float = 0.0) -> Step:
-    """Run one step and leave its transfers in flight."""
+    """Run one step and keep its transfers in flight."""
     was_running = scheduler.running
     step = scheduler.schedule(now)
     verify_step(scheduler, step, was_running)
@@ -43,7 +43,7 @@ def answer(made: Request) -> tuple[int, ...]:
 
 @dataclass
 class Expected:
-    """Progress of a request in the reference."""
+    """The expected progress of a request."""
 
     id: str
     known: int
@@ -54,7 +54,7 @@ class Expected:
 
 
 def expected_rows(waiting: list[Expected], running: list[Expected], limits: SchedulerConfig, now: float) -> list[tuple]:
-    """Return (id, first, tokens) of each row with ample memory. Moves requests from `waiting` to `running`."""
+    """Return the expected rows as (id, first, tokens) and move started requests from `waiting` to `running`."""
     rows, budget = [], limits.max_step_tokens
 
     def take(each: Expected) -> None:
@@ -83,7 +83,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 4), st.integers
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals=st.lists(ARRIVALS, min_size=1, max_size=6), rows=st.integers(1, 4), more=st.integers(0, 7))
-def test_steps_with_ample_memory_follow_the_reference(arrivals, rows, more):
+def test_steps_with_ample_memory_equal_reference(arrivals, rows, more):
     limits = {"max_rows": rows, "max_step_tokens": rows + more, "age_seconds": 2.0}
     scheduler = make(1000, prefix_caching=False, **limits)
     waiting: list[Expected] = []
@@ -110,7 +110,7 @@ def test_steps_with_ample_memory_follow_the_reference(arrivals, rows, more):
     raise AssertionError("the scheduler still has work after 400 steps")
 
 
-def test_equal_rank_goes_to_earlier_arrival():
+def test_earlier_request_is_scheduled_first_at_equal_rank():
     scheduler = make(50, max_rows=1, age_seconds=10.0)
     late = Request("late", Chain(scheduler.manager.namespace, [2]), 1, priority=1)
     early = Request("early", Chain(scheduler.manager.namespace, [1]), 1)
@@ -120,13 +120,13 @@ def test_equal_rank_goes_to_earlier_arrival():
     assert [row.request.id for row in scheduler.schedule(20.0).rows] == ["early"]
 
 
-def test_draft_is_cut_to_budget_of_generating_request():
+def test_draft_is_shortened_to_token_budget_of_step():
     scheduler, device = make(50, max_rows=2, max_step_tokens=4), Device()
     first = request(scheduler, "first", [1, 1], 9)
     advance(scheduler, device)
     first.draft = alone(tuple(first.chain.tokens.tolist()), 5)
     second = request(scheduler, "second", [0, 1, 1], 1)
-    second.draft = (1, 1)  # the prompt is not computed yet, so that the draft is ignored
+    second.draft = (1, 1)  # ignored because the prompt is not computed yet
     step = advance(scheduler, device)
     assert [(row.request.id, row.num_tokens, row.num_draft) for row in step.rows] == [("first", 4, 3)]
     assert answer(first) == alone((1, 1), 1 + 4)
@@ -138,7 +138,7 @@ def test_draft_is_cut_to_budget_of_generating_request():
 # ---- configuration and value types ---------------------------------------------------------------------------------
 
 
-def test_config_accepts_limits_and_rejects_beyond():
+def test_config_accepts_smallest_values_and_rejects_smaller_ones():
     SchedulerConfig(max_rows=1, max_step_tokens=1, max_context=1, lookahead_tokens=0, age_seconds=0.001)
     SchedulerConfig(max_rows=4, max_step_tokens=4)
     cases = {
@@ -154,7 +154,7 @@ def test_config_accepts_limits_and_rejects_beyond():
             SchedulerConfig(**wrong)
 
 
-def test_step_is_true_if_it_has_work():
+def test_step_is_true_if_it_contains_work():
     plan = make(8, host=HostConfig(2)).manager.plan()
     made = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
     row = Row.of(made, 4, (7, 9))
@@ -173,7 +173,7 @@ def test_step_is_true_if_it_has_work():
     assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
 
 
-def test_request_pickles_without_allocation_and_prefetch():
+def test_pickled_request_omits_allocation_and_prefetch():
     lab = Lab(8, stores=[disk()])
     scheduler = Scheduler(lab.manager)
     lab.serve(stored_prompt(1, 2))
@@ -190,7 +190,7 @@ def test_request_pickles_without_allocation_and_prefetch():
 
 
 @pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
-def test_request_generates_with_one_token_left(length, computed, is_generating):
+def test_request_is_generating_if_one_token_is_uncomputed(length, computed, is_generating):
     made = Request("r", Chain(make().manager.namespace, [1] * length), 1)
     assert (made.num_computed, made.num_cached_tokens, made.num_new_tokens) == (0, 0, 0)
     made.num_computed = computed
@@ -200,7 +200,7 @@ def test_request_generates_with_one_token_left(length, computed, is_generating):
 # ---- adding, ending, pausing ---------------------------------------------------------------------------------------
 
 
-def test_has_work_is_false_when_paused():
+def test_has_work_is_false_while_paused():
     scheduler, device = make(), Device()
     assert not scheduler.has_work()
     request(scheduler, "a", [1], 3)
@@ -214,23 +214,23 @@ def test_has_work_is_false_when_paused():
     assert scheduler.has_work()
 
 
-def test_request_is_added_once():
+def test_second_add_of_request_raises():
     scheduler, device = make(), Device()
     made = request(scheduler, "a", [1], 2)
-    for _ in range(2):  # waiting, running
+    for _ in range(2):  # while it is waiting, then while it is running
         with pytest.raises(StateError, match="was added before"):
             scheduler.add(made, 1.0)
         advance(scheduler, device)
     assert made.state is RequestState.FINISHED
     with pytest.raises(StateError, match="was added before"):
         scheduler.add(made, 1.0)
-    stranger = Request("stranger", Chain(scheduler.manager.namespace, [1]), 1)
+    unknown = Request("unknown", Chain(scheduler.manager.namespace, [1]), 1)
     with pytest.raises(StateError, match="not in this scheduler"):
-        scheduler.cancel(stranger, 0.0)
-    assert stranger.state is RequestState.WAITING
+        scheduler.cancel(unknown, 0.0)
+    assert unknown.state is RequestState.WAITING
 
 
-def test_pause_preempts_all_and_resume_continues():
+def test_pause_preempts_all_requests_and_resume_continues_them():
     scheduler, device = make(50, max_rows=2), Device()
     made = [request(scheduler, name, [number] * 5, 4) for number, name in enumerate("abc")]
     step = scheduler.schedule(0.0)
@@ -269,7 +269,7 @@ def test_pause_ends_prefetches_of_waiting_requests():
     assert lab.manager.tree.num_leases == 0
 
 
-def test_failed_step_ends_only_its_rows():
+def test_failed_step_cancels_only_requests_in_its_rows():
     scheduler, device = make(50, max_rows=2), Device()
     first, second, third = (request(scheduler, name, [1, 2], 3) for name in "abc")
     step = scheduler.schedule(0.0)
@@ -284,7 +284,7 @@ def test_failed_step_ends_only_its_rows():
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 1, 1, 1)])
-def test_result_of_wrong_length_raises(tokens):
+def test_row_result_with_wrong_number_of_tokens_raises(tokens):
     scheduler, device = make(), Device()
     made = request(scheduler, "a", [1], 9)
     advance(scheduler, device)
@@ -294,7 +294,7 @@ def test_result_of_wrong_length_raises(tokens):
         scheduler.update(step, [RowResult(tokens)], 0.0)
 
 
-def test_token_for_unfinished_prompt_raises():
+def test_row_result_with_token_for_unfinished_prompt_raises():
     scheduler = make(max_step_tokens=4)
     request(scheduler, "a", [1] * 6, 1)
     with pytest.raises(ArgumentError, match="1 tokens for a row with 0 drafts"):
@@ -309,13 +309,13 @@ def test_step_time_is_measured_from_schedule_to_update():
         step = scheduler.schedule(10.0 * number)
         scheduler.update(step, [RowResult((1,))], 10.0 * number + 0.5 + 0.25 * length)
         assert made.state is RequestState.FINISHED
-        scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # an empty step
+        scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # an empty step is not measured
     found = scheduler.manager.cost_model.compute_seconds(0, 10)
     assert found == pytest.approx(0.5 + 0.25 * 10, rel=0.05)
 
 
 def test_step_that_waits_for_loads_is_not_measured():
-    scheduler, device = on_the_host(starts_early=True)
+    scheduler, device = with_blocks_on_host(starts_early=True)
     before = scheduler.manager.cost_model.compute_seconds(0, 10)
     request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
@@ -324,7 +324,7 @@ def test_step_that_waits_for_loads_is_not_measured():
     assert scheduler.manager.cost_model.compute_seconds(0, 10) == before
 
 
-def test_finished_result_ends_its_request():
+def test_finished_row_result_ends_its_request():
     scheduler, device = make(), Device()
     made, other = (request(scheduler, name, [1, 2], 9) for name in "ab")
     step = scheduler.schedule(0.0)
@@ -335,7 +335,7 @@ def test_finished_result_ends_its_request():
     assert scheduler.cancel(other, 0.0) is True
 
 
-def test_queried_and_hit_tokens_are_counted_once():
+def test_queried_and_hit_tokens_are_counted_once_per_request():
     scheduler, device = make(20, max_step_tokens=8), Device()
     for name in "ab":
         request(scheduler, name, [1] * 18, 3)
@@ -347,7 +347,7 @@ def test_queried_and_hit_tokens_are_counted_once():
 # ---- room ----------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_that_leaves_room_for_one_token_runs():
+def test_longest_prompt_leaves_room_for_one_generated_token():
     for limits, max_tokens in (({}, 2 * BLOCK), ({"max_context": 6}, 6)):
         scheduler, device = make(2, **limits), Device()
         fits, too_long = (request(scheduler, str(length), [1] * length, 9) for length in (max_tokens - 1, max_tokens))
@@ -358,14 +358,14 @@ def test_prompt_that_leaves_room_for_one_token_runs():
         assert fits.chain.num_tokens <= max_tokens + (not limits)
 
 
-def test_answer_ends_at_max_context():
+def test_request_ends_at_max_context():
     scheduler, device = make(50, max_context=6), Device()
     made = request(scheduler, "a", [1, 1, 1], 9)
     run(scheduler, device)
     assert (made.state, made.num_new_tokens) == (RequestState.FINISHED, 3)
 
 
-def test_quota_above_pool_is_limited_by_pool():
+def test_quota_larger_than_pool_is_limited_by_pool():
     scheduler = make(2)
     scheduler.manager.tree.tiers[0].set_quota(b"a", 50, scheduler.manager.tree.nodes())
     made = request(scheduler, "a", [1] * 8, 1, salt=b"a")
@@ -385,8 +385,8 @@ def test_quota_above_pool_is_limited_by_pool():
         (1, (2, 1, 0), (0.0, 0.0, 0.0), "c"),
     ],
 )
-def test_victim_has_lowest_priority_then_latest_arrival(needs_block, priorities, arrivals, victim):
-    """Three requests fill the pool. Request number `needs_block` needs a block first and preempts the victim."""
+def test_preempted_request_has_lowest_priority_or_latest_arrival(needs_block, priorities, arrivals, victim):
+    """Three requests fill the pool. Request `needs_block` is the first that needs another block."""
     scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
     for number, name in enumerate("abc"):
         tokens = [number] * (2 * BLOCK if number == needs_block else 2 * BLOCK - 3)
@@ -397,7 +397,7 @@ def test_victim_has_lowest_priority_then_latest_arrival(needs_block, priorities,
     assert preempted == [victim]
 
 
-def test_resumed_request_keeps_first_schedule_figures():
+def test_resumed_request_keeps_metrics_of_first_schedule():
     scheduler, device = make(6, max_rows=2), Device()
     first = request(scheduler, "first", [1] * 7, 12)
     advance(scheduler, device, 0.0)
@@ -407,16 +407,14 @@ def test_resumed_request_keeps_first_schedule_figures():
     assert second.num_preempted > 0
     assert second.scheduled_at is not None
     assert second.scheduled_at < 3.0
-    assert (second.num_cached_tokens, second.tokens_from["device"]) == (
-        0,
-        0,
-    )  # the hits on its own blocks at resume do not count
+    # hits on its own blocks after the preemption do not count
+    assert (second.num_cached_tokens, second.tokens_from["device"]) == (0, 0)
     assert second.stuck_at == 0
     assert answer(second) == alone((0,) * 7, 8)
 
 
-def test_tokens_of_preempted_row_go_to_next_row():
-    """b has a row when g needs a block and preempts it: p gets the token of that row and two of its blocks."""
+def test_token_budget_of_preempted_row_passes_to_next_row():
+    """g needs a block and preempts b, which had a row. p then uses the token of that row and two blocks of b."""
     scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
     b = request(scheduler, "b", [2] * 9, 9)
     advance(scheduler, device)
@@ -450,12 +448,12 @@ def test_lookahead_reserves_slots_beyond_step(lookahead, blocks):
     advance(scheduler, device)
     advance(scheduler, device)
     advance(scheduler, device)
-    scheduler.schedule(0.0)  # its 8th token
+    scheduler.schedule(0.0)  # schedules the 8th token
     assert made.num_computed == 7
     assert len(made.allocation.table) == blocks
 
 
-def test_lookahead_applies_to_last_chunk_only():
+def test_lookahead_applies_only_to_last_prompt_chunk():
     scheduler, device = make(50, lookahead_tokens=8, max_step_tokens=4), Device()
     made = request(scheduler, "a", [1] * 12, 9)
     tables = []
@@ -465,7 +463,7 @@ def test_lookahead_applies_to_last_chunk_only():
     assert tables == [1, 2, 5]
 
 
-def test_lookahead_and_drafts_preempt_no_request():
+def test_lookahead_and_drafts_do_not_preempt_requests():
     scheduler, device = make(4, max_rows=2, lookahead_tokens=8), Device()
     first, second = (request(scheduler, name, [number] * 6, 3) for number, name in enumerate("ab"))
     advance(scheduler, device)
@@ -478,8 +476,8 @@ def test_lookahead_and_drafts_preempt_no_request():
 # ---- loads ---------------------------------------------------------------------------------------------------------
 
 
-def on_the_host(**limits) -> tuple[Scheduler, Device]:
-    """Return a scheduler whose host holds the blocks of [1] * 8, which are not on the device."""
+def with_blocks_on_host(**limits) -> tuple[Scheduler, Device]:
+    """Return a scheduler whose host tier, but not the device, holds the blocks of [1] * 8."""
     scheduler, device = make(6, host=HostConfig(20), **limits), Device()
     request(scheduler, "before", [1] * 9, 1)
     run(scheduler, device)
@@ -489,8 +487,8 @@ def on_the_host(**limits) -> tuple[Scheduler, Device]:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_early_start_counts_only_if_loads_arrived(ok):
-    scheduler, device = on_the_host(starts_early=True)
+def test_early_start_generates_token_only_if_loads_succeed(ok):
+    scheduler, device = with_blocks_on_host(starts_early=True)
     made = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
     loads = [each.id for each in step.plan.transfers if each.route is Route.HOST_TO_DEVICE]
@@ -504,7 +502,7 @@ def test_early_start_counts_only_if_loads_arrived(ok):
 
 
 def test_early_start_waits_while_other_request_has_work():
-    scheduler, device = on_the_host(starts_early=True)
+    scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2, 2], 9)
     advance(scheduler, device, 9.0)
     made = request(scheduler, "again", [1] * 9, 2)
@@ -517,9 +515,9 @@ def test_early_start_waits_while_other_request_has_work():
     assert answer(made) == alone((1,) * 9, 1)
 
 
-def test_early_start_has_slots_for_all_tokens():
-    """It was admitted with the rest of a step; when it runs alone, it computes more tokens."""
-    scheduler, device = on_the_host(starts_early=True)
+def test_early_start_allocates_slots_for_all_its_tokens():
+    """The request was admitted with slots for the rest of a step. When it runs alone, it computes more tokens."""
+    scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     made = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
     assert sizes(advance(scheduler, device, 9.0)) == {"other": 7}
@@ -531,8 +529,8 @@ def test_early_start_has_slots_for_all_tokens():
     assert answer(made) == alone((1,) * 8 + (3,) * 5, 2)
 
 
-def test_load_is_awaited_without_early_start():
-    scheduler, device = on_the_host()
+def test_request_waits_for_load_without_early_start():
+    scheduler, device = with_blocks_on_host()
     made = request(scheduler, "again", [1] * 9, 2)
     for _ in range(2):
         assert advance(scheduler, device, 9.0).rows == ()
@@ -541,8 +539,8 @@ def test_load_is_awaited_without_early_start():
     assert made.why_loaded == ""
 
 
-def test_update_before_load_reports_raises():
-    scheduler, _ = on_the_host(starts_early=True)
+def test_update_before_reports_of_loads_raises():
+    scheduler, _ = with_blocks_on_host(starts_early=True)
     request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
     with pytest.raises(StateError, match="apply the reports of its loads"):
@@ -553,24 +551,31 @@ def test_update_before_load_reports_raises():
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["waiting state", "waiting with KV", "running state", "running without KV", "waiting twice", "leaked allocation"],
+    "defect",
+    [
+        "wrong state in queue",
+        "queued with KV",
+        "wrong state in step",
+        "running without KV",
+        "queued twice",
+        "leaked allocation",
+    ],
 )
-def test_check_detects_misplaced_requests(what):
+def test_check_detects_misplaced_requests(defect):
     scheduler, device = make(max_rows=1), Device()
     running, waiting = (request(scheduler, name, [1, 1], 9) for name in "ab")
     advance(scheduler, device)
     scheduler.check()
     manager: CacheManager = scheduler.manager
-    if what == "waiting state":
+    if defect == "wrong state in queue":
         waiting.state = RequestState.FINISHED
-    elif what == "waiting with KV":
+    elif defect == "queued with KV":
         waiting.allocation = running.allocation
-    elif what == "running state":
+    elif defect == "wrong state in step":
         running.state = RequestState.WAITING
-    elif what == "running without KV":
+    elif defect == "running without KV":
         running.allocation = None
-    elif what == "waiting twice":
+    elif defect == "queued twice":
         scheduler._waiting.append(waiting)
     else:
         manager.match(Chain(manager.namespace, [1]))
@@ -581,7 +586,7 @@ def test_check_detects_misplaced_requests(what):
 # ---- tenants -------------------------------------------------------------------------------------------------------
 
 
-def test_request_is_not_overtaken_within_its_tenant():
+def test_request_is_not_overtaken_by_request_of_same_tenant():
     scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     request(scheduler, "first", [1] * 6, 3, salt=b"a")
@@ -608,8 +613,8 @@ def test_step_with_preemption_admits_no_request():
     assert sizes(advance(scheduler, device)) == {"a0": 1, "b": 5}
 
 
-def test_prefetch_is_released_for_own_tenant_quota_only():
-    """Both tenants wait for store blocks and lease two device blocks; then one of them needs its quota."""
+def test_prefetch_is_released_only_for_quota_of_its_own_tenant():
+    """Both tenants wait for store blocks and lease two device blocks. Then tenant a needs its whole quota."""
     lab = Lab(20, stores=[disk()])
     for salt in (b"a", b"b"):
         lab.serve(stored_prompt(1, 4, salt=salt))
@@ -625,14 +630,14 @@ def test_prefetch_is_released_for_own_tenant_quota_only():
     step = scheduler.schedule(0.0)
     scheduler.update(step, [], 0.0)
     assert [transfer.num_blocks for transfer in step.plan.transfers] == [2, 2]
-    needs = Request("needs", stored_prompt(2, 3, salt=b"a"), 1)
-    scheduler.add(needs, 1.0)
-    ends = waiting[0].prefetch
-    assert scheduler.schedule(1.0).rows == ()  # transfers in flight still hold the blocks
+    newcomer = Request("newcomer", stored_prompt(2, 3, salt=b"a"), 1)
+    scheduler.add(newcomer, 1.0)
+    ended_prefetch = waiting[0].prefetch
+    assert scheduler.schedule(1.0).rows == ()  # the transfers in flight still hold the blocks
     assert waiting[0].prefetch is None
     assert waiting[1].prefetch is not None
     with pytest.raises(StateError, match="already ended"):
-        lab.manager.end_prefetch(ends)
+        lab.manager.end_prefetch(ended_prefetch)
     scheduler.check()
 
 
@@ -649,7 +654,7 @@ def submit(lab: Lab, step: Step) -> None:
 
 
 def step_of(scheduler: Scheduler, lab: Lab, now: float) -> Step:
-    """Run one step and carry out its transfers."""
+    """Run one step and complete its transfers."""
     step = scheduler.schedule(now)
     submit(lab, step)
     scheduler.update(step, [RowResult((7,) if row.wants_token else ()) for row in step.rows], now)
@@ -658,8 +663,8 @@ def step_of(scheduler: Scheduler, lab: Lab, now: float) -> Step:
     return step
 
 
-def stored(num_device: int, **limits) -> tuple[Lab, Scheduler]:
-    """Return a scheduler whose store has three blocks of prompt 1; two of them are in memory too."""
+def with_stored_prompt(num_device: int, **limits) -> tuple[Lab, Scheduler]:
+    """Return a scheduler whose store holds three blocks of prompt 1. Two of these blocks are also in memory."""
     lab = Lab(num_device, stores=[disk()])
     lab.serve(stored_prompt(1, 3))
     lab.evict("device")
@@ -668,14 +673,14 @@ def stored(num_device: int, **limits) -> tuple[Lab, Scheduler]:
     return lab, Scheduler(lab.manager, SchedulerConfig(max_step_tokens=64, **limits))
 
 
-def test_running_request_takes_room_of_waiting_prefetch():
-    lab, scheduler = stored(4, max_rows=1)
+def test_running_request_can_use_blocks_of_waiting_prefetch():
+    lab, scheduler = with_stored_prompt(4, max_rows=1)
     runs = Request("runs", stored_prompt(2, 1), 9)
     scheduler.add(runs, 0.0)
     assert sizes(step_of(scheduler, lab, 0.0)) == {"runs": 5}
     waits = Request("waits", stored_prompt(1, 3), 1)
     scheduler.add(waits, 0.0)
-    for now in range(1, 4):  # tokens 5 to 7 fit into its blocks
+    for now in range(1, 4):  # tokens 5 to 7 fit into the blocks of the request
         assert sizes(step_of(scheduler, lab, float(now))) == {"runs": 1}
     assert waits.prefetch is not None
     assert waits.prefetch.is_over
@@ -685,8 +690,8 @@ def test_running_request_takes_room_of_waiting_prefetch():
     assert (runs.num_preempted, runs.num_new_tokens) == (0, 5)
 
 
-def test_waiting_request_is_prefetched_once():
-    lab, scheduler = stored(20, max_rows=4)
+def test_waiting_request_starts_one_prefetch():
+    lab, scheduler = with_stored_prompt(20, max_rows=4)
     waits, other = Request("waits", stored_prompt(1, 3), 1), Request("other", stored_prompt(2, 1), 2)
     scheduler.add(waits, 0.0)
     scheduler.add(other, 1.0)
@@ -697,7 +702,7 @@ def test_waiting_request_is_prefetched_once():
     again = scheduler.schedule(1.0)
     assert waits.prefetch is fetch
     assert sizes(again) == {"other": 1}
-    assert lab.manager.tree.num_leases <= leases + 1  # the save of a block of `other`
+    assert lab.manager.tree.num_leases <= leases + 1  # one more lease for the save of a block of `other`
     scheduler.update(again, [RowResult((7,))], 1.0)
     for each in (step, again):
         for worker in lab.workers:
@@ -713,9 +718,9 @@ def test_waiting_request_is_prefetched_once():
     assert waits.prefetch is None
 
 
-def test_request_that_prefetches_again_lets_others_pass():
-    """Its blocks were in memory at arrival and are evicted before admission, so that they are fetched then."""
-    lab, scheduler = stored(20, max_rows=2)
+def test_request_that_prefetches_again_does_not_block_others():
+    """The blocks are in memory when the request arrives but are evicted before it is admitted."""
+    lab, scheduler = with_stored_prompt(20, max_rows=2)
     waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
     running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]
     for each in (*running, waits, other):
@@ -735,9 +740,9 @@ def test_request_that_prefetches_again_lets_others_pass():
 
 
 @pytest.mark.parametrize("how", ["cancel", "refuse"])
-def test_ended_request_ends_its_prefetch(how):
-    lab, scheduler = stored(20, max_rows=2, max_context=13 if how == "refuse" else 1000)
-    made = Request("goes", stored_prompt(1, 3), 1)
+def test_cancelled_or_refused_request_ends_its_prefetch(how):
+    lab, scheduler = with_stored_prompt(20, max_rows=2, max_context=13 if how == "refuse" else 1000)
+    made = Request("ended", stored_prompt(1, 3), 1)
     scheduler.add(made, 0.0)
     step = scheduler.schedule(0.0)
     scheduler.update(step, [], 0.0)

@@ -1,4 +1,4 @@
-"""The store contract for memory and disk stores, and their size limits."""
+"""Memory and disk stores fulfil the store contract and stay within their size limits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from storage_support import LABEL, FaultyStore, SimulatedDisk, check_disk, get, 
 pytest.register_assert_rewrite("store_contract")
 from store_contract import *  # noqa: E402, F403
 
-ROOM = 1 << 20
+MAX_BYTES = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 3}
 STORES = {
-    "memory": lambda _: MemoryStore(ROOM),
-    "memory, no faults": lambda _: FaultyStore(MemoryStore(ROOM)),
-    "disk, direct": lambda folder: DiskStore(folder, ROOM, direct=True, **SMALL),
-    "disk, page cache": lambda folder: DiskStore(folder, ROOM, direct=False, **SMALL),
-    "disk, synced": lambda folder: DiskStore(folder, ROOM, sync=Sync.WRITE, **SMALL),
-    "disk, compressed": lambda folder: DiskStore(folder, ROOM, compression=Compression.ZLIB, **SMALL),
-    "disk, simulated": lambda folder: DiskStore(folder, ROOM, files=SimulatedDisk(), **SMALL),
+    "memory": lambda _: MemoryStore(MAX_BYTES),
+    "faulty store without faults": lambda _: FaultyStore(MemoryStore(MAX_BYTES)),
+    "disk, direct": lambda folder: DiskStore(folder, MAX_BYTES, direct=True, **SMALL),
+    "disk, page cache": lambda folder: DiskStore(folder, MAX_BYTES, direct=False, **SMALL),
+    "disk, synced": lambda folder: DiskStore(folder, MAX_BYTES, sync=Sync.WRITE, **SMALL),
+    "disk, compressed": lambda folder: DiskStore(folder, MAX_BYTES, compression=Compression.ZLIB, **SMALL),
+    "disk, simulated": lambda folder: DiskStore(folder, MAX_BYTES, files=SimulatedDisk(), **SMALL),
 }
 
 
@@ -35,28 +35,28 @@ def store(request, tmp_path):
     made.close()
 
 
-def test_rewriting_same_object_is_stored_once(store):
+def test_store_keeps_one_copy_of_rewritten_object(store):
     put(store, 1)
     before = store.stats.used_bytes
     assert put(store, 1).ok
     assert (store.stats.used_bytes, store.stats.num_objects) == (before, 1)
 
 
-def test_store_is_bounded_and_evicts_lru(store):
-    count = ROOM // 8192
+def test_full_store_evicts_least_recently_used_objects(store):
+    count = MAX_BYTES // 8192
     for number in range(2 * count):
         assert put(store, number, nbytes=8192).ok
         assert get(store, 0, 8192)[0].ok, "the most recently used object was evicted"
     stats = store.stats
-    assert stats.used_bytes <= ROOM == stats.max_bytes
+    assert stats.used_bytes <= MAX_BYTES == stats.max_bytes
     assert stats.num_evicted == 2 * count - stats.num_objects > 0
     kept = has(store, *range(1, 2 * count))
     assert kept == sorted(kept), "a newer object was evicted before an older one"
 
 
-def test_object_larger_than_store_fails_and_evicts_nothing(store):
+def test_write_larger_than_store_fails_and_evicts_nothing(store):
     put(store, 1)
-    outcome = store.write([Write(key_of(2), LABEL, os.urandom(2 * ROOM))])[0]
+    outcome = store.write([Write(key_of(2), LABEL, os.urandom(2 * MAX_BYTES))])[0]
     assert outcome.status is ObjectStatus.FAILED
     assert outcome.reason
     assert has(store, 1, 2) == [True, False]

@@ -1,4 +1,4 @@
-"""DiskStore: restarts, limits, damage, deadlines, and folder locks."""
+"""DiskStore: restarts, limits, damage, deadlines and folder locks."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from storage_support import (
     write_of,
 )
 
-ROOM = 1 << 20
+MAX_BYTES = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 
 @pytest.fixture
-def opened(tmp_path):
-    """Function that opens a store in one folder and closes the previous one."""
+def open_store(tmp_path):
+    """Return a function that opens a store in the same folder again and closes the previous store."""
     stores = []
 
-    def open_store(max_bytes: int = ROOM, **settings) -> DiskStore:
+    def open_again(max_bytes: int = MAX_BYTES, **settings) -> DiskStore:
         for store in stores:
             store.close()
         stores.append(DiskStore(tmp_path / "store", max_bytes, **{**SMALL, **settings}))
         return stores[-1]
 
-    yield open_store
+    yield open_again
     for store in stores:
         store.close()
 
@@ -65,14 +65,14 @@ def damage(path, offset: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"direct": False}, {"compression": Compression.ZLIB}, {"sync": Sync.WRITE}])
-def test_objects_survive_restart(opened, settings):
-    store = opened(**settings)
+def test_objects_survive_restart(open_store, settings):
+    store = open_store(**settings)
     put(store, *range(20))
     put(store, 3, version=1)
     store.remove([key_of(4)])
     label = Label.of(NAMESPACE, b"tokens", keep_ids=True)
     store.write([write_of(50, 77, label=label)])
-    store = opened()
+    store = open_store()
     assert has(store, *range(20)) == [n != 4 for n in range(20)]
     assert all(get(store, n)[1] == payload_of(n, version=int(n == 3)) for n in range(20) if n != 4)
     assert get(store, 50, 77, label)[1] == payload_of(50, 77)
@@ -80,53 +80,53 @@ def test_objects_survive_restart(opened, settings):
     check_disk(store)
 
 
-def test_stale_record_after_crash_is_not_served(opened, tmp_path):
-    store = opened()
+def test_stale_record_after_crash_is_not_served(open_store, tmp_path):
+    store = open_store()
     put(store, 1)
     store.close()
     table = tmp_path / "store" / "segment-00000001.table"
     record = table.read_bytes()[4096 : 4096 + 256]
-    put(opened(), 1, version=1)
-    opened().close()
+    put(open_store(), 1, version=1)
+    open_store().close()
     data = bytearray(table.read_bytes())
     assert data[4096 : 4096 + 256] == bytes(256)
-    data[4096 : 4096 + 256] = record  # undo the blanking
+    data[4096 : 4096 + 256] = record  # restore the erased record
     table.write_bytes(data)
-    store = opened()
+    store = open_store()
     assert get(store, 1)[1] == payload_of(1, version=1)
     store.remove([key_of(1)])
-    assert has(opened(), 1) == [False]
+    assert has(open_store(), 1) == [False]
 
 
-def test_record_in_wrong_slot_is_quarantined(opened, tmp_path):
-    put(opened(), 1)
-    opened().close()
+def test_record_in_wrong_slot_is_quarantined(open_store, tmp_path):
+    put(open_store(), 1)
+    open_store().close()
     table = tmp_path / "store" / "segment-00000001.table"
     data = bytearray(table.read_bytes())
     data[4352:4608], data[4096:4352] = data[4096:4352], bytes(256)
     table.write_bytes(data)
-    store = opened()
+    store = open_store()
     assert get(store, 1)[0].status is ObjectStatus.MISSING
     assert store.stats.num_quarantined == 1
 
 
-def test_restart_reads_no_payload(opened):
+def test_restart_does_not_read_payloads(open_store):
     disk = SimulatedDisk()
-    store = opened(files=disk)
+    store = open_store(files=disk)
     put(store, *range(10), nbytes=10_000)
     store.close()
     read = []
     plain = disk.read
     disk.read = lambda descriptor, buffer, offset: (read.append(len(buffer)), plain(descriptor, buffer, offset))[1]
-    store = opened(files=disk)
+    store = open_store(files=disk)
     assert len(all_keys(store)) == 10
     assert sum(read) < 10 * 10_000
 
 
-def test_records_of_batch_are_written_together(opened):
-    """Replaced records are blanked together too: the writes after the last payload do not grow with the batch."""
+def test_records_of_one_batch_are_written_together(open_store):
+    """Replaced records are also erased together, so that the number of writes is one or two above the batch size."""
     disk = SimulatedDisk()
-    store = opened(files=disk)
+    store = open_store(files=disk)
     put(store, 100, nbytes=4096)  # creates the segment
     writes = []
     disk.before = lambda operation, _: writes.append(operation) if operation == "write" else None
@@ -137,11 +137,11 @@ def test_records_of_batch_are_written_together(opened):
     assert [get(store, number, 4096)[1] for number in range(12)] == [payload_of(n, 4096, 1) for n in range(12)]
 
 
-def test_eviction_order_survives_restart(opened):
-    store = opened(256 << 10)
+def test_eviction_order_survives_restart(open_store):
+    store = open_store(256 << 10)
     for number in range(10):
         put(store, number)
-    store = opened(256 << 10)
+    store = open_store(256 << 10)
     for number in range(100, 140):
         put(store, number)
     kept = has(store, *range(10), *range(100, 140))
@@ -149,10 +149,10 @@ def test_eviction_order_survives_restart(opened):
     assert kept[-1]
 
 
-def test_restart_with_smaller_limit_evicts(opened):
-    store = opened()
+def test_restart_with_smaller_limit_evicts_objects(open_store):
+    store = open_store()
     put(store, *range(100))
-    store = opened(300 << 10)
+    store = open_store(300 << 10)
     assert store.stats.used_bytes <= 300 << 10
     assert 0 < store.stats.num_objects < 100
     assert has(store, 99) == [True]
@@ -161,14 +161,14 @@ def test_restart_with_smaller_limit_evicts(opened):
 # --- limits
 
 
-def test_object_sizes_share_space_by_use(opened):
-    store = opened()
+def test_recently_used_object_size_gains_space_from_other_sizes(open_store):
+    store = open_store()
     put(store, *range(200), nbytes=4096)
     assert store.stats.num_evicted == 0
     for number in range(1000, 1100):
         assert put(store, number, nbytes=40_000).ok
     assert has(store, 1099, 0) == [True, False]
-    assert store.stats.used_bytes <= ROOM
+    assert store.stats.used_bytes <= MAX_BYTES
     large = sum(has(store, *range(1000, 1100)))
     for number in range(2000, 2300):
         assert put(store, number, nbytes=4096).ok
@@ -176,27 +176,27 @@ def test_object_sizes_share_space_by_use(opened):
     check_disk(store)
 
 
-def test_min_free_bytes_is_kept_by_eviction(opened):
-    disk = SimulatedDisk(capacity=2 * ROOM)
-    store = opened(4 * ROOM, files=disk, min_free_bytes=ROOM)
+def test_store_evicts_to_keep_min_free_bytes(open_store):
+    disk = SimulatedDisk(capacity=2 * MAX_BYTES)
+    store = open_store(4 * MAX_BYTES, files=disk, min_free_bytes=MAX_BYTES)
     for number in range(600):
         assert put(store, number).ok
-    assert disk.free_bytes("") >= ROOM
+    assert disk.free_bytes("") >= MAX_BYTES
     assert store.stats.num_evicted > 0
     check_disk(store)
 
 
-def test_write_without_room_for_segment_fails(opened):
-    store = opened(min_free_bytes=1 << 60)
+def test_write_that_would_violate_min_free_bytes_fails(open_store):
+    store = open_store(min_free_bytes=1 << 60)
     outcome = put(store, 1)[0]
     assert outcome.status is ObjectStatus.FAILED
     assert "minimum" in outcome.reason
     assert not store.contains([key_of(1)])[0].ok
 
 
-def test_full_disk_fails_the_write_only(opened):
+def test_store_works_after_write_to_full_disk(open_store):
     disk = SimulatedDisk(capacity=200 << 10)
-    store = opened(files=disk)
+    store = open_store(files=disk)
     for number in range(100):
         put(store, number, nbytes=4096)
     outcome = put(store, 500, nbytes=150_000)[0]
@@ -207,7 +207,7 @@ def test_full_disk_fails_the_write_only(opened):
     check_disk(store)
 
 
-def test_file_size_limit_acts_as_full_disk(tmp_path):
+def test_write_beyond_file_size_limit_fails_like_full_disk(tmp_path):
     code = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
@@ -231,24 +231,24 @@ store.close()
 )
 def test_invalid_disk_store_settings_raise(tmp_path, settings):
     with pytest.raises(ArgumentError):
-        DiskStore(tmp_path / "store", **{"max_bytes": ROOM, **settings})
+        DiskStore(tmp_path / "store", **{"max_bytes": MAX_BYTES, **settings})
 
 
 # --- damage
 
 
-def test_flipped_bit_in_slot_is_quarantined_miss(opened, tmp_path):
+def test_object_with_flipped_bit_is_quarantined_and_missing(open_store, tmp_path):
     for offset in (0, 2500, 4999):
-        store = opened()
+        store = open_store()
         put(store, 1, 2)
         place = store._space.find(key_of(1))
         damage(tmp_path / "store" / "segment-00000001.kv", place.slot * 8192 + offset)
-        outcome, room = get(store, 1)
-        assert (outcome.status, room) == (ObjectStatus.CORRUPT, b"\xee" * 5000)
+        outcome, buffer = get(store, 1)
+        assert (outcome.status, buffer) == (ObjectStatus.CORRUPT, b"\xee" * 5000)
         assert get(store, 1)[0].status is ObjectStatus.MISSING
         assert get(store, 2)[0].ok
         assert store.stats.num_quarantined == 1
-        store = opened()  # it stays removed
+        store = open_store()  # the object stays removed
         assert has(store, 1, 2) == [False, True]
         assert put(store, 1).ok
         assert get(store, 1)[1] == payload_of(1)
@@ -256,8 +256,8 @@ def test_flipped_bit_in_slot_is_quarantined_miss(opened, tmp_path):
         store.remove([key_of(1), key_of(2)])
 
 
-def test_quarantined_slot_is_reused_last(opened, tmp_path):
-    store = opened(128 << 10)
+def test_quarantined_slot_is_reused_last(open_store, tmp_path):
+    store = open_store(128 << 10)
     put(store, 0)
     bad = store._space.find(key_of(0))
     damage(tmp_path / "store" / "segment-00000001.kv", bad.slot * 8192)
@@ -272,87 +272,87 @@ def test_quarantined_slot_is_reused_last(opened, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
-def test_flipped_bit_in_any_file_never_serves_wrong_bytes(opened, tmp_path, name):
+def test_flipped_bit_in_any_file_never_serves_wrong_bytes(open_store, tmp_path, name):
     rng = random.Random(name)
-    store = opened(128 << 10)
+    store = open_store(128 << 10)
     put(store, *range(8))
     store.close()
     path = tmp_path / "store" / name
-    sound = {each: (tmp_path / "store" / each).read_bytes() for each in sorted(os.listdir(tmp_path / "store"))}
+    undamaged = {each: (tmp_path / "store" / each).read_bytes() for each in sorted(os.listdir(tmp_path / "store"))}
     used = 8 * 8192 if name.endswith("kv") else 4096 + 8 * 256
     for _ in range(40):
-        for each, data in sound.items():
+        for each, data in undamaged.items():
             (tmp_path / "store" / each).write_bytes(data)
         damage(path, rng.randrange(used), rng.randrange(8))
-        store = opened(128 << 10)
+        store = open_store(128 << 10)
         outcomes = [get(store, number) for number in range(8)]
-        for number, (outcome, room) in enumerate(outcomes):
-            assert room == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+        for number, (outcome, buffer) in enumerate(outcomes):
+            assert buffer == (payload_of(number) if outcome.ok else b"\xee" * 5000)
         assert sum(outcome.ok for outcome, _ in outcomes) >= 7 or name.endswith("table")
         store.close()
 
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 20_000])
-def test_truncated_file_keeps_remaining_objects(opened, tmp_path, name, nbytes):
-    store = opened()
+def test_truncated_file_keeps_remaining_objects(open_store, tmp_path, name, nbytes):
+    store = open_store()
     put(store, *range(8))
     store.close()
     os.truncate(tmp_path / "store" / name, nbytes)
-    store = opened()
+    store = open_store()
     for number in range(8):
-        outcome, room = get(store, number)
-        assert room == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+        outcome, buffer = get(store, number)
+        assert buffer == (payload_of(number) if outcome.ok else b"\xee" * 5000)
     assert put(store, *range(8, 30)).ok
     assert all(get(store, number)[1] == payload_of(number) for number in range(8, 30))
 
 
-def test_unreadable_segment_is_quarantined_foreign_files_kept(opened, tmp_path):
-    store = opened()
+def test_unreadable_segment_is_quarantined_and_other_files_kept(open_store, tmp_path):
+    store = open_store()
     put(store, *range(40))
     store.close()
     folder = tmp_path / "store"
     (folder / "notes.txt").write_text("mine")
     (folder / "segment-00000001.table").write_bytes(b"garbage" * 1000)
     before = (folder / "segment-00000001.kv").read_bytes()
-    store = opened()
+    store = open_store()
     assert (folder / "notes.txt").read_text() == "mine"
     assert (folder / "quarantine" / "segment-00000001.kv").read_bytes() == before
     assert (folder / "quarantine" / "segment-00000001.table").read_bytes() == b"garbage" * 1000
     assert 0 < store.stats.num_objects < 40
     assert store.stats.num_quarantined == 1
     put(store, *range(200))
-    assert store.stats.used_bytes <= ROOM
+    assert store.stats.used_bytes <= MAX_BYTES
     assert sum(f.stat().st_size for f in folder.rglob("segment*")) == store.stats.used_bytes
 
 
-def test_unfinished_segment_is_deleted(opened, tmp_path):
-    store = opened()
+def test_unfinished_segment_is_deleted(open_store, tmp_path):
+    store = open_store()
     put(store, 1)
     store.close()
     for name in ("segment-00000007.kv", "segment-00000007.table.new"):
         (tmp_path / "store" / name).write_bytes(b"half")
-    store = opened()
+    store = open_store()
     assert not [name for name in os.listdir(tmp_path / "store") if "00000007" in name]
     assert get(store, 1)[0].ok
 
 
-def test_partly_deleted_segment_is_deleted(opened, tmp_path):
-    """After a power failure either the table or the slots may be left."""
-    store = opened()
+def test_segment_with_missing_table_or_slots_is_deleted(open_store, tmp_path):
+    """After a power failure, either only the table or only the slots may exist."""
+    store = open_store()
     put(store, *range(40))
     store.close()
     (tmp_path / "store" / "segment-00000001.kv").unlink()
     (tmp_path / "store" / "segment-00000002.table").unlink()
-    store = opened()
+    store = open_store()
     assert not [name for name in os.listdir(tmp_path / "store") if "00000001" in name or "00000002" in name]
     assert not (tmp_path / "store" / "quarantine").exists()
     assert store.stats.num_quarantined == 0
     assert put(store, *range(40)).ok
 
 
-def test_newer_format_is_refused_without_changes(opened, tmp_path):
-    store = opened()
+def test_folder_with_newer_format_is_refused_and_unchanged(open_store, tmp_path):
+    store = open_store()
     put(store, *range(40))
     store.close()
     folder = tmp_path / "store"
@@ -362,17 +362,17 @@ def test_newer_format_is_refused_without_changes(opened, tmp_path):
     (folder / "segment-00000001.table").write_bytes(b"garbage")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(VersionError, match="upgrade kvtier"):
-        opened()
+        open_store()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**before}
     table.write_bytes(data)
-    assert opened().stats.num_objects > 0  # the folder is unlocked
+    assert open_store().stats.num_objects > 0  # the failed open has unlocked the folder
 
 
 # --- folder permissions and locks
 
 
-def test_store_files_have_owner_only_modes(opened, tmp_path):
-    put(opened(), 1)
+def test_store_files_are_accessible_to_owner_only(open_store, tmp_path):
+    put(open_store(), 1)
     folder = tmp_path / "store"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -383,20 +383,20 @@ def test_world_writable_folder_is_refused(tmp_path):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(StoreError, match="chmod 700"):
-        DiskStore(folder, ROOM)
+        DiskStore(folder, MAX_BYTES)
 
 
 def test_store_path_that_is_a_file_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot open a store"):
-        DiskStore(tmp_path / "file", ROOM)
+        DiskStore(tmp_path / "file", MAX_BYTES)
 
 
-def test_second_store_on_folder_raises(opened, tmp_path):
-    store = opened()
+def test_second_store_in_same_folder_raises(open_store, tmp_path):
+    store = open_store()
     put(store, 1)
     with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
-        DiskStore(tmp_path / "store", ROOM)
+        DiskStore(tmp_path / "store", MAX_BYTES)
     code = f"""
 from kvtier.errors import StoreInUseError
 from kvtier.storage import DiskStore
@@ -436,7 +436,7 @@ else:
 
 
 def forked(folder, how: str) -> subprocess.Popen[str]:
-    """Start a process that opens a store and forks a child, which stays alive."""
+    """Start a process that opens a store and forks a child that stays alive."""
     command = [sys.executable, "-c", _FORK, str(folder), how]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -444,50 +444,50 @@ def forked(folder, how: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["parent-closes", "parent-ends"])
-def test_folder_lock_with_live_forked_child_is_free(tmp_path, how):
+def test_folder_lock_is_released_although_forked_child_lives(tmp_path, how):
     with forked(tmp_path / "store", how) as process:
         if how == "parent-ends":
             process.wait()
-        DiskStore(tmp_path / "store", ROOM, **SMALL).close()
+        DiskStore(tmp_path / "store", MAX_BYTES, **SMALL).close()
         process.stdin.close()
 
 
 @pytest.mark.parametrize("how", ["nothing", "child-closes"])
-def test_folder_lock_of_forking_owner_stays_held(tmp_path, how):
+def test_folder_lock_is_held_while_forking_owner_lives(tmp_path, how):
     with forked(tmp_path / "store", how) as process:
         with pytest.raises(StoreInUseError, match=f"process {process.pid}"):
-            DiskStore(tmp_path / "store", ROOM)
+            DiskStore(tmp_path / "store", MAX_BYTES)
         process.stdin.close()
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["deleted", "replaced"])
-def test_folder_lock_without_lock_file_refuses_second_owner(opened, tmp_path, is_replaced):
-    store = opened()
+def test_folder_lock_holds_if_lock_file_is_deleted_or_replaced(open_store, tmp_path, is_replaced):
+    store = open_store()
     put(store, 1)
     lock = tmp_path / "store" / "LOCK"
     lock.unlink()
     if is_replaced:
         lock.write_text("")
     with pytest.raises(StoreInUseError, match="in use by process unknown"):
-        DiskStore(tmp_path / "store", ROOM)
+        DiskStore(tmp_path / "store", MAX_BYTES)
     assert put(store, *range(2, 20)).ok
     assert all(get(store, number)[1] == payload_of(number) for number in range(1, 20))
-    store = opened()
+    store = open_store()
     assert has(store, *range(1, 20)) == [True] * 19
     assert lock.read_text() == f"{os.getpid()}\n"
 
 
-def test_folder_lock_held_by_earlier_version_is_refused(opened, tmp_path):
-    """Earlier versions lock the file only."""
-    opened().close()
+def test_folder_locked_by_earlier_version_is_refused(open_store, tmp_path):
+    """Earlier versions lock only the file, not the folder."""
+    open_store().close()
     with open(tmp_path / "store" / "LOCK", "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
-            DiskStore(tmp_path / "store", ROOM)
+            DiskStore(tmp_path / "store", MAX_BYTES)
 
 
-def test_folder_lock_without_folder_locks_uses_file(tmp_path, monkeypatch):
-    """NFS cannot lock a read-only descriptor."""
+def test_folder_lock_uses_file_if_folders_cannot_be_locked(tmp_path, monkeypatch):
+    """NFS cannot lock a folder, because its descriptor is read-only."""
     flock = fcntl.flock
 
     def refuse_folders(descriptor, operation):
@@ -496,37 +496,37 @@ def test_folder_lock_without_folder_locks_uses_file(tmp_path, monkeypatch):
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", refuse_folders)
-    store = DiskStore(tmp_path / "store", ROOM, **SMALL)
+    store = DiskStore(tmp_path / "store", MAX_BYTES, **SMALL)
     with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
-        DiskStore(tmp_path / "store", ROOM)
+        DiskStore(tmp_path / "store", MAX_BYTES)
     store.close()
-    DiskStore(tmp_path / "store", ROOM, **SMALL).close()
+    DiskStore(tmp_path / "store", MAX_BYTES, **SMALL).close()
 
 
-# --- planted names
+# --- links and folders in place of segment files
 
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table", "segment-00000001.table.new"])
-@pytest.mark.parametrize("kind", ["link", "dangling", "folder"])
-def test_segment_name_taken_by_other_kind_uses_next_number(opened, tmp_path, name, kind):
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
+def test_segment_number_taken_by_link_or_folder_is_skipped(open_store, tmp_path, name, kind):
     folder, victim = tmp_path / "store", tmp_path / "victim"
-    opened().close()
+    open_store().close()
     victim.write_text("precious")
     if kind == "folder":
         (folder / name).mkdir()
     else:
         (folder / name).symlink_to(victim if kind == "link" else tmp_path / "nothing")
-    store = opened()
+    store = open_store()
     assert put(store, *range(30)).ok
     assert all(get(store, number)[1] == payload_of(number) for number in range(30))
     assert victim.read_text() == "precious"
     assert not (tmp_path / "nothing").exists()
-    store = opened()
+    store = open_store()
     assert has(store, *range(30)) == [True] * 30
 
 
-def test_segment_names_all_taken_fails_writes_only(opened, tmp_path):
-    store = opened()
+def test_reads_succeed_if_all_segment_names_are_taken(open_store, tmp_path):
+    store = open_store()
     put(store, 1)
     for number in range(2, 200):
         (tmp_path / "store" / f"segment-{number:08}.kv").symlink_to(tmp_path / "nothing")
@@ -534,23 +534,25 @@ def test_segment_names_all_taken_fails_writes_only(opened, tmp_path):
     assert get(store, 1)[1] == payload_of(1)
 
 
-def test_quarantine_that_is_a_link_is_refused(opened, tmp_path):
-    opened().close()
+def test_quarantine_folder_that_is_a_link_is_refused(open_store, tmp_path):
+    open_store().close()
     (tmp_path / "outside").mkdir()
     (tmp_path / "store" / "quarantine").symlink_to(tmp_path / "outside")
     (tmp_path / "store" / "segment-00000003.table").write_bytes(b"junk")
     with pytest.raises(StoreError, match="symbolic link"):
-        opened()
+        open_store()
     assert not list((tmp_path / "outside").iterdir())
 
 
 @pytest.mark.parametrize(
     ("num_slots", "table_bytes", "slots_bytes"),
     [(2**31, 4096, 0), (2**31, 2**31 * 256 + 4096, 2**43), (2**24, 4096, 2**23), (2**24, 8192, 4096)],
-    ids=["empty", "sparse", "half", "short"],
+    ids=["empty slots", "sparse files", "half of the slots", "short table and slots"],
 )
-def test_superblock_with_impossible_slots_is_quarantined(opened, tmp_path, num_slots, table_bytes, slots_bytes):
-    store = opened()
+def test_superblock_with_impossible_slot_count_is_quarantined(
+    open_store, tmp_path, num_slots, table_bytes, slots_bytes
+):
+    store = open_store()
     put(store, 1)
     store.close()
     table, slots = (tmp_path / "store" / f"segment-00000009.{kind}" for kind in ("table", "kv"))
@@ -559,15 +561,15 @@ def test_superblock_with_impossible_slots_is_quarantined(opened, tmp_path, num_s
     os.truncate(table, table_bytes)
     os.truncate(slots, slots_bytes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = opened(2**60)
+    store = open_store(2**60)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     assert get(store, 1)[1] == payload_of(1)
     assert store.stats.num_quarantined == 1
     assert (tmp_path / "store" / "quarantine" / table.name).stat().st_size == table_bytes
 
 
-def test_segment_larger_than_the_limit_is_deleted_unread(opened, tmp_path):
-    store = opened()
+def test_segment_larger_than_store_is_deleted(open_store, tmp_path):
+    store = open_store()
     put(store, 1)
     store.close()
     table, slots = (tmp_path / "store" / f"segment-00000009.{kind}" for kind in ("table", "kv"))
@@ -576,7 +578,7 @@ def test_segment_larger_than_the_limit_is_deleted_unread(opened, tmp_path):
     slots.touch()
     os.truncate(table, shape.table_bytes)
     os.truncate(slots, shape.slots_bytes)
-    store = opened()
+    store = open_store()
     assert get(store, 1)[1] == payload_of(1)
     assert not table.exists()
     assert not slots.exists()
@@ -585,20 +587,20 @@ def test_segment_larger_than_the_limit_is_deleted_unread(opened, tmp_path):
 # --- direct I/O
 
 
-def test_direct_io_refused_at_open_uses_page_cache(opened):
+def test_store_uses_page_cache_if_open_refuses_direct_io(open_store):
     class NoDirect(SimulatedDisk):
         def open(self, path, *, create=False, direct=False):
             if direct:
                 raise OSError(errno.EINVAL, "Invalid argument")
             return super().open(path, create=create)
 
-    store = opened(files=NoDirect())
+    store = open_store(files=NoDirect())
     put(store, 1)
     assert get(store, 1)[0].ok
     assert not store.is_direct
 
 
-def test_direct_io_refused_later_uses_page_cache(opened):
+def test_store_uses_page_cache_if_reads_refuse_direct_io(open_store):
     class RefusesLater(SimulatedDisk):
         def _refuse(self, descriptor):
             if descriptor in self._direct:
@@ -612,7 +614,7 @@ def test_direct_io_refused_later_uses_page_cache(opened):
             self._refuse(descriptor)
             super().write(descriptor, buffers, offset)
 
-    store = opened(files=RefusesLater())
+    store = open_store(files=RefusesLater())
     assert put(store, 1).ok
     assert get(store, 1)[1] == payload_of(1)
     assert not store.is_direct
@@ -622,9 +624,9 @@ def test_direct_io_refused_later_uses_page_cache(opened):
 
 
 @pytest.mark.parametrize("operation", ["write", "allocate", "rename", "sync", "sync_folder"])
-def test_write_error_fails_that_write_and_frees_its_space(opened, operation):
+def test_failed_write_frees_its_space_and_store_works(open_store, operation):
     disk = SimulatedDisk()
-    store = opened(files=disk, sync=Sync.WRITE, breaker=Breaker(max_failures=1000))
+    store = open_store(files=disk, sync=Sync.WRITE, breaker=Breaker(max_failures=1000))
     put(store, 1)
 
     def fail(name, _):
@@ -637,17 +639,17 @@ def test_write_error_fails_that_write_and_frees_its_space(opened, operation):
     assert has(store, 1, 2) == [True, False]
     assert put(store, 2, nbytes=20_000).ok
     assert (get(store, 1)[1], get(store, 2, 20_000)[1]) == (payload_of(1), payload_of(2, 20_000))
-    if operation != "write":  # an unblanked record keeps its slot unused until a restart
+    if operation != "write":  # a record that was not erased keeps its slot unused until a restart
         check_disk(store)
-    store = opened(files=disk)
+    store = open_store(files=disk)
     check_disk(store)
     assert has(store, 1, 2) == [True, True]
 
 
 @pytest.mark.parametrize("at", range(20, 140, 3))
-def test_one_failing_operation_never_leads_to_wrong_bytes(opened, at):
+def test_failing_disk_operation_never_causes_wrong_bytes(open_store, at):
     disk = SimulatedDisk()
-    store = opened(128 << 10, files=disk, breaker=Breaker(max_failures=1000))
+    store = open_store(128 << 10, files=disk, breaker=Breaker(max_failures=1000))
 
     def fail(_, number):
         if number == at:
@@ -657,36 +659,36 @@ def test_one_failing_operation_never_leads_to_wrong_bytes(opened, at):
     for version in range(20):
         number = version % 8
         stored = put(store, number, version=version).ok
-        outcome, room = get(store, number)
-        assert not outcome.ok or room in {payload_of(number, version=v) for v in (version, version - 8)}
-        assert not (stored and outcome.ok) or room == payload_of(number, version=version)
+        outcome, buffer = get(store, number)
+        assert not outcome.ok or buffer in {payload_of(number, version=v) for v in (version, version - 8)}
+        assert not (stored and outcome.ok) or buffer == payload_of(number, version=version)
     disk.before = lambda *_: None
-    store = opened(128 << 10, files=disk)
+    store = open_store(128 << 10, files=disk)
     for number in range(8):
-        outcome, room = get(store, number)
-        assert not outcome.ok or room in {payload_of(number, version=v) for v in range(number, 20, 8)}
+        outcome, buffer = get(store, number)
+        assert not outcome.ok or buffer in {payload_of(number, version=v) for v in range(number, 20, 8)}
     check_disk(store)
 
 
-def test_hanging_disk_costs_one_deadline_and_recovers(opened):
+def test_hanging_disk_opens_breaker_until_disk_recovers(open_store):
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
-    store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
+    store = open_store(files=disk, breaker=Breaker(retry_s=1, clock=clock))
     put(store, 1, 2)
     disk.before = lambda name, _: gate.wait() if name == "read" else None
-    room = bytearray(b"\xee" * 5000)
-    late = store.read_into([Read(key_of(1), LABEL, room)], timeout_s=0.1)[0]
+    buffer = bytearray(b"\xee" * 5000)
+    late = store.read_into([Read(key_of(1), LABEL, buffer)], timeout_s=0.1)[0]
     assert (late.status, late.reason) == (ObjectStatus.FAILED, "not done within 0.1 s")
     for call in (lambda: get(store, 2)[0], lambda: put(store, 3)[0], lambda: store.contains([key_of(2)])[0]):
         before = disk.num_operations
         outcome = call()
         assert outcome.status is ObjectStatus.FAILED
         assert "breaker open" in outcome.reason
-        assert disk.num_operations == before, "a call reached the disk"
+        assert disk.num_operations == before, "the call reached the disk"
     assert "breaker open" in store.scan().reason
     gate.set()
     while store._breaker._overdue and store._breaker._overdue[0].is_running:
         pass
-    assert room == b"\xee" * 5000, "a late read changed the memory of the caller"
+    assert buffer == b"\xee" * 5000, "a late read changed the caller's buffer"
     clock.now = 1.0
     assert get(store, 1)[1] == payload_of(1)
     assert put(store, 3).ok
@@ -694,17 +696,16 @@ def test_hanging_disk_costs_one_deadline_and_recovers(opened):
     check_disk(store)
 
 
-def test_late_write_is_not_published(opened):
-    """The caller may change its memory after the deadline, while the disk still reads it."""
+def test_write_that_ends_after_deadline_is_not_published(open_store):
+    """After the deadline, the caller may change its buffer while the disk still reads from the buffer."""
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
-    store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
+    store = open_store(files=disk, breaker=Breaker(retry_s=1, clock=clock))
     put(store, 1)
     disk.before = lambda name, _: gate.wait() if name == "write" else None
     memory = [bytearray(payload_of(2)), bytearray(payload_of(1, version=1))]
     writes = [Write(key_of(n), LABEL, each) for n, each in zip((2, 1), memory, strict=True)]
-    assert not any(
-        outcome.ok for outcome in store.write(writes, timeout_s=0.1)
-    )  # the workers have reached the gate by then
+    # the workers wait at the gate when the deadline passes
+    assert not any(outcome.ok for outcome in store.write(writes, timeout_s=0.1))
     for each in memory:
         each[:] = b"\xdd" * len(each)
     batch = store._breaker._overdue[0]
@@ -716,12 +717,12 @@ def test_late_write_is_not_published(opened):
         assert has(store, 1, 2) == [True, False]
         assert get(store, 1)[1] == payload_of(1)
         check_disk(store)
-        store = opened(files=disk)
+        store = open_store(files=disk)
 
 
-def test_disk_error_at_open_or_close_raises_and_unlocks(opened):
+def test_disk_error_at_open_or_close_raises_and_unlocks_folder(open_store):
     disk = SimulatedDisk()
-    store = opened(files=disk)
+    store = open_store(files=disk)
     put(store, 1)
 
     def fail(*_):
@@ -731,14 +732,14 @@ def test_disk_error_at_open_or_close_raises_and_unlocks(opened):
     with pytest.raises(StoreError, match="at close"):
         store.close()
     with pytest.raises(StoreError, match="cannot open"):
-        opened(files=disk)
+        open_store(files=disk)
     disk.before = lambda *_: None
-    assert get(opened(files=disk), 1)[0].ok
+    assert get(open_store(files=disk), 1)[0].ok
 
 
-def test_consecutive_errors_open_breaker(opened):
+def test_consecutive_errors_open_breaker(open_store):
     disk, clock = SimulatedDisk(), Clock()
-    store = opened(files=disk, breaker=Breaker(retry_s=1, max_failures=2, clock=clock))
+    store = open_store(files=disk, breaker=Breaker(retry_s=1, max_failures=2, clock=clock))
     put(store, 1)
 
     def fail(*_):
@@ -751,10 +752,10 @@ def test_consecutive_errors_open_breaker(opened):
     assert get(store, 1)[0].ok
 
 
-def test_slot_being_read_is_not_overwritten(opened):
-    """The slot is not reused before the read ends, although the object is replaced, removed and evicted."""
+def test_slot_is_not_overwritten_while_it_is_read(open_store):
+    """The object is replaced, removed and evicted during the read. Its slot is reused only after the read."""
     disk, reading, resume = SimulatedDisk(), threading.Event(), threading.Event()
-    store = opened(200 << 10, files=disk, num_threads=4)
+    store = open_store(200 << 10, files=disk, num_threads=4)
     put(store, 1)
 
     def hold(name, _):
@@ -773,39 +774,39 @@ def test_slot_being_read_is_not_overwritten(opened):
         put(store, number)
     resume.set()
     reader.join()
-    outcome, room = found[0]
+    outcome, buffer = found[0]
     assert outcome.ok
-    assert room == payload_of(1)
+    assert buffer == payload_of(1)
     check_disk(store)
 
 
-def test_concurrent_removals_are_each_synced_when_reported(opened):
-    """The first removal blanks its record after the second has synced the table, and must sync it again."""
-    disk, blanking, resume = SimulatedDisk(), threading.Event(), threading.Event()
-    store = opened(files=disk, sync=Sync.WRITE)
+def test_each_concurrent_removal_is_synced_before_its_report(open_store):
+    """The first removal erases its record after the second removal has synced the table, and must sync it again."""
+    disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
+    store = open_store(files=disk, sync=Sync.WRITE)
     put(store, 1, 2)
 
     def hold(name, _):
-        if name == "write" and not blanking.is_set():
-            blanking.set()
+        if name == "write" and not erasing.is_set():
+            erasing.set()
             resume.wait()
 
     disk.before = hold
     first = threading.Thread(target=store.remove, args=([key_of(1)],))
     first.start()
-    blanking.wait()
+    erasing.wait()
     assert store.remove([key_of(2)])[0].status is ObjectStatus.REMOVED
     resume.set()
     first.join()
-    left = disk.after_crash(lambda: False)  # only synced data
-    assert has(opened(files=left), 1, 2) == [False, False]
+    disk_after_crash = disk.after_crash(lambda: False)  # keeps only synced data
+    assert has(open_store(files=disk_after_crash), 1, 2) == [False, False]
 
 
 @pytest.mark.parametrize("how", ["replaced", "evicted"])
-def test_removal_waits_for_blanking_of_older_record(opened, how):
+def test_removal_waits_until_older_record_is_erased(open_store, how):
     """Otherwise the object could reappear after a power failure."""
-    disk, blanking, resume = SimulatedDisk(), threading.Event(), threading.Event()
-    store = opened(128 << 10, files=disk, sync=Sync.WRITE, num_threads=4)
+    disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
+    store = open_store(128 << 10, files=disk, sync=Sync.WRITE, num_threads=4)
     put(store, 1)
     if how == "evicted":
         put(store, *range(2, 15))  # fill the store
@@ -815,16 +816,16 @@ def test_removal_waits_for_blanking_of_older_record(opened, how):
     def hold(name, _):
         nonlocal num_writes
         num_writes += name == "write"
-        # replacing writes payload, record, blank; evicting writes the blank first
+        # a replacement writes payload and record, then erases the old record; an eviction erases first
         if name == "write" and num_writes == (3 if how == "replaced" else 1):
-            blanking.set()
+            erasing.set()
             resume.wait()
 
     disk.before = hold
     change = (lambda: put(store, 1, version=1)) if how == "replaced" else (lambda: put(store, 100, 101, 102))
     writer, reported = threading.Thread(target=change), threading.Event()
     writer.start()
-    blanking.wait()
+    erasing.wait()
     assert has(store, 1) == [how == "replaced"]
 
     def remove():
@@ -833,18 +834,18 @@ def test_removal_waits_for_blanking_of_older_record(opened, how):
 
     remover = threading.Thread(target=remove)
     remover.start()
-    left = disk.after_crash(lambda: False) if reported.wait(0.5) else None  # only synced data
+    disk_after_crash = disk.after_crash(lambda: False) if reported.wait(0.5) else None  # keeps only synced data
     resume.set()
     writer.join()
     remover.join()
-    if left is None:
-        left = disk.after_crash(lambda: False)
-    assert has(opened(files=left), 1) == [False]
+    if disk_after_crash is None:
+        disk_after_crash = disk.after_crash(lambda: False)
+    assert has(open_store(files=disk_after_crash), 1) == [False]
 
 
-def test_unsynced_removal_is_synced_with_next(opened):
+def test_removal_with_failed_sync_is_synced_by_next_call(open_store):
     disk = SimulatedDisk()
-    store = opened(files=disk, sync=Sync.WRITE)
+    store = open_store(files=disk, sync=Sync.WRITE)
     put(store, 1)
 
     def fail(name, _):
@@ -856,13 +857,13 @@ def test_unsynced_removal_is_synced_with_next(opened):
     disk.before = lambda *_: None
     again = store.remove([key_of(1)])
     assert (again[0].status, again.is_durable) == (ObjectStatus.MISSING, True)
-    left = disk.after_crash(lambda: False)
-    assert has(opened(files=left), 1) == [False]
+    disk_after_crash = disk.after_crash(lambda: False)
+    assert has(open_store(files=disk_after_crash), 1) == [False]
 
 
-def test_close_ends_all_threads(opened):
+def test_close_ends_all_threads(open_store):
     before = set(threading.enumerate())
-    store = opened()
+    store = open_store()
     put(store, 1)
     assert len(set(threading.enumerate()) - before) == SMALL["num_threads"]
     store.close()
@@ -872,11 +873,11 @@ def test_close_ends_all_threads(opened):
 @pytest.mark.parametrize("operation", ["read", "sync"])
 def test_close_with_hanging_disk_keeps_folder_locked(tmp_path, operation):
     disk, gate = SimulatedDisk(), threading.Event()
-    store = DiskStore(tmp_path / "store", ROOM, files=disk, timeout_s=0.001, **SMALL)
+    store = DiskStore(tmp_path / "store", MAX_BYTES, files=disk, timeout_s=0.001, **SMALL)
     store.write([write_of(1)], timeout_s=10)
     disk.before = lambda name, _: gate.wait() if name == operation else None
     store.read_into([Read(key_of(1), LABEL, bytearray(5000))], timeout_s=0.1)
     store.close()
     with pytest.raises(StoreInUseError):
-        DiskStore(tmp_path / "store", ROOM)
+        DiskStore(tmp_path / "store", MAX_BYTES)
     gate.set()

@@ -1,4 +1,4 @@
-"""A writer is killed at random moments; the next process finds all reported objects and no wrong bytes."""
+"""Kill a writer at random moments. The next process finds every reported object and reads no wrong bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 ROUNDS = 20 if SOAK == 1 else 200
 
 
-def test_killed_writer_keeps_all_reported_objects_soak(tmp_path):
+def test_disk_store_keeps_reported_objects_after_kill_soak(tmp_path):
     rng, victim = random.Random(7), Victim(tmp_path / "store")
     try:
         for seed in range(1, ROUNDS + 1):
@@ -22,7 +22,7 @@ def test_killed_writer_keeps_all_reported_objects_soak(tmp_path):
             assert damage.is_none, damage
         assert victim.num_stored > ROUNDS
         store = victim.workload.open(victim.folder)
-        assert put(store, *range(1000, 1200)).ok, "space was lost"
+        assert put(store, *range(1000, 1200)).ok, "the store lost space"
         check_disk(store)
         store.close()
     finally:

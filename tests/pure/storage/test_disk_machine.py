@@ -1,4 +1,4 @@
-"""State machine of DiskStore against a dictionary, with restarts, damage and power failures."""
+"""Compare DiskStore with a dictionary under random calls, restarts, damage and power failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """A store with room for some of the objects. A read returns the last version, or a miss after an eviction."""
+    """A store that is too small for all objects. A read returns the last version, or misses after an eviction."""
 
     @initialize(
         direct=st.booleans(),
@@ -37,7 +37,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.max_bytes = slots * 8192
         self.versions = Versions()
         self.last: dict[int, int | None] = {}
-        """Number -> its last version, None if removed. Evicted objects may be missing."""
+        """Last written version of each object by number; None if the object was removed."""
         self.open()
 
     def open(self):
@@ -65,7 +65,7 @@ class DiskMachine(RuleBasedStateMachine):
             version = self.versions.check_read(self.store, number)
             last = self.last.get(number)
             if version is not None:
-                assert same_bytes(self.versions, number, version, last), f"read an older or removed version of {number}"
+                assert same_bytes(self.versions, number, version, last), f"read an old version of object {number}"
 
     @rule()
     def restart(self):
@@ -77,7 +77,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(where=st.integers(0, 10**9), bit=st.integers(0, 7))
     def damage(self, where, bit):
-        """Flip a bit of a file while the store is closed."""
+        """Flip one bit in a segment file while the store is closed."""
         self.store.close()
         files = sorted(path for path in (self.folder / "store").glob("segment*"))
         if files:
@@ -91,8 +91,8 @@ class DiskMachine(RuleBasedStateMachine):
     def check_store_and_files(self):
         if hasattr(self, "store"):
             check_disk(self.store)
-            aside = self.folder / "store" / "quarantine"
-            files = [*(self.folder / "store").glob("segment*"), *(aside.glob("*") if aside.exists() else ())]
+            quarantine = self.folder / "store" / "quarantine"
+            files = [*(self.folder / "store").glob("segment*"), *(quarantine.glob("*") if quarantine.exists() else ())]
             assert sum(path.stat().st_size for path in files) == self.store.stats.used_bytes
 
     def teardown(self):
@@ -101,7 +101,7 @@ class DiskMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-def test_disk_machine():
+def test_disk_store_matches_dictionary_under_random_calls():
     run_state_machine_as_test(
         DiskMachine, settings=settings(max_examples=80 * SOAK, stateful_step_count=25, deadline=None)
     )
@@ -114,23 +114,23 @@ CALLS = st.lists(
 )
 
 
-@pytest.mark.parametrize("room", [64 << 10, 1 << 20], ids=["evicting", "roomy"])
+@pytest.mark.parametrize("room", [64 << 10, 1 << 20], ids=["small store", "large store"])
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
-def test_power_failure_never_leads_to_wrong_bytes_soak(room, calls, sync, at, seed):
-    """Unsynced sectors, files and names survive at random."""
+def test_reads_after_power_failure_return_no_wrong_bytes_soak(room, calls, sync, at, seed):
+    """Each unsynced sector, file and file name survives the failure at random."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, room, sync, at, seed)
         run.run_until_failure(calls)
         checked = run.inspect()
         assert checked.lost == 0, "a durable object was lost"
-        assert (checked.refilled, checked.leaked_bytes) == (12, 0), "space was lost"
+        assert (checked.refilled, checked.leaked_bytes) == (12, 0), "the store lost space"
 
 
 @pytest.mark.parametrize("removed_by", ["replacement", "eviction", "whole segments"])
 @pytest.mark.parametrize("seed", range(20))
 def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
-    """The older record in another table must be blank on disk too."""
+    """The object's older record, which is in the table of another segment, must also be erased on disk."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 100 << 10, Sync.WRITE, at=0, seed=seed)
         run.run("write", [0], 100)
@@ -150,7 +150,7 @@ def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
         store.close()
 
 
-def test_closed_store_survives_power_failure():
+def test_closed_store_keeps_its_objects_after_power_failure():
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)
@@ -162,8 +162,8 @@ def test_closed_store_survives_power_failure():
         store.close()
 
 
-def test_reopening_with_sync_makes_old_objects_durable():
-    """A killed process left its objects in the page cache. A store with Sync.WRITE reports them as durable."""
+def test_reopening_with_sync_makes_existing_objects_durable():
+    """The objects of a killed process are only in the page cache until a store with Sync.WRITE syncs them."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)
@@ -180,7 +180,7 @@ def test_reopening_with_sync_makes_old_objects_durable():
 
 
 @pytest.mark.parametrize("room", [64 << 10, 32 << 10], ids=["one segment fits", "no segment fits"])
-def test_segments_over_smaller_limit_stay_deleted(room):
+def test_segments_deleted_for_smaller_limit_stay_deleted(room):
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.WRITE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)

@@ -1,4 +1,4 @@
-"""FaultyStore fails as configured and never serves wrong bytes."""
+"""FaultyStore injects the configured faults and never serves wrong bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTS = st.builds(
 )
 
 
-def test_faulty_store_errors_and_hangs_are_results():
+def test_faulty_store_error_or_hang_returns_failed_result():
     clock = Clock()
     store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route"), Fault(hangs=True), Fault()], clock, timeout_s=3)
     assert put(store, 1)[0].reason == "no route"
@@ -27,14 +27,14 @@ def test_faulty_store_errors_and_hangs_are_results():
     assert has(store, 1) == [False]
 
 
-def test_faulty_store_damaged_object_is_corrupt_then_missing():
+def test_faulty_store_damaged_object_is_corrupt_and_then_missing():
     first = key_of(1)
     store = FaultyStore(MemoryStore(1 << 20), [Fault(), Fault(flip_bit=77, only=lambda key: key == first)])
     put(store, 1, 2)
-    rooms = [bytearray(5000), bytearray(5000)]
-    results = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip((1, 2), rooms, strict=True)])
+    buffers = [bytearray(5000), bytearray(5000)]
+    results = store.read_into([Read(key_of(n), LABEL, buffer) for n, buffer in zip((1, 2), buffers, strict=True)])
     assert [outcome.status for outcome in results] == [ObjectStatus.CORRUPT, ObjectStatus.FOUND]
-    assert (rooms[0], rooms[1]) == (bytes(5000), payload_of(2))
+    assert (buffers[0], buffers[1]) == (bytes(5000), payload_of(2))
     assert has(store, 1, 2) == [False, True]
     assert store.stats.num_quarantined == 1
 
@@ -45,6 +45,6 @@ def test_faulty_store_never_serves_wrong_bytes(faults):
     for version in range(2):
         put(store, 1, 2, version=version)
         for number in (1, 2):
-            outcome, room = get(store, number)
+            outcome, buffer = get(store, number)
             good = [payload_of(number, version=v) for v in range(version + 1)]
-            assert room in good if outcome.ok else room == b"\xee" * 5000
+            assert buffer in good if outcome.ok else buffer == b"\xee" * 5000

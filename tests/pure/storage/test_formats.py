@@ -1,4 +1,4 @@
-"""Bytes of checksum, record and superblock as documented, and errors for all other bytes."""
+"""Checksums, records and superblocks have the documented bytes, and all other bytes raise errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD = Record(key_of(1), LABEL.namespace, bytes(16), 5000, 4000, 2**63 + 5, 64
 
 
 @given(st.binary(max_size=300), st.binary(max_size=9), st.integers(0, 20))
-def test_checksum_is_crc_and_sum_and_equals_python_twin(data, then, shift):
+def test_checksum_equals_documented_formula_and_python_version(data, then, shift):
     view = memoryview(bytes(shift) + data)[shift:]
     whole = data + then
     words = np.frombuffer(whole + bytes(-len(whole) % 4), "<u4")
@@ -51,7 +51,7 @@ def test_checksums_of_batch_equal_single_checksums(sizes):
 
 
 @pytest.mark.parametrize("compression", list(Compression))
-def test_pack_all_equals_single_packs(compression):
+def test_envelope_pack_all_equals_single_packs(compression):
     envelope, payloads = Envelope(compression=compression), [memoryview(bytes([n]) * (1 << 20)) for n in range(3)]
     objects = [(Write(key_of(n), LABEL, payload), payload) for n, payload in enumerate(payloads)]
     together, alone = envelope.pack_all(objects), [envelope.pack(*each) for each in objects]
@@ -65,29 +65,29 @@ def test_checksum_and_copy_work_without_compiler(monkeypatch):
     monkeypatch.setattr("kvtier.storage.codec.native", lambda: Native(None, "no compiler"))
     assert checksum(data) == expected
     assert checksums([memoryview(data)]) == [expected]
-    room = bytearray(len(data))
-    copy_bytes(memoryview(room), memoryview(data))
-    assert room == data
+    target = bytearray(len(data))
+    copy_bytes(memoryview(target), memoryview(data))
+    assert target == data
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 1), (3, 4096), (1, 100_003), (16, 65536)])
-def test_copy_bytes_of_any_length_and_alignment(start, nbytes):
-    room, source = bytearray(nbytes + 32), payload_of(1, nbytes)
-    copy_bytes(memoryview(room)[start : start + nbytes], memoryview(source))
-    assert room == bytes(start) + source + bytes(32 - start)
+def test_copy_bytes_copies_any_length_and_alignment(start, nbytes):
+    target, source = bytearray(nbytes + 32), payload_of(1, nbytes)
+    copy_bytes(memoryview(target)[start : start + nbytes], memoryview(source))
+    assert target == bytes(start) + source + bytes(32 - start)
 
 
 @pytest.mark.parametrize("nbytes", [0, 63, 65])
-def test_copy_bytes_of_other_length_raises(nbytes):
-    room = bytearray(64)
+def test_copy_bytes_between_different_lengths_raises(nbytes):
+    target = bytearray(64)
     with pytest.raises(RangeError, match=f"cannot copy {nbytes} bytes to memory of 64"):
-        copy_bytes(memoryview(room), memoryview(payload_of(1, nbytes)))
-    assert room == bytes(64)
+        copy_bytes(memoryview(target), memoryview(payload_of(1, nbytes)))
+    assert target == bytes(64)
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
-    """The checksums are valid: any client of a shared server can write such an object."""
+    """The object has valid checksums, because any client of a shared store can write such an object."""
     record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
     value = replace(record, nbytes=5000).pack() + payload
     outcome, payload = Envelope().open(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))
@@ -95,7 +95,7 @@ def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
     assert f"inconsistent: {nbytes} uncompressed bytes stored instead of 5000" in outcome.reason
 
 
-def test_record_bytes_follow_the_format():
+def test_record_bytes_equal_documented_format():
     data = RECORD.pack()
     assert len(data) == 256
     assert data[:8] == b"\x89KVOBJ\r\n"
@@ -106,7 +106,7 @@ def test_record_bytes_follow_the_format():
     assert Record.unpack(data) == RECORD
 
 
-def test_flipped_bit_of_record_or_superblock_raises():
+def test_flipped_bit_in_record_or_superblock_raises():
     for good, unpack in ((RECORD.pack(), Record.unpack), (SegmentHeader(3, 8192, 5).pack(), SegmentHeader.unpack)):
         for bit in range(0, len(good) * 8, 1 if len(good) == 256 else 7):
             bad = bytearray(good)
@@ -121,7 +121,7 @@ def test_blank_or_short_record_raises():
             Record.unpack(data)
 
 
-def test_newer_version_raises_version_error():
+def test_newer_format_version_raises_version_error():
     with pytest.raises(VersionError, match="version 2"):
         Record.unpack(resealed(RECORD.pack(), 8, b"\2\0"))
     with pytest.raises(VersionError, match="version 9"):
@@ -140,7 +140,7 @@ def test_inconsistent_superblock_raises():
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
-def test_segments_fit_into_segment_bytes(segment_bytes, pages):
+def test_segment_file_fits_into_segment_bytes(segment_bytes, pages):
     shape = SegmentHeader.fitting(1, pages * 4096, segment_bytes)
     assert shape.num_slots == 1 or shape.file_bytes <= segment_bytes
 
@@ -152,7 +152,7 @@ def test_slot_overhead_is_bounded(nbytes):
     assert nbytes <= slot <= max(4096, nbytes + nbytes // 16 + 4096)
 
 
-def test_is_same_object_ignores_place():
+def test_is_same_object_ignores_location_on_disk():
     assert RECORD.is_same_object(RECORD.at(1, 2, 3))
     for field, value in (("key", key_of(2)), ("checksum", 1), ("nbytes", 1), ("flags", Flags.NONE)):
         assert not RECORD.is_same_object(replace(RECORD, **{field: value}))

@@ -33,7 +33,7 @@ def hanging_batch() -> Batch:
     return batch
 
 
-def test_batch_returns_results_in_order():
+def test_batch_returns_results_in_order_of_objects():
     batch = Batch(3)
     batch.settle({2: FOUND})
     batch.settle({0: ObjectResult(ObjectStatus.MISSING), 1: FOUND})
@@ -41,7 +41,7 @@ def test_batch_returns_results_in_order():
     assert not batch.trouble
 
 
-def test_unsettled_object_at_deadline_is_failed():
+def test_batch_object_unsettled_at_deadline_is_failed():
     batch = Batch(2)
     batch.settle({0: FOUND})
     outcomes = batch.wait(0)
@@ -50,7 +50,7 @@ def test_unsettled_object_at_deadline_is_failed():
     assert batch.is_late
 
 
-def test_settle_after_deadline_touches_no_memory():
+def test_batch_settle_after_deadline_does_not_run_copy():
     batch = Batch(1)
     batch.wait(0)
     touched = []
@@ -58,7 +58,7 @@ def test_settle_after_deadline_touches_no_memory():
     assert touched == []
 
 
-def test_wait_returns_after_running_copy():
+def test_batch_wait_returns_only_after_running_copy_ends():
     batch = Batch(2)
     copying, resume, returned = threading.Event(), threading.Event(), threading.Event()
     outcomes = []
@@ -81,14 +81,14 @@ def test_wait_returns_after_running_copy():
     assert [outcome.status for outcome in outcomes] == [ObjectStatus.FOUND, ObjectStatus.FAILED]
 
 
-def test_error_in_copy_is_a_failure():
+def test_batch_object_fails_if_its_copy_raises():
     batch = Batch(1)
     with pytest.raises(ZeroDivisionError):
         batch.settle({0: FOUND}, lambda: 1 // 0)
     assert batch.wait(0)[0].status is ObjectStatus.FAILED
 
 
-def test_breaker_opens_after_consecutive_failures_and_closes():
+def test_breaker_opens_after_failures_and_closes_after_success():
     clock = Clock()
     breaker = Breaker(retry_s=1, max_failures=3, clock=clock)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_breaker_opens_after_consecutive_failures_and_closes():
     assert breaker.num_refused == 2
 
 
-def test_failed_trial_doubles_retry_time_up_to_max():
+def test_breaker_failed_trial_doubles_retry_time_up_to_max():
     clock = Clock()
     breaker = Breaker(retry_s=1, max_retry_s=4, max_failures=1, clock=clock)
     breaker.record(failed_batch())
@@ -121,14 +121,14 @@ def test_failed_trial_doubles_retry_time_up_to_max():
         breaker.record(failed_batch())
 
 
-def test_missed_deadline_keeps_breaker_open_while_call_hangs():
+def test_breaker_stays_open_while_call_past_deadline_hangs():
     clock = Clock()
     breaker = Breaker(retry_s=1, clock=clock)
     hanging = hanging_batch()
     breaker.record(hanging)
     clock.now = 1e6
     assert "still hang" in breaker.refusal()
-    breaker.record(good_batch())  # the success of another call does not end the hang
+    breaker.record(good_batch())  # the success of another call does not close the breaker
     assert "still hang" in breaker.refusal()
     hanging.add_jobs(-1)
     assert not breaker.refusal()
