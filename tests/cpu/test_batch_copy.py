@@ -237,7 +237,7 @@ def test_pieces_with_invalid_arrays_raise_with_first_bad_piece():
         batch.pieces(src, [0, 95, 99], 10, dst, [0, 1, 2])
     with pytest.raises(RangeError, match=r"piece 2: cannot copy 1 elements .* to offset 50 in a Buffer of 50"):
         batch.pieces(src, [0, 1, 2], 1, dst, [0, 1, 50])
-    with pytest.raises(RangeError, match="piece 0: -1"):
+    with pytest.raises(RangeError, match="piece 0: cannot copy -1"):
         batch.pieces(src, [0], -1, dst, [0])
     with pytest.raises(RangeError, match="piece 0"):
         batch.pieces(src, [-1], 1, dst, [0])
