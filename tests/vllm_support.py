@@ -1,0 +1,201 @@
+"""Start and control real vLLM processes in tests (vllm_driver is their side of the connection)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from store_servers import wait_for
+from vllm_driver import Answer, Driver, Setup
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "120",
+}
+TIMEOUT_S = 240.0
+BLOCK = 32
+"""Tokens of a block (vllm_driver.ENGINE_ARGUMENTS)."""
+
+
+class VllmError(Exception):
+    """vLLM raised, died or did not answer; the message has the end of its log."""
+
+
+def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
+    """Return the settings of vLLM that a user writes for kvtier."""
+    policy = settings.pop("load_failure_policy", "recompute")
+    extra = {"host_bytes": "64MiB"} | settings
+    fields: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": policy}
+    if module is not None:
+        fields["kv_connector_module_path"] = module
+    return fields | {"kv_connector_extra_config": extra}
+
+
+class Vllm:
+    """An engine in another process."""
+
+    def __init__(self, address: str, setup: Setup, log: Path) -> None:
+        self.log = log
+        self.pid = 0
+        self._connection = Client(address)
+        self._connection.send((setup, str(log)))
+        self.pid = self._receive()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Run function(driver, ...) in the process and return its result. Functions must be importable there."""
+        self.send(function, *arguments, **options)
+        return self._receive()
+
+    def send(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Start a function without waiting for its result; `receive` returns it."""
+        try:
+            self._connection.send((function, arguments, options))
+        except OSError as error:
+            raise VllmError(f"vLLM has ended: {self.tail()}") from error
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        return self._receive(timeout_s)
+
+    def ask(self, prompts: Sequence[Any], **options: Any) -> list[Answer]:
+        """Answer requests one after the other."""
+        return self.run(Driver.ask, prompts, **options)
+
+    def ask_together(self, prompts: Sequence[Any], **options: Any) -> list[Answer]:
+        """Answer requests at the same time."""
+        return self.run(Driver.ask_together, prompts, **options)
+
+    def tokens(self, prompts: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
+        return [answer.tokens for answer in self.ask(prompts, **options)]
+
+    def metrics(self) -> dict[str, float]:
+        return self.run(Driver.metrics)
+
+    def reset(self, **options: Any) -> bool:
+        return self.run(Driver.reset, **options)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the process of the engine and its children: the core and the workers with `mp`."""
+        try:
+            own = psutil.Process(self.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """Kill all processes of this engine at once."""
+        processes = self.processes()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=30)
+        self._connection.close()
+
+    def close(self) -> None:
+        """End the engine as vLLM ends: the connector's shutdown runs."""
+        processes = self.processes()
+        self._connection.close()
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        for process in alive:
+            process.kill()
+        if alive:
+            raise VllmError(f"processes did not end within 60 s: {alive}: {self.tail()}")
+
+    def tail(self, num_chars: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-num_chars:] if self.log.exists() else "no log"
+
+    def _receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not self._connection.poll(min(5.0, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() > deadline:
+                    if self.pid:
+                        os.kill(self.pid, signal.SIGUSR1)  # writes the stacks of all threads to the log
+                    self._connection.poll(1.0)
+                    raise VllmError(f"no answer within {timeout_s:g} s: {self.tail()}")
+            ok, result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise VllmError(f"vLLM ended: {self.tail()}") from error
+        if not ok:
+            raise VllmError(f"{result}\n{self.tail()}")
+        return result
+
+
+class Template:
+    """The process that has imported vLLM and forks an engine for every test that needs one."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self._address = str(folder / "template.sock")
+        self._log = folder / "template.log"
+        self._count = 0
+        paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with open(self._log, "wb") as log:
+            command = [sys.executable, "-m", "vllm_driver", self._address]
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        wait_for(lambda: os.path.exists(self._address) or self._process.poll() is not None, f"{self._log}")
+
+    @contextlib.contextmanager
+    def start(
+        self, connector: dict[str, Any] | None, *, executor: str = "uni", model: Path | None = None, **arguments: Any
+    ) -> Iterator[Vllm]:
+        """Start an engine. Keywords in capitals are environment variables, others arguments of vLLM."""
+        environment = {key: arguments.pop(key) for key in list(arguments) if key.isupper()}
+        self._count += 1
+        setup = Setup(str(model or self.model), connector, executor, arguments, environment)
+        vllm = Vllm(self._address, setup, self.folder / f"engine-{self._count}.log")
+        try:
+            yield vllm
+        except BaseException:
+            vllm.kill()
+            raise
+        vllm.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Oracle:
+    """Tokens of vLLM without a connector, one request at a time. Answers are kept."""
+
+    def __init__(self, engine: Vllm) -> None:
+        self._engine = engine
+        self._known: dict[str, Any] = {}
+
+    def ask(self, prompts: Sequence[Any], **options: Any) -> list[Answer]:
+        keys = [repr((prompt, sorted(options.items()))) for prompt in prompts]
+        missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self._known}
+        self._known.update(zip(missing, self._engine.ask(list(missing.values()), **options), strict=True))
+        return [self._known[key] for key in keys]
+
+    def tokens(self, prompts: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
+        return [answer.tokens for answer in self.ask(prompts, **options)]
+
+
+def prompt_of(number: int, num_tokens: int = 300) -> list[int]:
+    """Return a prompt that shares no block with those of other numbers. A longer one continues a shorter one."""
+    draws = random.Random(number)
+    return [draws.randrange(3, 500) for _ in range(num_tokens)]
+
+
+def blocks_of(num_tokens: int) -> int:
+    """Return the tokens in full blocks of a prompt that a cache can provide: one token is always computed."""
+    return (num_tokens - 1) // BLOCK * BLOCK
