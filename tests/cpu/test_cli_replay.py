@@ -72,7 +72,7 @@ def test_replay_table_shows_tiers_latencies_and_bandwidths(files, capsys):
         "evicted from host",
     ):
         assert expected in output
-    assert "dead on arrival" in output
+    assert "never reused" in output
 
 
 def test_replay_reports_overloaded_gpus(capsys):
@@ -159,14 +159,17 @@ def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
         (["synthetic:sessions=2", "--policy", "mru"], "unknown eviction policy 'mru'"),
         (["synthetic:sessions=2", "--disk", "1TiB"], "through host memory"),
         (["synthetic:sessions=2", "--limit", "0"], "--limit"),
-        (["synthetic:turns=nan"], "turns is a mean of at least 1, got nan"),
+        (["synthetic:turns=nan"], "turns must be finite and at least 1, got nan"),
         (["synthetic:sessions=1e3"], "sessions must be an integer, got '1e3'"),
         (["synthetic:sessions=2", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["synthetic:sessions=2", "--capacities", "1"], "at least two points"),
-        (["synthetic:sessions=2", "--capacities", "0", "--host", "1KiB"], "1024 bytes of host hold no block of 512"),
+        (
+            ["synthetic:sessions=2", "--capacities", "0", "--host", "1KiB"],
+            "1024 bytes of host cannot hold a block of 512",
+        ),
         (
             ["synthetic:sessions=2", "--capacities", "0", "--host", "1GiB", "--disk", "1KiB"],
-            "1024 bytes of disk hold no block",
+            "1024 bytes of disk cannot hold a block",
         ),
         (
             ["synthetic:sessions=2", "--device", "1GiB", "--capacities", "0", "--html", "/nowhere/r.html"],

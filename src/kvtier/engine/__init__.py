@@ -1,4 +1,4 @@
-"""Runs a model: weights, tokenizer, forward pass on a paged cache, sampling.
+"""Run a language model: load weights, tokenize text, compute forward passes on a paged KV cache, sample tokens.
 
 The extra `engine` installs safetensors, tokenizers, jinja2 and gguf. Importing this package needs none of them. Names
 that need torch are imported on first use.

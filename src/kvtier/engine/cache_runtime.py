@@ -1,9 +1,9 @@
-"""CacheRuntime: the tiered cache of one engine, for its steps and for operators.
+"""CacheRuntime: the tiered cache of one engine. Engine steps move blocks with it, and operators manage the tiers.
 
-    Engine.step ──> CacheManager.plan ──Plan──> Controller          transfers start
-    Engine.step <── CacheManager.apply <──Report── Controller       transfers end
+    Engine.step ──> CacheManager.plan ──Plan──> Controller          start transfers
+    Engine.step <── CacheManager.apply <──Report── Controller       finish transfers
 
-Operations that change memory wait until no transfer is in flight. They run on the engine thread, between two steps.
+Operations that resize or free memory wait until no transfer is in flight. They run on the engine thread between steps.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
-"""Longest wait for transfers when there is nothing to compute. It delays a new request by at most this time."""
+"""Maximum wait for transfers when there is nothing to compute, and therefore the maximum delay of a new request."""
 TRAFFIC_SECONDS = 5.0
-"""Period over which TierTraffic measures the rate."""
+"""Length of the time window for TierTraffic.bytes_per_second."""
 
 
 class Controller(Protocol):
-    """Executes plans: CacheController on one rank, Ranks on several, NullController without a host tier.
-
-    CacheController documents the methods.
-    """
+    """Executes plans. CacheController, which documents the methods, is for one rank, Ranks is for several ranks, and
+    NullController is for engines without a host tier."""
 
     overlaps_compute: bool
 
@@ -65,7 +63,7 @@ class Controller(Protocol):
 
 
 class NullController:
-    """The controller of an engine without a host tier, which has no transfers."""
+    """The controller of an engine without a host tier. Such an engine has no transfers."""
 
     overlaps_compute = False
     num_host_ready = 0
@@ -88,7 +86,7 @@ class NullController:
         raise StateError(f"without a host tier there are no loads to wait for: {transfer_ids}")
 
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        raise StateError(f"there is no host tier to resize to {num_blocks} blocks for {len(caches)} caches")
+        raise StateError(f"cannot resize to {num_blocks} blocks for {len(caches)} caches: there is no host tier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class TierState:
 
     name: str
     num_blocks: int
-    """0 if the tier is not counted in blocks."""
+    """Capacity in blocks; 0 for a store, which has a capacity in bytes."""
     num_used: int
     block_bytes: int
     used_bytes: int
@@ -118,7 +116,7 @@ class TierTraffic:
 
 
 class StepTransfers:
-    """The transfers of one step. Its loads are in flight; `on_forward_launched` starts the deferred transfers."""
+    """The transfers of one step. The loads are already in flight. `on_forward_launched` starts the other transfers."""
 
     def __init__(
         self, runtime: CacheRuntime, controller: Controller, loads: Sequence[int], deferred: Plan | None
@@ -133,7 +131,7 @@ class StepTransfers:
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def arrived(self) -> bool:
-        """Wait for the loads. True if they arrived and no rank has reported a failure."""
+        """Wait for the loads. True if they succeeded on rank 0 and no other rank has reported a failure."""
         if self._waits is None:
             return True
         arrived = self._waits.arrived()
@@ -153,7 +151,7 @@ class StepTransfers:
 
 
 class CacheRuntime:
-    """The tiers of one engine. Its steps use `begin_step`, `poll` and `wait`; operators use the other methods."""
+    """The tiers of one engine. Engine.step calls `begin_step`, `poll` and `wait`. Operators call the other methods."""
 
     def __init__(
         self,
@@ -164,7 +162,8 @@ class CacheRuntime:
         scheduler: Scheduler,
         clock: Callable[[], float],
     ) -> None:
-        """`groups` are the cache groups of this rank. Every other rank has one group, as large as the first."""
+        """`groups` are the cache groups of this rank. Every other rank has one group, with blocks as large as those of
+        groups[0]."""
         self._manager = manager
         self._admin = CacheAdmin(manager)
         self._groups = groups
@@ -174,7 +173,7 @@ class CacheRuntime:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.failed: set[int] = set()
-        """Transfers that one rank reported as failed while reports of other ranks are outstanding."""
+        """Ids of transfers that failed on one rank and that other ranks have not yet reported."""
         self.is_asleep = False
         self._moved: Counter[tuple[str, str]] = Counter()
         self._moved_recently: deque[tuple[float, tuple[str, str], int]] = deque()
@@ -187,9 +186,9 @@ class CacheRuntime:
         self.begin_step(plan, ()).submit_deferred()
 
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
-        """Start the loads that a step waits for, and the rest of the plan.
+        """Start the transfers of a plan. `loads` are the ids of the loads that the step waits for.
 
-        On a GPU, the rest of the plan is deferred until the forward pass is launched, because this thread needs half a
+        On a GPU, the other transfers are deferred until the forward pass is launched, because this thread needs half a
         millisecond to start a copy of hundreds of blocks.
         """
         self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
@@ -217,10 +216,10 @@ class CacheRuntime:
             self.failed.update(result.transfer_id for result in report.results if not result.ok)
 
     def poll_while_waiting(self) -> bool:
-        """Poll while this thread waits for the device; True if copies are still in flight.
+        """Apply new reports while this thread waits for the device. True if copies are still in flight.
 
-        A report applied now delays nothing, but at the start of the next step it would keep the device idle. Store
-        transfers take longer than a step, so they do not count as copies.
+        Applying a report at the start of the next step would leave the device idle. Transfers to and from stores do not
+        count as copies, because they take longer than a step.
         """
         if not self._controller.is_copying:
             return False
@@ -228,14 +227,14 @@ class CacheRuntime:
         return self._controller.is_copying
 
     def wait(self) -> None:
-        """Wait a moment for transfers when there is nothing to compute, and apply their reports."""
+        """Wait at most _POLL_SECONDS for transfers, then apply their reports. For steps without rows to compute."""
         self._controller.wait(_POLL_SECONDS)
         self.poll()
 
     # ---- inspection ------------------------------------------------------------------------------------------------
 
     def states(self) -> list[TierState]:
-        """Return the state of every tier, the fastest first."""
+        """Return the state of every tier, from the fastest to the slowest."""
         block_bytes = self._block_bytes
         states = []
         for tier in self._manager.stats.tiers:
@@ -259,7 +258,7 @@ class CacheRuntime:
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns the number of tokens."""
+        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns the length of that part."""
         if name in self._pins:
             raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())
@@ -268,7 +267,7 @@ class CacheRuntime:
     def unpin(self, name: str) -> None:
         """Allow eviction of a pinned prompt again."""
         if name not in self._pins:
-            raise ArgumentError(f"nothing is pinned as {name!r}; pinned are {', '.join(self._pins) or 'none'}")
+            raise ArgumentError(f"no prompt is pinned as {name!r}; pinned names: {', '.join(self._pins) or 'none'}")
         self._manager.unpin(self._pins.pop(name))
 
     def prefetch(self, chain: Chain) -> int:
@@ -290,14 +289,14 @@ class CacheRuntime:
             self._drain_saves()
 
     def demote(self, chain: Chain) -> int:
-        """Copy the cached blocks of a prompt to lower tiers, then evict them from the device. Returns the count."""
+        """Copy a prompt's cached blocks to lower tiers, then evict them. Returns the number of evicted blocks."""
         self._admin.save(chain)
         self._drain_saves()
         return self._admin.demote(chain)
 
     def drop(self, chain: Chain) -> int:
         """Delete a prompt from every tier. Returns the number of blocks that were in memory."""
-        self._drain()  # planned writes to stores must end before the deletion, not after it
+        self._drain()  # a planned write to a store would restore the blocks if it ended after the deletion
         num_dropped = self._admin.drop(chain)
         self._drain()
         return num_dropped
@@ -305,7 +304,7 @@ class CacheRuntime:
     # ---- tiers -----------------------------------------------------------------------------------------------------
 
     def reset(self, *, clear_stores: bool = False) -> None:
-        """Delete all cached blocks from memory, and with `clear_stores` from the stores too."""
+        """Unpin all prompts and delete all cached blocks from memory. With `clear_stores`, clear the stores too."""
         self._drain()
         for name in list(self._pins):
             self.unpin(name)
@@ -325,7 +324,7 @@ class CacheRuntime:
         self._admin.set_quota(tier, salt, num_blocks)
 
     def sleep(self) -> None:
-        """Free the device memory. Requests wait; blocks on the host stay. Sleeping twice is safe."""
+        """Pause requests, copy the blocks on the device to the host, and free the device memory. Idempotent."""
         if self.is_asleep:
             return
         self._scheduler.pause(self._clock())
@@ -342,7 +341,7 @@ class CacheRuntime:
         self.is_asleep = True
 
     def wake(self, num_blocks: int | None = None) -> None:
-        """Allocate device memory again, with the same or another number of blocks, and resume requests."""
+        """Allocate the device cache again, with its old size or `num_blocks` blocks, and resume requests."""
         if not self.is_asleep:
             return
         if num_blocks is not None:
@@ -358,13 +357,13 @@ class CacheRuntime:
         """Change the number of blocks of a memory tier. An evicted block stays cached if another tier has a copy."""
         self._admin.tier(tier)  # raises for an unknown tier
         if num_blocks < 1:
-            raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
+            raise RangeError(f"a tier needs at least one block, got {num_blocks} for the {tier} tier")
         self._must_fit(tier, num_blocks)
         if tier == "device":
             self._resize_device(num_blocks)
             return
         if self.is_asleep:
-            raise StateError("the cache is asleep: wake it to resize the host tier")
+            raise StateError("the cache is asleep; wake it before you resize the host tier")
         self._scheduler.pause(self._clock())
         try:
             self._admin.save_all()
@@ -389,14 +388,14 @@ class CacheRuntime:
                 self.sleep()
 
     def close(self) -> None:
-        """Finish transfers, close the stores, free host memory."""
+        """Finish transfers, close the stores and free host memory."""
         self._controller.close()
 
     # ---- internals -------------------------------------------------------------------------------------------------
 
     @property
     def _block_bytes(self) -> int:
-        """Bytes of one block in all groups, on all ranks."""
+        """Bytes of one block, summed over all cache groups and all ranks."""
         others = (self._manager.transfers.num_ranks - 1) * self._groups[0].block_bytes
         return sum(group.block_bytes for group in self._groups) + others
 
@@ -412,18 +411,19 @@ class CacheRuntime:
             self._moved_recently.popleft()
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:
-        """Raise RangeError if the memory is not available. Called before any block is evicted."""
+        """Raise RangeError if there is not enough memory for `num_blocks`. Called before any block is evicted."""
         device = self._groups[0].cache.device if tier == "device" else torch.device("cpu")
-        # ranks share the host memory; each has its own GPU
+        # ranks share the host memory, but each rank has its own GPU
         block_bytes = self._block_bytes
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
         wanted, free = num_blocks * block_bytes, _free_bytes(device)
-        if tier == "device":  # the old device cache is freed before the allocation, an old host cache after it
+        if tier == "device":  # the old device cache is freed before the new one is allocated, unlike the host cache
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(
-                f"{num_blocks} blocks of the {tier} tier take {wanted / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
+                f"{num_blocks} blocks in the {tier} tier need {wanted / 2**30:.2f} GiB, but only "
+                f"{free / 2**30:.2f} GiB are free"
             )
 
     def _submit_planned(self) -> None:
@@ -440,12 +440,12 @@ class CacheRuntime:
     def _drain_saves(self) -> None:
         while self._admin.plan_saves(self._clock()):
             self._drain()
-            self.wait()  # gives a bandwidth budget time to refill
+            self.wait()  # until the bandwidth budget for saves has refilled
         self._drain()
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated on a device now."""
+    """Return the number of bytes that can be allocated on a device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -460,7 +460,7 @@ def new_controller(
     sharding: Sharding | None = None,
     secret: bytes = b"",
 ) -> CacheController | NullController:
-    """Make the controller of one rank's cache groups, a NullController if there are no host blocks."""
+    """Create the controller for the cache groups of one rank, or a NullController if there are no host blocks."""
     if not num_host_blocks:
         return NullController()
     caches = [group.cache for group in groups]

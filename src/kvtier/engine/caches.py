@@ -1,4 +1,4 @@
-"""Opens the caches of an engine: device tensors, their controller and the stores, on one rank or several."""
+"""Open the caches of an engine on one or several ranks: device tensors, their controller, and the stores."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
 StoreOrUrls = Store | str | Sequence[str]
-"""An open store, or the URLs of a store, one per shard group. The engine closes the store in both cases."""
+"""An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
 
 
 def open_caches(
     models: Sequence[Model], config: EngineConfig, max_context: int, namespace: bytes, stores: Mapping[str, StoreOrUrls]
 ) -> tuple[list[DeviceCacheGroup], Controller, Mapping[str, Counted], Ranks | None]:
-    """Open the caches of a model and its draft models. On an error, everything opened before is closed.
+    """Open the caches of a model and its draft models. After an error, close what was opened.
 
-    Returns the cache groups of this rank, the controller, the stores by name, and the other ranks.
+    Returns the cache groups of this rank, the controller, the stores by name, and the other ranks (None for one rank).
     """
     num_ranks, cache = config.tensor_parallel, config.cache
     num_host = cache.host.num_blocks if cache.host is not None and cache.prefix_caching else 0
@@ -37,8 +37,8 @@ def open_caches(
     heads = models[0].config.num_kv_heads
     if heads % sharding.num_shards:
         raise ArgumentError(
-            f"the model's {heads} KV heads cannot be split into {sharding.num_shards} equal shards: choose kv_shards "
-            f"(or tensor_parallel, if it is not given) among the divisors of {heads}"
+            f"the model's {heads} KV heads cannot be split into {sharding.num_shards} equal shards: set kv_shards, or "
+            f"tensor_parallel if kv_shards is not set, to a divisor of {heads}"
         )
     wanted = _checked(stores, cache, num_ranks)
     with contextlib.ExitStack() as opened:
@@ -64,7 +64,7 @@ def open_caches(
             ranks = Ranks(models[0], rank_config)
             opened.callback(ranks.close)
         first = models[0] if ranks is None else ranks.model
-        # no graphs with several ranks: capturing all_reduce is not tested
+        # no CUDA graphs with several ranks, because capturing all_reduce is not tested
         graphs = config.graph_sizes if ranks is None else ()
         groups = [
             DeviceCacheGroup(
@@ -89,7 +89,7 @@ def _checked(
 ) -> dict[str, Store | tuple[str, ...]]:
     names = [each.name for each in config.stores]
     if {*names} != {*stores}:
-        raise ArgumentError(f"the configuration has stores {sorted(names)}, but {sorted(stores)} are given")
+        raise ArgumentError(f"config.cache has stores {sorted(names)}, but the given stores are {sorted(stores)}")
     checked: dict[str, Store | tuple[str, ...]] = {}
     for name in names if config.prefix_caching else ():
         store = stores[name]
@@ -99,8 +99,8 @@ def _checked(
             checked[name] = tuple(store)
         elif num_ranks > 1:
             raise ArgumentError(
-                f"store {name!r} is open in this process, but each of {num_ranks} ranks is a process that opens its "
-                f"own: give its URL, such as 'disk:/mnt/nvme/kv?bytes=200GiB'"
+                f"store {name!r} is already open, but each of the {num_ranks} ranks must open it in its own process; "
+                f"give the URL of the store instead, such as 'disk:/mnt/nvme/kv?bytes=200GiB'"
             )
         else:
             checked[name] = store

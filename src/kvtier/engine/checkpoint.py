@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
-A GGUF file differs from a folder in two ways: it stores shapes innermost first, and with the llama architecture it
-interleaves the halves of each head in the rows of q and k. The `gguf` package dequantizes the tensors.
+A GGUF file differs from a folder in two ways: it stores shapes with the innermost dimension first, and for the llama
+architecture it interleaves the two halves of each head in the rows of q and k. The `gguf` package dequantizes tensors.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GgufFile:
         kind = self._kind(tensor).name
         if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
             return None
-        # copied, because torch warns about read-only memory such as a mapped file
+        # a copy, because torch warns about read-only memory such as a mapped file
         rows = torch.from_numpy(self._rows(name).copy())
         return (kind, rows.view(torch.bfloat16) if kind == "BF16" else rows)
 
@@ -82,14 +82,14 @@ class GgufFile:
             values = self._gguf.quants.dequantize(self._rows(name), kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{name} in {self._path} is quantized as {kind.name}, which gguf cannot read"
+                f"{name} in {self._path} is quantized as {kind.name}, which the gguf package cannot dequantize"
             ) from error
         if not values.flags.writeable:
             values = values.copy()
         out.copy_(torch.from_numpy(values).view(out.shape))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Return the frequencies of the configuration, divided by the factors in the file, if any (llama3 scaling)."""
+        """Return the rotary frequencies, divided by the scaling factors if the file contains them (llama3 scaling)."""
         base = config.rope.inverse_frequencies(config.head_dim)
         tensor = self._header.tensors.get("rope_freqs.weight")
         if tensor is None:
@@ -97,7 +97,7 @@ class GgufFile:
         return base / torch.from_numpy(self._stored(tensor).view(np.float32).reshape(-1).copy())
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes of a tensor as [rows, bytes of a row]. A vector has one row."""
+        """Return the bytes of a tensor as [rows, bytes per row]. A vector has one row."""
         block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kind(tensor)]
         *outer, inner = tensor.shape
         rows, row_bytes = int(np.prod(outer)), inner // block_elements * block_bytes
@@ -114,11 +114,11 @@ class GgufFile:
             return self._gguf.GGMLQuantizationType(tensor.type)
         except ValueError as error:
             raise CheckpointError(
-                f"{self._path} has a tensor of type {tensor.type}, which this gguf package does not know; upgrade it"
+                f"{self._path} has a tensor of type {tensor.type}, which the gguf package does not support; upgrade it"
             ) from error
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the rows in Hugging Face order, which puts the even rows of a head of q or k before the odd rows."""
+        """Return the rows in Hugging Face order, in which the even rows of each q or k head precede the odd rows."""
         rows = self._stored(self._header.tensors[_gguf_name(name)])
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows
@@ -140,7 +140,7 @@ def load_model(
     device: str | torch.device = "cpu",
     ops: Ops | None = None,
 ) -> Model:
-    """Read a model onto a device. `ops` defaults to the fastest operations of the device."""
+    """Load a model onto a device. `ops` defaults to the fastest operations for the device."""
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)
     if not kind.is_floating_point:
         raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")

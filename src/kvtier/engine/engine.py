@@ -1,4 +1,4 @@
-"""Engine: runs requests step by step. The scheduler selects the rows of a step, the eight-op pipeline computes them."""
+"""Engine: runs requests step by step. The scheduler selects the rows of a step, and the pipeline computes them."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(1024))
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Batch sizes of decode steps that are captured as CUDA graphs; empty disables graphs."""
+    """Batch sizes for which decode steps are captured as CUDA graphs. An empty tuple disables graphs."""
     ghost_scales: tuple[float, ...] = ()
-    """Cache sizes for which hit rates are estimated, as multiples of the real size; empty disables the estimates."""
+    """Cache sizes for which to estimate hit rates, as multiples of the real size. An empty tuple disables estimates."""
     keep_explanations: int = 1000
-    """Number of ended requests that `explain` still finds."""
+    """Number of ended requests that are kept for `explain`."""
     tensor_parallel: int = 1
-    """Number of ranks that share the model's heads. Each is a process on this machine; this process is rank 0."""
+    """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
-    """Number of objects into which a stored block is split by KV heads; 0 makes one per rank. Engines can share stored
-    blocks only if they use the same number. Choose the largest number of ranks that will read the store."""
+    """Number of objects into which a block is split by KV heads when it is stored. 0 means one object per rank. Engines
+    can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
     rank_timeout_seconds: float = 60.0
-    """Timeout of a step on other ranks."""
+    """Timeout for a step on the other ranks."""
 
     def __post_init__(self) -> None:
         least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
@@ -70,10 +70,7 @@ class EngineConfig:
 
 
 class Engine:
-    """Runs one model. Call all methods from one thread.
-
-    `add` queues a request and `step` returns its new tokens. A request ends by itself, by `abort` or with an error.
-    """
+    """Runs one model. `add` queues a request, and `step` returns new tokens. Call all methods from one thread."""
 
     def __init__(
         self,
@@ -86,14 +83,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
     ) -> None:
-        """`stores` maps the names in config.cache.stores to open stores or URLs; the engine closes them."""
+        """`stores` maps the names in config.cache.stores to open stores or URLs. The engine closes the stores."""
         config = config or EngineConfig()
         models = [model, *(proposer.models if proposer is not None else ())]
         for each in models[1:]:
             if each.config.vocab_size != model.config.vocab_size:
                 raise ArgumentError(
-                    f"the draft model has {each.config.vocab_size} tokens where the model has "
-                    f"{model.config.vocab_size}: it must share the vocabulary"
+                    f"the draft model has a vocabulary of {each.config.vocab_size} tokens, but the model has "
+                    f"{model.config.vocab_size}; both need the same vocabulary"
                 )
         limit = min(config.scheduler.max_context, *(each.config.max_positions for each in models))
         self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
@@ -144,7 +141,7 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> str:
-        """Add a request; returns its id. Raises for a prompt that can never run."""
+        """Queue a request and return its id. Raises an error for a prompt that can never run."""
         params = params or SamplingParams()
         vocab = self.model.config.vocab_size
         if not all(0 <= token < vocab for token in params.stop_token_ids):
@@ -155,8 +152,8 @@ class Engine:
             raise ArgumentError(f"a request with id {name} is running; use another id")
         if len(tokens) >= self.scheduler.config.max_context:
             raise RangeError(
-                f"the prompt has {len(tokens)} tokens; prompt and output may have {self.scheduler.config.max_context}. "
-                "Shorten the prompt"
+                f"the prompt has {len(tokens)} tokens, but prompt and output together may have at most "
+                f"{self.scheduler.config.max_context}; shorten the prompt"
             )
         first, *others = (self._new_sequence(name, index, tokens, params, priority, salt) for index in range(params.n))
         first.siblings = others
@@ -191,11 +188,11 @@ class Engine:
                 raise failed.error
         except BaseException as error:
             outputs += self._failed(step, error)
-            if not isinstance(error, Exception) or isinstance(error, EngineError):  # an exit, or a lost rank
+            if not isinstance(error, Exception) or isinstance(error, EngineError):  # the process exits, or a rank died
                 raise
             return outputs
         finally:
-            transfers.submit_deferred()  # for a step that failed before its forward pass
+            transfers.submit_deferred()  # does nothing unless the step failed before its forward pass
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:
@@ -210,22 +207,22 @@ class Engine:
         return bool(mine)
 
     def has_work(self) -> bool:
-        """True if a step would do something."""
+        """True if there are requests to run or transfers to plan."""
         return self.scheduler.has_work() or self.manager.has_plans
 
     def explain(self, request_id: str) -> Explanation:
-        """Return the state of a request that runs or ended recently."""
+        """Return the state of a running or recently ended request."""
         for sequence in self._live.values():
             if sequence.id == request_id:
                 return sequence.explain()
         if request_id not in self._ended:
             raise ArgumentError(
-                f"request {request_id} is neither running nor among the last {self.config.keep_explanations} ended"
+                f"request {request_id} is neither running nor one of the last {self.config.keep_explanations} requests"
             )
         return self._ended[request_id]
 
     def close(self) -> None:
-        """Cancel all requests, end the threads, close the stores, free host memory."""
+        """Cancel all requests, stop all threads, close the stores and free host memory."""
         for name in {sequence.id for sequence in self._live.values()}:
             self.abort(name)
         self._pipeline.close()
@@ -273,7 +270,7 @@ class Engine:
             return
         try:
             sequence.miss = str(self.manager.explain(allocation))
-        except Exception as error:  # fails only this request
+        except Exception as error:  # only this request fails
             sequence.sampler.fail(error)
 
     def _finish(self, step: Step) -> list[Output]:
@@ -303,7 +300,7 @@ class Engine:
         return outputs
 
     def _fail_row(self, sequence: EngineSequence, now: float) -> list[Output]:
-        """End a failed request of a step, and the siblings that wait for its prompt."""
+        """End a request that failed in a step, and the siblings that wait for its prompt."""
         del self._live[sequence.request.id]
         self.scheduler.cancel(sequence.request, now)  # so that update() ignores the result of this row
         sequence.ticket.cancel()
@@ -312,9 +309,9 @@ class Engine:
         return outputs
 
     def _settle(self, request: Request) -> None:
-        """Start siblings once the prompt is computed; release the request if it has ended."""
+        """Start the siblings of a request once the prompt is computed. Release the request if it has ended."""
         sequence = self._live.get(request.id)
-        if sequence is None:  # it failed
+        if sequence is None:  # the request failed
             return
         if request.num_new_tokens and sequence.siblings:
             for sibling in sequence.siblings:
@@ -326,7 +323,7 @@ class Engine:
             sequence.ticket.finish()
 
     def _propose(self, proposer: Proposer) -> None:
-        """Draft tokens for the requests that generate. If the proposer fails, the requests continue without drafts."""
+        """Draft tokens for generating requests. If the proposer fails, the requests continue without drafts."""
         # a request whose blocks are being loaded again has an incomplete block table
         running = [request for request in self.scheduler.running if request.is_generating]
         ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
@@ -335,18 +332,18 @@ class Engine:
         try:
             drafts = proposer.propose(ready, self.groups[1:])
             if len(drafts) != len(ready):
-                raise ArgumentError(f"{len(drafts)} drafts for {len(ready)} requests: one each")
+                raise ArgumentError(f"got {len(drafts)} drafts for {len(ready)} requests, expected one per request")
         except Exception as error:
             warnings.warn(f"the proposer failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
             return
         for request, draft in zip(ready, drafts, strict=True):
             try:
                 request.draft = self._checked(request, draft)
-            except Exception as error:  # only this request has no draft
+            except Exception as error:  # only this request gets no draft
                 warnings.warn(f"{request!r}: no draft: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
     def _checked(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
-        """Return the draft tokens that fit. Raises RangeError for tokens that would fail the forward pass."""
+        """Return the draft tokens that fit into output and context. Raises RangeError for an invalid token."""
         room = request.max_new_tokens - request.num_new_tokens - 1
         room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
         tokens, vocab = tuple(draft[: max(0, room)]), self.model.config.vocab_size
@@ -361,7 +358,7 @@ class Engine:
         return self._end(sequence, reason, request.reason)
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:
-        """End the requests of a failed step with its error; the engine continues."""
+        """End all requests of a failed step with the error of the step. The engine continues."""
         outputs = []
         for request in self.scheduler.fail(step, self._clock()):
             sequence = self._live.pop(request.id)
@@ -371,7 +368,7 @@ class Engine:
         return outputs
 
     def _end(self, sequence: EngineSequence, reason: FinishReason, error: str) -> list[Output]:
-        """End a sequence without another token, and the siblings that wait for its prompt."""
+        """End a sequence and the siblings that wait for its prompt, without new tokens."""
         outputs = [each.end(reason, error) for each in (sequence, *sequence.siblings)]
         self._remember(sequence)
         return outputs
@@ -383,7 +380,7 @@ class Engine:
 
 
 def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopier | None:
-    """Return the copier of inputs and tokens on CUDA, which calls `poll` while it waits; None on other devices."""
+    """Return a copier that calls `poll` while it waits for the GPU, or None if the device is not a GPU."""
     if device.type != "cuda":
         return None
     from kvtier.engine.pinned_copier import PinnedCopier
@@ -392,7 +389,7 @@ def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopi
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
-    """Return the estimator of hit rates, for the larger of the device and host tiers, which share blocks."""
+    """Return the hit-rate estimator. Host and device hold copies of the same blocks, so the larger tier is counted."""
     if not config.ghost_scales or not config.cache.prefix_caching:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
@@ -401,7 +398,7 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
 
 
 def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
-    """Return the namespace of these models' KV, made of their configurations, layouts and a digest of their weights."""
+    """Return the KV namespace of these models. It identifies their configurations, layouts and weights."""
     digest, layouts = hashlib.sha256(), []
     for model in models:
         config, weights = model.config, model.weights

@@ -3,7 +3,7 @@
     tokens of three sequences   a a a a | b | c c        query_starts = [0, 4, 5, 7]
     a: first chunk of a prompt    b: decoding    c: a later chunk, or draft tokens to verify
 
-The batch is prepared on the host with numpy. Its sizes stay on the host, so that no step waits for the device.
+The batch is prepared on the host with numpy. Its sizes stay on the host, so that reading them needs no wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kvtier.errors import ArgumentError, RangeError
 
 Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
-# A table of the types that a step sends, because numpy takes 5 us to compute the name of a type.
+# A table of torch types, because numpy takes 5 us to compute the name of a type.
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
@@ -30,9 +30,9 @@ class SequenceInput(NamedTuple):
     num_computed: int
     """Number of earlier tokens, whose keys and values are in the cache."""
     block_table: Table
-    """Blocks of the sequence in order, with room for computed and new tokens."""
+    """Blocks of the sequence, in order. They must have room for the computed and the new tokens."""
     num_logits: int = 1
-    """Number of last new tokens that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens."""
+    """Number of tokens at the end that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset, where KV is stored; -1 stores nothing (CUDA)
+    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset of the stored KV; on CUDA, -1 stores nothing
     query_starts: torch.Tensor  # [sequences + 1] int32
     context_lens: torch.Tensor  # [sequences] int32: tokens to attend to, including the new tokens
     block_tables: torch.Tensor  # [sequences, longest table] int32, padded with 0
@@ -58,7 +58,7 @@ class ForwardBatch:
     def build(
         cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device, send: Send | None = None
     ) -> ForwardBatch:
-        """Build a batch. Checks every sequence against its block table. `send` copies bytes to the device."""
+        """Check every sequence against its block table and build a batch. `send` copies bytes to the device."""
         if not sequences:
             raise ArgumentError("a forward pass needs at least one sequence")
         query_lens = np.array([len(each.token_ids) for each in sequences], np.int64)
@@ -104,20 +104,20 @@ def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn
     new, room = len(sequence.token_ids), len(sequence.block_table) * block_tokens
     if not new or sequence.num_computed < 0:
         raise ArgumentError(
-            f"sequence {index} has {new} tokens after {sequence.num_computed}: at least 1 is needed, after 0 or more"
+            f"sequence {index} must have at least 1 new and 0 computed tokens, got {new} and {sequence.num_computed}"
         )
     if sequence.num_computed + new > room:
         raise RangeError(
             f"sequence {index} would reach {sequence.num_computed + new} tokens, but its {len(sequence.block_table)} "
-            f"blocks of {block_tokens} hold {room}: allocate before the step"
+            f"blocks of {block_tokens} tokens hold {room}; allocate blocks before the step"
         )
-    raise RangeError(f"sequence {index} needs logits of {sequence.num_logits} of its {new} new tokens")
+    raise RangeError(f"num_logits of sequence {index} must be in [0, {new}], got {sequence.num_logits}")
 
 
 def to_tensors(
     arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device, send: Send | None
 ) -> list[torch.Tensor]:
-    """Copy arrays to the device in one transfer, without waiting for its end."""
+    """Copy arrays to the device in one transfer, without waiting for the transfer to finish."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     firsts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch instead of several hundred.
+"""Run decode steps as CUDA graphs. A graph needs one launch instead of several hundred.
 
-A graph has fixed shapes and addresses, so a few batch sizes have a graph each, and a step is copied into the input
-tensors of the graphs. A step uses the smallest graph that fits, with padding rows that attend to one token and store
-nothing.
+A graph has fixed shapes and addresses. There is one graph for each of a few batch sizes, and the inputs of a step are
+copied into tensors that all graphs share. A step uses the smallest graph that fits. The unused rows of the graph are
+padding: they attend to one token and store nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # the largest first, because the others reuse its memory
+        for size in reversed(self._sizes):  # largest first, because smaller graphs reuse the memory of the largest
             self._capture(size, pool)
 
     def takes(self, batch: ForwardBatch) -> bool:
@@ -46,7 +46,7 @@ class DecodeGraphs:
         )
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the logits [sequences, vocab] of a batch that `takes` accepts. They are valid until the next step."""
+        """Return the logits [sequences, vocab], valid until the next step. `takes(batch)` must be True."""
         count = len(batch.query_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         inputs = self._inputs
@@ -70,7 +70,7 @@ class DecodeGraphs:
         step = self._model
         stream = torch.cuda.Stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(stream):  # compiles kernels and allocates workspaces, which a capture cannot
+        with torch.cuda.stream(stream):  # compile kernels and allocate workspaces, which is impossible in a capture
             step.logits(step.forward(batch, self._cache))
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -45,12 +45,12 @@ class LLM:
 
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
-    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. With `invariant`,
-    results are bit-identical whatever other requests are in the batch; this is slower.
+    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. With `invariant`, the result of a
+    request is bit-identical in any batch, but computing it is slower.
 
-    `generate` and `chat` may be called from several threads: the engine runs on its own thread and serves calls one
-    after the other. KeyboardInterrupt ends the call after the current step and cancels its requests. Do not use
-    `engine` during a call. A forked child cannot use the LLM.
+    `generate` and `chat` may be called from several threads. The engine runs on a thread of its own and serves one call
+    after the other. KeyboardInterrupt ends a call after the current step and cancels the requests of the call. Do not
+    use `engine` during a call. A forked child cannot use the LLM.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ArgumentError(
-                f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each"
+                f"got {len(prompts)} prompts and {len(each)} sampling parameters; give one, or one for each prompt"
             )
         interrupted = threading.Event()
         work: Future[list[list[Completion]]] | None = None
         try:
             work = self._submit(self._generate, prompts, each, progress, interrupted)
             return work.result()
-        except BaseException:  # an error of the call or an interrupt of this thread; the engine finishes its step
+        except BaseException:  # the call failed or this thread was interrupted; let the engine finish its step
             interrupted.set()
             if work is not None and not work.cancel():
                 wait([work])
@@ -103,7 +103,7 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Continue a conversation; options go to the chat template."""
+        """Generate the next message of a conversation. `options` are passed to the chat template."""
         return self.generate([self.tokenizer.encode_chat(messages, **options)], params, progress=False)[0][0]
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class LLM:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise StateError(
-                f"this LLM belongs to process {self._process}; a forked child ({os.getpid()}) does not have its "
-                "threads. Make an LLM in the child, or start it with the spawn method"
+                f"this LLM belongs to process {self._process}; its threads do not exist in a forked child "
+                f"({os.getpid()}). Create an LLM in the child, or start the child with the spawn method"
             )
 
     def _generate(
@@ -150,7 +150,7 @@ class LLM:
         ]
 
     def _run(self, total: int, interrupted: threading.Event) -> dict[tuple[str, int], list[Output]]:
-        """Step the engine; returns the outputs by request and index. With a `total`, show progress on stderr."""
+        """Run the engine and return the outputs by request id and index. Unless `total` is 0, print progress."""
         outputs: dict[tuple[str, int], list[Output]] = {}
         num_done = num_tokens = 0
         while self.engine.has_work() and not interrupted.is_set():

@@ -2,7 +2,7 @@
 
     cache[block, layer, K or V, token in block, kv_head, head_dim]
 
-A block is contiguous over all layers, so that copy engines can move it in one piece. Attention uses strides.
+A block is contiguous over all layers, so that copy engines can move it in one piece. Attention reads it with strides.
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ def default_ops(device: torch.device) -> Ops:
 
 
 class Model:
-    """A decoder-only transformer. `forward` computes a batch; `logits` computes the scores of selected rows.
-
-    It has no state between steps except its weights; the caller owns the cache.
-    """
+    """A decoder-only transformer. The weights are its only state; the caller owns the cache."""
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, all_reduce: AllReduce | None = None
     ) -> None:
-        """A model that is the share of one rank (split.py) needs `all_reduce`, which sums a tensor over all ranks."""
+        """`all_reduce` sums a tensor over all ranks. It is needed if `weights` are the share of one rank (split.py)."""
         self.config = config
         self.weights = weights
         self.ops = default_ops(weights.device) if ops is None else ops
@@ -55,7 +52,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: Tensor, before_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Compute the new tokens and store their keys and values. Returns the rows that need logits, [rows, hidden].
+        """Compute the new tokens and store their KV. Returns the hidden states of the rows that need logits.
 
         `before_layer(index)` is called before a layer reads the cache, to wait for blocks that are being loaded.
         """
@@ -69,7 +66,7 @@ class Model:
             if before_layer is not None:
                 before_layer(index)
             attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
-            if layer is self.weights.layers[-1]:  # the rest of the layer treats each token separately
+            if layer is self.weights.layers[-1]:  # only attention needs the rows without logits
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             if self._all_reduce is not None:
                 attended = self._all_reduce(attended)
@@ -101,8 +98,8 @@ class Model:
         inner = (config.num_layers, 2, cache.shape[3], config.num_kv_heads, config.head_dim)
         if cache.shape[1:] != inner:
             raise ArgumentError(
-                f"the cache has shape {list(cache.shape)}; this model's is [blocks, {config.num_layers}, 2, block "
-                f"tokens, {config.num_kv_heads}, {config.head_dim}] (Model.new_cache makes it)"
+                f"the cache has shape {list(cache.shape)}; this model needs [blocks, {config.num_layers}, 2, block "
+                f"tokens, {config.num_kv_heads}, {config.head_dim}], which Model.new_cache returns"
             )
         longest = max(batch.contexts)
         if longest > config.max_positions:

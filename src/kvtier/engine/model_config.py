@@ -22,11 +22,11 @@ _ROPE_KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding, with the context extensions that change only its frequencies."""
+    """Rotary position embedding. Supports context extensions that change only the frequencies."""
 
     theta: float = 10000.0
     kind: str = "default"
-    """default, linear (divides all frequencies by `factor`) or llama3 (divides low frequencies, with a transition)."""
+    """default, linear (divides all frequencies by `factor`) or llama3 (divides only low frequencies by `factor`)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -65,7 +65,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     attention_bias: bool = False
-    """True if q, k, v and the attention output have biases. qwen2 always has biases on q, k and v only."""
+    """True if q, k, v and the attention output have biases. Ignored for qwen2, where only q, k and v have biases."""
     tied_embeddings: bool = False
     """True if the embedding matrix also computes the logits."""
     eos_token_ids: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class ModelConfig:
         sizes = {each.name: getattr(self, each.name) for each in fields(self) if each.type == "int"}
         wrong = [f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value < 1]
         if wrong:
-            raise CheckpointError(f"the sizes of a model must be positive, got {', '.join(wrong)}")
+            raise CheckpointError(f"the sizes of a model must be positive integers, got {', '.join(wrong)}")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
@@ -85,8 +85,8 @@ class ModelConfig:
         outside = [each for each in self.eos_token_ids if not 0 <= each < self.vocab_size]
         if outside:
             raise CheckpointError(
-                f"end-of-text token {outside[0]} is outside the vocabulary of {self.vocab_size}: see eos_token_id in "
-                "config.json and generation_config.json"
+                f"end-of-text token {outside[0]} is outside the vocabulary of {self.vocab_size} tokens; check "
+                "eos_token_id in config.json and generation_config.json"
             )
 
     @property
@@ -99,12 +99,12 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """True if each head of q and k is normed before the rotation."""
+        """True if each head of q and k is normalized before the rotation."""
         return self.architecture == "qwen3"
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read config.json, and the end-of-text ids of generation_config.json if it exists."""
+        """Read config.json, and end-of-text ids from generation_config.json if that file exists."""
         config = cls.from_hf(_read_json(folder / "config.json"))
         generation = folder / "generation_config.json"
         eos = _token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
@@ -146,7 +146,7 @@ class ModelConfig:
         name = str(metadata.get("general.architecture"))
         if name not in _ARCHITECTURES.values():
             raise CheckpointError(
-                f"the GGUF model is of architecture {name!r}; kvtier runs {', '.join(_ARCHITECTURES.values())}"
+                f"the GGUF model has architecture {name!r}; kvtier runs {', '.join(_ARCHITECTURES.values())}"
             )
         values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
         heads = _required(values, "attention.head_count")
@@ -177,16 +177,16 @@ class ModelConfig:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("use_sliding_window", config.get("sliding_window") is not None):
         raise CheckpointError(
-            f"the checkpoint attends through a sliding window of {config.get('sliding_window')} tokens; "
-            "kvtier computes full attention only"
+            f"the checkpoint uses attention with a sliding window of {config.get('sliding_window')} tokens; "
+            "kvtier supports full attention only"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"the feed-forward activation is {config['hidden_act']!r}; kvtier computes silu only")
+        raise CheckpointError(f"the feed-forward activation is {config['hidden_act']!r}; kvtier supports silu only")
     if config.get("mlp_bias"):
-        raise CheckpointError("the feed-forward matrices have biases (mlp_bias), which kvtier does not compute")
+        raise CheckpointError("the feed-forward matrices have biases (mlp_bias), which kvtier does not support")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(
-            f"only {config['partial_rotary_factor']} of each head is rotated; kvtier rotates whole heads"
+            f"partial_rotary_factor is {config['partial_rotary_factor']}; kvtier supports 1.0 only (whole heads)"
         )
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
@@ -198,17 +198,17 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
     if values.get("attention.sliding_window"):
         raise CheckpointError(
-            f"the GGUF model attends through a sliding window of {values['attention.sliding_window']} tokens; "
-            "kvtier computes full attention only"
+            f"the GGUF model uses attention with a sliding window of {values['attention.sliding_window']} tokens; "
+            "kvtier supports full attention only"
         )
     if values.get("expert_count"):
-        raise CheckpointError(f"the GGUF model has {values['expert_count']} experts; kvtier runs dense models")
+        raise CheckpointError(f"the GGUF model has {values['expert_count']} experts; kvtier supports dense models only")
     rotated = values.get("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise CheckpointError(f"{rotated} of each head's {head_dim} elements are rotated; kvtier rotates all")
+        raise CheckpointError(f"rope.dimension_count is {rotated}; kvtier supports only head_dim, which is {head_dim}")
     kind = values.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
-        raise CheckpointError(f"rope scaling of type {kind!r} is not supported; kvtier computes none and linear")
+        raise CheckpointError(f"rope scaling of type {kind!r} is not supported; supported types: none, linear")
 
 
 def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
@@ -217,7 +217,7 @@ def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise CheckpointError(
-            f"rope scaling of type {kind!r} is not supported; kvtier computes {', '.join(_ROPE_KINDS)}"
+            f"rope scaling of type {kind!r} is not supported; supported types: {', '.join(_ROPE_KINDS)}"
         )
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":
@@ -245,6 +245,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; a Hugging Face model folder has one") from error
+        raise CheckpointError(f"{path} is missing; a Hugging Face model folder must contain it") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""The modules of the engine, which run a scheduler step in three of the eight ops of the pipeline.
+"""The pipeline modules of the engine. They run a scheduler step in three of the eight ops of the pipeline.
 
 SETUP     InputBuilder   builds a ForwardBatch from the rows of the step, on the device
 PREPARE   InputBuilder   copies the blocks in Step.copies
@@ -47,7 +47,7 @@ class DeviceCacheGroup:
         self.renew(num_blocks)
 
     def renew(self, num_blocks: int) -> None:
-        """Replace the cache by one of `num_blocks` zeroed blocks."""
+        """Replace the cache with a new cache of `num_blocks` zeroed blocks."""
         self.cache = self.model.new_cache(num_blocks, self.block_tokens)
         if self._graph_sizes:
             max_blocks = min(num_blocks, -(-self._max_context // self.block_tokens))
@@ -58,7 +58,7 @@ class DeviceCacheGroup:
         self._graphs = None
         self.cache = self.model.new_cache(0, self.block_tokens)
         if self.cache.is_cuda:
-            torch.cuda.empty_cache()  # torch would keep the memory
+            torch.cuda.empty_cache()  # otherwise torch keeps the memory in its pool
 
     @property
     def block_bytes(self) -> int:
@@ -87,7 +87,7 @@ class InputBuilder(Module):
         self._copies = copies
         self._planned: Mapping[str, Row] = {}
         self.rows: list[tuple[Row, EngineSequence]] = []
-        """Rows of the current batch, in the order of the batch, without rows whose inputs failed."""
+        """Rows of the current batch, in the order of the batch, without rows whose inputs could not be built."""
         self._ready: dict[int, ForwardBatch] = {}
         self.sequences: list[SequenceInput] = []
 
@@ -96,7 +96,7 @@ class InputBuilder(Module):
         self._planned = {row.request.id: row for row in step.rows}
 
     def setup(self, env: Environment) -> None:
-        """Build the batch on the host and copy it to the device. Skip rows whose inputs raise: their requests fail."""
+        """Build the batch on the host and copy it to the device. If the input of a row raises, its request fails."""
         batch = env.at(BATCH)
         self.rows, inputs = [], []
         for ticket in batch.requests:
@@ -150,8 +150,8 @@ class ModelForward(Module):
 class Sampler(Module):
     """Samples the next tokens and verifies draft tokens.
 
-    A draft token is accepted if it equals the token sampled at its position, so drafts never change the output. A row
-    that fails gets no more samples; the `error` of its sampler has the reason.
+    A draft token is accepted if it equals the token sampled at its position, so drafts never change the output. After a
+    row has failed, it gets no more samples, and `RequestSampler.error` contains the reason.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
@@ -181,7 +181,7 @@ class Sampler(Module):
                 return
 
     def _accept(self, row: Row, sequence: EngineSequence, one: Sample, depth: int) -> bool:
-        """Keep a sample. True if it equals the draft token at this depth, so that the next position is sampled too."""
+        """Record a sample. True if it equals the draft token at this depth, so the next position can be sampled."""
         if sequence.sampler.error:
             return False
         try:

@@ -1,13 +1,13 @@
 /* CPU kernels for steps of a few tokens, which are limited by memory bandwidth: products with matrices in the
- * quantisation of the checkpoint, and attention that reads the paged cache in place. Compiled on first use (native.py);
- * without a compiler, torch does the same work.
+ * quantisation of the checkpoint, and attention that reads the paged cache in place. Compiled on first use (native.py).
+ * Without a compiler, torch does the same work.
  *
- * Weights are widened to float32 in registers and equal those of the dequantised matrix (d * q is exact: 11 bits times
- * 4 or 8; adding m rounds once, as in dequantisation). Sums are float32, in column order for each output, for any
- * number of tokens (with AMX: up to 4 tokens; native_amx.h handles more).
+ * Weights are widened to float32 in registers. They equal the weights of the dequantised matrix, because d * q is exact
+ * (11 bits times 4 or 8 bits) and adding m rounds once, as in dequantisation. Each output is a float32 sum in column
+ * order, so it does not depend on the number of tokens. On CPUs with AMX, native_amx.h computes 5 or more tokens.
  *
- * A packed matrix is a sequence of tiles of 16 outputs. Within a tile the 16 weights of a column are contiguous, so a
- * vector holds 16 outputs and the input is broadcast. Per tile and 32 columns:
+ * A packed matrix is a sequence of tiles of 16 outputs. Within a tile, the 16 weights of a column are contiguous, so a
+ * vector holds 16 outputs and the input is broadcast. Data of each tile and 32 columns:
  *   Q4_1: float d[16], m[16]; uint8 q[16][16], low nibble column j, high nibble column j + 16
  *   Q8_0: float d[16]; int8 q[32][16]
  *   BF16: uint16 w[32][16]
@@ -19,8 +19,8 @@
 #include <immintrin.h>
 #endif
 
-/* GRAIN: below this many elements, waking a second thread costs more than it saves (2 cores, 2026-11-15).
- * AHEAD: tokens of prefetch in attention. */
+/* GRAIN: with fewer elements, waking a second thread costs more time than it saves (2 cores, 2026-11-15).
+ * AHEAD: prefetch distance in attention, in tokens. */
 enum { LANES = 16, BLOCK = 32, GRAIN = 16384, AHEAD = 12 };
 enum { Q4_1, Q8_0, BF16 };
 
@@ -73,7 +73,7 @@ static void softmax(float *scores, long length, long padded) {
         STORE(scores + i, e);
         sum += e;
     }
-    const float scale = 1.0f / (sum_of(sum) - (float)(padded - length)); /* the padding added exp(0) = 1 each */
+    const float scale = 1.0f / (sum_of(sum) - (float)(padded - length)); /* each padding element added exp(0) = 1 */
     for (long i = 0; i < padded; i += LANES) STORE(scores + i, LOAD(f32x16, scores + i) * scale);
 }
 
@@ -112,7 +112,7 @@ typedef struct {
     int kind, alone;
 } Product;
 
-/* Load 16 bytes as integers. Intrinsics, because gcc 12 widens freshly loaded bytes one at a time. */
+/* Load 16 bytes as integers. Uses intrinsics, because gcc 12 would widen loaded bytes one at a time. */
 INLINE i32x16 bytes_at(const char *from) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtepi8_epi32(LOAD(__m128i, from));
@@ -127,7 +127,7 @@ INLINE i32x16 bytes_at(const char *from) {
 #endif
 }
 
-/* The low four bits of each element as floats: by table lookup in a register with AVX-512, else by conversion. */
+/* Convert the low four bits of each element to float. AVX-512 has a table lookup in a register for this. */
 INLINE f32x16 nibbles_of(i32x16 q) {
 #ifdef __AVX512F__
     const f32x16 table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -137,7 +137,7 @@ INLINE f32x16 nibbles_of(i32x16 q) {
 #endif
 }
 
-/* Dequantise columns j and j + 16 of a block: 16 weights each. */
+/* Dequantise columns j and j + 16 of a block. Each column has 16 weights. */
 INLINE void q4_1(const char *block, int j, f32x16 *first, f32x16 *second) {
     const f32x16 d = LOAD(f32x16, block), m = LOAD(f32x16, block + 64);
     const i32x16 q = bytes_at(block + 128 + 16 * j);
@@ -156,7 +156,7 @@ INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
     *second = (f32x16)(__builtin_convertvector(LOAD(u16x16, block + 32 * (j + 16)), u32x16) << 16);
 }
 
-/* Tiles [begin, end); the sums of TILES x TOKENS stay in registers. */
+/* Compute tiles [begin, end). The sums of TILES tiles and TOKENS tokens stay in registers. */
 #define PRODUCT(KIND, BYTES, TILES, TOKENS)                                                                           \
     static void KIND##_##TOKENS(const Product *p, long begin, long end) {                                             \
         const long blocks = p->columns / BLOCK, tile_bytes = blocks * BYTES;                                          \
@@ -186,7 +186,7 @@ INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
         _Pragma("GCC unroll 16") for (int t = 0; t < TOKENS; ++t) sum[i][t] += second * x[16 * TOKENS + t];           \
     }
 
-/* The sums take 4, 8 or 16 vectors of 64 bytes: AVX-512 has 32 registers of that size, AVX2 has 16 of half that size. */
+/* The sums need 4, 8 or 16 vectors of 64 bytes. AVX-512 has 32 registers of 64 bytes, AVX2 has 16 of 32 bytes. */
 #define PRODUCTS(KIND, BYTES)                                                                                         \
     PRODUCT(KIND, BYTES, 4, 1)                                                                                        \
     PRODUCT(KIND, BYTES, 4, 2)                                                                                        \
@@ -245,20 +245,20 @@ typedef struct {
     int alone;
 } Attention;
 
-/* Keys of all heads of a token: contiguous, so they are read together. */
+/* Return the keys of a token. The keys of all heads are contiguous, so they are read together. */
 INLINE const float *keys_of(const Attention *a, long sequence, long at) {
     return a->cache + a->tables[sequence * a->table_width + at / a->block_tokens] * a->block_stride +
            at % a->block_tokens * a->token_stride;
 }
 
-/* Prefetch a token's keys or values a few tokens ahead: the hardware prefetcher stops at the page boundary. */
+/* Prefetch the keys or values of a later token, because the hardware prefetcher stops at a page boundary. */
 INLINE void prefetch(const Attention *a, long sequence, long at, long offset, long count) {
     if (at >= a->lengths[sequence]) return;
     const float *from = keys_of(a, sequence, at) + offset;
     for (long i = 0; i < count; i += LANES) __builtin_prefetch(from + i);
 }
 
-/* Attention of the query heads that belong to kv heads [first, last) of a sequence. */
+/* Compute attention for the query heads that belong to kv heads [first, last) of a sequence. */
 static void attend_one(const Attention *a, long sequence, long first, long last, float *scores) {
     const long group = a->heads / a->kv_heads, length = a->lengths[sequence], dim = a->dim;
     const long padded = (length + LANES - 1) / LANES * LANES, num_heads = (last - first) * group;
@@ -288,7 +288,7 @@ static void attend_one(const Attention *a, long sequence, long first, long last,
     }
 }
 
-/* Split by sequence, or by kv head if there are fewer sequences than threads. */
+/* Split the work by sequence, or by sequence and kv head if there are fewer sequences than threads. */
 static void attention_share(void *data) {
     const Attention *a = data;
     const long threads = a->alone ? 1 : team_size(), parts = a->sequences < threads ? a->kv_heads : 1;

@@ -1,25 +1,26 @@
 /* Products for 5 to 16 tokens with AMX, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k].
  *
- * A bf16 has 8 significant bits. Each x is split into three bf16 that add up to it exactly, and a stored q (4 or 8 bits)
- * fits one bf16, so the products of the tile unit are exact and its sums float32. Scales are applied in float32, once
- * per 32 columns:
+ * A bf16 has 8 significant bits. Each x is split into three bf16 values whose sum is exactly x, and a stored q (4 or 8
+ * bits) fits into one bf16. The products of the tile unit are therefore exact, and it adds them in float32. Scales are
+ * applied in float32, once per 32 columns:
  *   sum of (d * q + m) * x  =  d * sum of (q - 8) * x  +  (m + 8 d) * sum of x
  * The rounding error is smaller than that of a sum in column order. The result of a token does not depend on the other
- * tokens, but is not bit-identical to that of the loops for up to 4 tokens.
+ * tokens, but it is not bit-identical to the result of the loops that compute up to 4 tokens.
  */
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* LEAST: with fewer tokens the tile unit is not faster than the loops. It is as fast at 4 tokens, a fifth faster at 8, a
- * third faster at 16 (Xeon with AMX, 2 cores, 2026-11-15). AMX_AHEAD: prefetch distance in blocks of weights. */
+/* LEAST: with fewer tokens, the tile unit is not faster than the loops. Compared with them, it is as fast for 4 tokens,
+ * a fifth faster for 8 and a third faster for 16 (Xeon with AMX, 2 cores, 2026-11-15).
+ * AMX_AHEAD: prefetch distance in blocks of weights. */
 enum { PARTS = 3, LEAST = 5, AMX_AHEAD = 2 };
 static const uint32_t TOP = 0xffff0000u;
 
 static int has_amx;
 
-/* Linux enables the tile registers on request: ARCH_REQ_XCOMP_PERM (0x1023) of XTILEDATA (18). */
-__attribute__((constructor)) static void ask_for_amx(void) { has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+/* Linux enables the tile registers on request: ARCH_REQ_XCOMP_PERM (0x1023) for XTILEDATA (18). */
+__attribute__((constructor)) static void request_amx(void) { has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 typedef struct {
     uint8_t palette, start, reserved[14];
@@ -27,9 +28,9 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* Convert a block to the tile format: row j has, for each output, a pair of bf16 of columns j and j + 16. */
+/* Convert a block to the tile format. For each output, row j contains the bf16 weights of columns j and j + 16. */
 INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
-    static const uint16_t eights[32] = { /* -8 to 7, twice: the lookup uses five bits, the fifth belongs to the other nibble */
+    static const uint16_t eights[32] = { /* -8 to 7, twice, because the lookup also uses a bit of the other nibble */
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
         0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
         0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
@@ -49,8 +50,8 @@ INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
         }
 }
 
-/* Split x [count][columns] into bf16 parts [PARTS][tokens][columns], each 32 columns in the order of the pairs. Also
- * compute the sums of each 32 columns, [columns / 32][tokens]. */
+/* Split x [count][columns] into bf16 parts [PARTS][tokens][columns], where 32 columns are in the order of the pairs.
+ * Also compute the sum of each group of 32 columns, [columns / 32][tokens]. */
 static void cut(const float *x, uint16_t *parts, float *sums, long count, long columns, long tokens) {
     for (long t = 0; t < tokens; ++t)
         for (long k = 0; k < columns; k += BLOCK) {
@@ -66,7 +67,7 @@ static void cut(const float *x, uint16_t *parts, float *sums, long count, long c
         }
 }
 
-/* found = parts x pairs for two tiles. The tiles alternate, because the unit can overlap independent products. */
+/* Set found to parts x pairs for two tiles. The tiles alternate, because the unit can overlap independent products. */
 INLINE void multiply(const uint16_t *parts, long columns, long tokens, u32x16 pairs[2][16], f32x16 found[2][16]) {
     __asm__ volatile("" ::: "memory"); /* gcc 12 does not model tile loads as memory reads */
     _tile_zero(0);
@@ -86,7 +87,7 @@ INLINE void multiply(const uint16_t *parts, long columns, long tokens, u32x16 pa
     _tile_stored(1, found[1], 64);
 }
 
-/* Tiles [begin, end), two at a time. An odd last tile is computed twice and stored once. */
+/* Compute tiles [begin, end), two at a time. If the number is odd, the last tile is computed twice and stored once. */
 INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
     const long blocks = p->columns / BLOCK, bytes = BLOCK_BYTES[kind], tokens = p->tokens;
     const uint16_t *parts = (const uint16_t *)p->x;
@@ -131,7 +132,7 @@ static void amx_share(void *data) {
     _tile_release();
 }
 
-/* Return 1 if the product was computed with AMX, 0 if the caller must compute it. scratch: float [2][tokens][columns]. */
+/* Return 1 if AMX computed the product, 0 if the caller must compute it. scratch is float [2][tokens][columns]. */
 static int amx_product(Product *p, const float *x, float *scratch, long count, int threads) {
     if (!has_amx || count < LEAST) return 0;
     uint16_t *parts = (uint16_t *)scratch;

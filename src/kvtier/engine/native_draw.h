@@ -1,18 +1,18 @@
-/* Sampling, included by native.c: temperature, top-p, min-p and one draw per row of logits, as in sampling.py (torch).
- * Weights are float32, their sums double. The result of a row depends on that row only.
+/* Sampling with temperature, top-p and min-p, included by native.c. Draws one token per row of logits, like sampling.py
+ * with torch. Weights are float32, and their sums are double. The result of a row depends only on that row.
  */
 typedef double f64x16 __attribute__((vector_size(128)));
 enum { CHUNK = 256 };
 
 typedef struct {
     float temperature, min_p;
-    double top_p, uniform; /* top_p 1: all tokens, in vocabulary order */
-} Wish;
+    double top_p, uniform; /* if top_p is 1, all tokens are drawn from, in vocabulary order */
+} RowParams;
 
 typedef struct {
     float *logits;   /* [rows][vocab]; overwritten with the weights */
     uint64_t *heaps; /* [rows][vocab]; high half: bits of the weight, low half: complement of the token */
-    const Wish *wishes;
+    const RowParams *params;
     int64_t *chosen;
     long rows, vocab;
     int alone;
@@ -31,8 +31,8 @@ INLINE float weight_of(uint64_t entry) {
     return weight;
 }
 
-/* Replace x by exp((x - max) / temperature), with exact zeros below exp(-87). Return the sum, or -1 if there is no
- * distribution: x contains a NaN or +inf, or only -inf. */
+/* Replace x by exp((x - max) / temperature), or by 0 if the result is below exp(-87). Return the sum, or -1 if there is
+ * no distribution because x contains NaN or +inf, or only -inf. */
 static double weigh(float *x, long vocab, float temperature) {
     f32x16 tops = LOAD(f32x16, x);
     i32x16 nans = {0};
@@ -57,13 +57,13 @@ static double weigh(float *x, long vocab, float temperature) {
     return sum_of_doubles(sums);
 }
 
-/* Draw from all tokens in vocabulary order: find the chunk that contains the target, then the token. */
-static int64_t draw_from_all(const float *weights, long vocab, const Wish *wish, double total) {
-    if (wish->min_p > 0) {
+/* Draw from all tokens in vocabulary order. Find the chunk that contains the target, then the token in the chunk. */
+static int64_t draw_from_all(const float *weights, long vocab, const RowParams *params, double total) {
+    if (params->min_p > 0) {
         total = 0;
-        for (long i = 0; i < vocab; ++i) total += weights[i] >= wish->min_p ? weights[i] : 0;
+        for (long i = 0; i < vocab; ++i) total += weights[i] >= params->min_p ? weights[i] : 0;
     }
-    const double target = wish->uniform * total;
+    const double target = params->uniform * total;
     double before = 0;
     int64_t last = 0;
     for (long chunk = 0; chunk < vocab; chunk += CHUNK) {
@@ -71,17 +71,17 @@ static int64_t draw_from_all(const float *weights, long vocab, const Wish *wish,
         f64x16 sums = {0};
         for (long i = chunk; i < end; i += LANES) {
             const f32x16 v = LOAD(f32x16, weights + i);
-            sums += __builtin_convertvector((f32x16)((i32x16)v & (v >= wish->min_p)), f64x16);
+            sums += __builtin_convertvector((f32x16)((i32x16)v & (v >= params->min_p)), f64x16);
         }
         const double after = before + sum_of_doubles(sums);
         for (long i = chunk; after > target && i < end; ++i) {
-            if (weights[i] < wish->min_p || weights[i] == 0) continue;
+            if (weights[i] < params->min_p || weights[i] == 0) continue;
             last = i;
             if ((before += weights[i]) > target) return i;
         }
         before = after;
     }
-    return last; /* rounding put the target past the last token */
+    return last; /* the target is past the last token because of rounding */
 }
 
 static void sift(uint64_t *heap, long length, long at) {
@@ -93,15 +93,15 @@ static void sift(uint64_t *heap, long length, long at) {
     }
 }
 
-/* Draw from the heaviest tokens that together reach top_p of the weight. Tokens lighter than (1 - top_p) / vocab of the
- * total are never among them and are skipped.
+/* Draw from the heaviest tokens whose weights sum to top_p * total. Tokens lighter than (1 - top_p) * total / vocab are
+ * never among these tokens and are skipped.
  *
  *   heap  [ remaining ......... | taken, the heaviest last ]
  *         0                   left                        count
  */
-static int64_t draw_from_top(const float *weights, long vocab, const Wish *wish, double total, uint64_t *heap) {
-    const double mass = wish->top_p * total;
-    const float cut = (float)((1 - wish->top_p) * total / (double)vocab * (1 - 1e-6));
+static int64_t draw_from_top(const float *weights, long vocab, const RowParams *params, double total, uint64_t *heap) {
+    const double mass = params->top_p * total;
+    const float cut = (float)((1 - params->top_p) * total / (double)vocab * (1 - 1e-6));
     long count = 0;
     for (long i = 0; i < vocab; i += LANES) {
         const i32x16 heavy = LOAD(f32x16, weights + i) >= cut;
@@ -121,15 +121,15 @@ static int64_t draw_from_top(const float *weights, long vocab, const Wish *wish,
         const uint64_t heaviest = heap[0];
         const float weight = weight_of(heaviest);
         reached += weight;
-        kept += weight >= wish->min_p ? weight : 0;
+        kept += weight >= params->min_p ? weight : 0;
         heap[0] = heap[--left];
         heap[left] = heaviest;
         sift(heap, left, 0);
     }
-    const double target = wish->uniform * kept;
+    const double target = params->uniform * kept;
     double before = 0;
     long at = count;
-    while (--at > left && (before += weight_of(heap[at]) >= wish->min_p ? weight_of(heap[at]) : 0) <= target) {
+    while (--at > left && (before += weight_of(heap[at]) >= params->min_p ? weight_of(heap[at]) : 0) <= target) {
     }
     return (int64_t)~(uint32_t)heap[at];
 }
@@ -140,17 +140,18 @@ static void draw_share(void *data) {
     share(p->rows, p->alone, &begin, &end);
     for (long row = begin; row < end; ++row) {
         float *weights = p->logits + row * p->vocab;
-        const Wish *wish = p->wishes + row;
-        const double total = weigh(weights, p->vocab, wish->temperature);
-        p->chosen[row] = total < 0         ? -1
-                         : wish->top_p < 1 ? draw_from_top(weights, p->vocab, wish, total, p->heaps + row * p->vocab)
-                                           : draw_from_all(weights, p->vocab, wish, total);
+        const RowParams *params = p->params + row;
+        const double total = weigh(weights, p->vocab, params->temperature);
+        uint64_t *heap = p->heaps + row * p->vocab;
+        p->chosen[row] = total < 0           ? -1
+                         : params->top_p < 1 ? draw_from_top(weights, p->vocab, params, total, heap)
+                                             : draw_from_all(weights, p->vocab, params, total);
     }
 }
 
-/* Draw one token per row; -1 if a row has no distribution. Overwrites the logits. vocab is a multiple of 16. */
-void kvtier_draw(float *logits, uint64_t *heaps, const Wish *wishes, int64_t *chosen, long rows, long vocab,
+/* Draw one token per row, or -1 if the row has no distribution. Overwrites the logits. vocab is a multiple of 16. */
+void kvtier_draw(float *logits, uint64_t *heaps, const RowParams *params, int64_t *chosen, long rows, long vocab,
                  int threads) {
-    Draw p = {logits, heaps, wishes, chosen, rows, vocab, is_alone(threads, rows * vocab) || rows < 2};
+    Draw p = {logits, heaps, params, chosen, rows, vocab, is_alone(threads, rows * vocab) || rows < 2};
     run(draw_share, &p, p.alone, threads);
 }

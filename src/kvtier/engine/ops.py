@@ -1,13 +1,13 @@
 """The operations of a forward pass, on the CPU and in plain torch.
 
-TorchOps       plain torch, any device: the reference for the others
-CpuOps         the CPU: scaled_dot_product_attention, and native code for steps of a few tokens
-InvariantOps   the CPU, float32: bits that do not depend on the rest of the batch (ops_invariant.py)
+TorchOps       any device: plain torch, the reference for the other classes
+CpuOps         CPU: scaled_dot_product_attention, and native code for steps of a few tokens
+InvariantOps   CPU, float32: bit-identical results for a sequence in any batch (ops_invariant.py)
 TritonOps      CUDA: fused kernels that can be captured in a graph (ops_triton.py)
 
-The cache of a layer is [blocks, 2, block_tokens, kv_heads, head_dim] (a view with strides into the block-first device
-cache). Token comes before head, so that the gathered blocks of a sequence are [tokens, kv_heads, head_dim] without a
-permutation, and the keys of a token are contiguous.
+The cache of a layer is [blocks, 2, block_tokens, kv_heads, head_dim], a strided view of the block-first device cache.
+Because the token dimension precedes the head dimension, the keys of a token are contiguous, and the gathered blocks of
+a sequence are [tokens, kv_heads, head_dim] without a permutation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.engine.weights import Linear
 
 
 def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
-    """Attend q [tokens, heads, head_dim], one sequence at a time. This is the reference for all implementations."""
+    """Compute attention for q [tokens, heads, head_dim], one sequence at a time: the reference implementation."""
     out = torch.empty_like(q)
     group = q.shape[1] // cache.shape[3]
     for rows, table, context in _sequences(batch):
@@ -38,7 +38,7 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
-    """Attend on the CPU. A sequence without cached tokens uses its new keys and values and does not read the cache."""
+    """Compute attention on the CPU. A sequence without cached tokens uses its new keys and values, not the cache."""
     _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and a head_dim that is a multiple of 16
@@ -63,7 +63,7 @@ def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code:
 
 
 def _attend_singles(q: Tensor, cache: Tensor, batch: ForwardBatch, code: EngineNative, out: Tensor) -> None:
-    """Attend the one-token sequences of a mixed batch; native code reads the keys in place."""
+    """Compute attention for the one-token sequences of a mixed batch, with native code that reads keys in place."""
     singles = [index for index, count in enumerate(batch.query_lens) if count == 1]
     chosen = torch.tensor(singles)
     rows = batch.query_starts[chosen].long()
@@ -79,7 +79,7 @@ def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
 
 
 def _visible(rows: slice, context: int, device: torch.device) -> Tensor:
-    """Return the causal mask [queries, context]: the last query sees all tokens, each earlier query one less."""
+    """Return the causal mask [queries, context]. The last query sees all tokens, each earlier query one token less."""
     count = rows.stop - rows.start
     return torch.ones(count, context, dtype=torch.bool, device=device).tril(context - count)
 
@@ -92,14 +92,14 @@ def _gathered(cache: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tenso
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Attend [queries, heads, dim] to [context, kv_heads, dim]."""
+    """Compute attention for q [queries, heads, dim] over k and v [context, kv_heads, dim]."""
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend one query. It sees every token, so the query heads of a KV head become unmasked queries of one head."""
+    """Compute attention for one token, without a mask. All query heads of a KV head are computed as one head."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])
@@ -130,7 +130,7 @@ class Ops(Protocol):
         """Return the RMS norm over the last dimension, computed in float32. x may be 3-D and strided."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the norm of residual + x, and residual + x. May write into `residual`."""
+        """Return the RMS norm of residual + x, and the sum residual + x. May overwrite `residual`."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(left half) * right half."""
@@ -139,7 +139,7 @@ class Ops(Protocol):
         """Rotate q and k in place and write k and v to `batch.slots`. cos and sin are [tokens, head_dim / 2]."""
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attend every new token to its sequence, after `rotate_and_store`. Returns [tokens, q_dim]."""
+        """Compute attention for the new tokens. Call `rotate_and_store` first. Returns [tokens, q_dim]."""
 
 
 class TorchOps:
@@ -174,14 +174,14 @@ class TorchOps:
 
 
 class CpuOps:
-    """Native code where it applies, torch elsewhere: the default on the CPU."""
+    """The default on the CPU: native code where it supports the input, otherwise torch."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens. It has 1/4 to 1/2 of the bytes, and memory bandwidth is the limit."""
+        """Use the packed matrix for few tokens. Memory bandwidth limits them, and it has 1/4 to 1/2 of the bytes."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

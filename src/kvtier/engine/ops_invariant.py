@@ -1,11 +1,12 @@
 """Batch-invariant operations on the CPU in float32: the bits of a token depend only on its own sequence.
 
-Matrix libraries choose their kernel, and with it the order of sums, by the shape of the input. A token computed alone
-therefore differs in the last bits from the same token in a batch. Here every call has the same shape. Matrix products
-take tiles of TILE tokens; the last tile is padded with zeros. Attention takes tiles of TILE queries and KEYS keys. The
-query at position p is always row p % TILE, and masked keys have weight exactly 0, which changes no maximum, sum or
-output. The result of a row must not depend on the other rows of its tile or on its place in the tile. Only the library
-can guarantee that, so `_try_out` tests every shape before its first use.
+Matrix libraries choose a kernel by the shape of the input, and each kernel has its own order of sums. A token computed
+alone therefore differs in the last bits from the same token in a batch. Here, all calls have the same shapes: matrix
+products use tiles of TILE tokens, and attention uses tiles of TILE queries and KEYS keys. Missing tokens are zeros. The
+query at position p is always row p % TILE of its tile. Masked keys have weight 0 and do not change the result.
+
+This is correct only if the library computes a row independently of the other rows and of its place in the tile.
+`_try_out` tests this for every shape before its first use.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KEYS = 64
 
 
 class InvariantOps:
-    """Operations whose bits do not depend on the batch or on the chunks of a prompt. Slower than CpuOps."""
+    """Operations with bit-identical results for any batch and any chunks of a prompt. Slower than CpuOps."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
@@ -38,7 +39,7 @@ class InvariantOps:
         return self._by_tiles("norm", weight.shape, lambda tile: self._plain.rms_norm(tile, weight, eps), x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = residual + x  # one rounding per element for any shape
+        residual = residual + x  # no tiles, because each element is rounded once for any shape
         return (self.rms_norm(residual, weight, eps), residual)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ class InvariantOps:
 
 
 def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tensor) -> Tensor:
-    """Attend TILE queries from position `first` to keys [0, context), in tiles of KEYS with a running maximum."""
+    """Compute attention for TILE queries, from position `first` on, over keys [0, context), in tiles of KEYS keys."""
     kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
     group = q.shape[1] // kv_heads
     grouped = q.view(TILE, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, TILE * group, dim)
@@ -98,7 +99,7 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 
 
 def _try_out(name: str, compute: Callable[[Tensor], Tensor], row_shape: tuple[int, ...]) -> None:
-    """Check that a row gives the same bits at every position of a tile, with different other rows."""
+    """Check that a row has the same result at every place in a tile and with different other rows."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(row_shape, generator=generator)
     expected = None
@@ -109,6 +110,6 @@ def _try_out(name: str, compute: Callable[[Tensor], Tensor], row_shape: tuple[in
         expected = result if expected is None else expected
         if not torch.equal(result, expected):
             raise UnavailableError(
-                f"{name} of rows {list(row_shape)} gives different bits in rows 0 and {place} of {TILE} on this "
-                "machine; use another build of torch, or one thread: torch.set_num_threads(1)"
+                f"{name} for rows of shape {list(row_shape)} computes different bits in rows 0 and {place} of a tile "
+                "on this machine; use another build of torch, or one thread (torch.set_num_threads(1))"
             )

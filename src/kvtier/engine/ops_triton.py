@@ -1,9 +1,9 @@
 """CUDA operations in Triton, with one fused kernel for each operation between matrix products.
 
-Prefill attention works in tiles of queries; decode attention splits the keys over programs. Both read keys and values
-in place, through the block table and the strides of one layer of the block-first cache, whose shape is
-[blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a decode kernel depends on shapes only and never on values
-that the host must read, so a step can be captured in a CUDA graph and replayed with other contexts.
+Prefill attention works in tiles of queries. Decode attention splits the keys over programs. Both read keys and values
+in place from the strided cache of one layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a decode kernel
+depends only on shapes and not on values in device memory. A decode step can therefore be captured in a CUDA graph and
+replayed with other context lengths.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.ops import Heads
 from kvtier.engine.weights import Linear
 
-# Queries x keys of a prefill tile; 128 x 64 keeps q, scores and the output of head_dim 128 in the registers of 8 warps.
+# Queries and keys of a prefill tile. q, scores and output of head_dim 128 fit into the registers of 8 warps.
 _QUERY_ROWS, _KEYS = 128, 64
-# Float32 dots are unrolled into multiply-adds: a kernel with tiles of 128 x 64 takes minutes to compile.
+# Triton unrolls float32 dots into multiply-adds. A kernel with tiles of 128 x 64 would take minutes to compile.
 _QUERY_ROWS_F32, _KEYS_F32 = 32, 32
 _SPLIT_KEYS = 64
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
@@ -33,7 +33,7 @@ def _norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, inner, inner_stride, eps,
     DIM: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Norm one row. x has an outer and an inner stride, so that the heads of qkv are read without a copy."""
+    """Normalize one row. x has an outer and an inner stride, so that the heads of qkv are read without a copy."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < DIM
     at = row // inner * x_stride + row % inner * inner_stride + column
@@ -63,7 +63,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate q and k of one token in place, write k and v to its slot. A slot of -1 writes nothing (a padded row)."""
+    """Rotate q and k of one token in place, and write k and v to its slot unless the slot is -1 (a padding row)."""
     token = tl.program_id(0).to(tl.int64)
     column, head = tl.arange(0, PADDED), tl.arange(0, ROWS)
     dim: tl.constexpr = 2 * HALF
@@ -161,7 +161,7 @@ def _attend(
     new_top = tl.maximum(top, tl.max(scores, 1))
     seen = new_top
     if MASKED:
-        seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see no key of its share
+        seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # avoids NaN if a row sees no key of its share
     weights, kept = tl.exp2(scores - seen[:, None]), tl.exp2(top - seen)
     total = total * kept + tl.sum(weights, 1)
     v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=v_mask, other=0.0)
@@ -178,14 +178,14 @@ def _prefill(
 ):  # fmt: skip
     """Compute attention for one tile: ROWS / GROUP tokens, each with one row per query head of a KV head.
 
-    If SPLITS > 1, use one share of the keys and store partial sums for `_combine`.
+    If SPLITS > 1, attend only to one share of the keys, and store partial sums for `_combine`.
     """
     sequence, kv_head = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - first
     context = tl.load(contexts_ptr + sequence)
     TOKENS: tl.constexpr = ROWS // GROUP
-    tile = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // SPLITS  # tiles with most keys first
+    tile = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // SPLITS  # tiles with the most keys run first
     split = tl.program_id(0) % SPLITS
     if tile < 0:
         return
@@ -198,7 +198,7 @@ def _prefill(
     q = tl.load(q_ptr + place[:, None] * q_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
     position = context - count + token
     last = tl.minimum(context, context - count + (tile + 1) * TOKENS)
-    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # every query of the tile sees the keys before this
+    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # every query of the tile sees all keys before this
     share = tl.cdiv(tl.cdiv(last, SPLITS), KEYS) * KEYS
     least, last = split * share, tl.minimum(last, (split + 1) * share)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -233,7 +233,7 @@ def _decode(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attend the query heads of one KV head to one share of a sequence's keys. Store partial sums for `_combine`."""
+    """Compute attention for the query heads of a KV head over one share of the keys. Store sums for `_combine`."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + sequence)
     share = tl.cdiv(tl.cdiv(context, SPLITS), KEYS) * KEYS
@@ -271,7 +271,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. A share without keys has top -inf and therefore weight 0."""
+    """Combine the shares of one query head. The top of a share without keys is -inf, so its weight is 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)
@@ -284,7 +284,7 @@ def _combine(
 
 
 def triton_paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
-    """Attend q [tokens, heads, head_dim] (rows may be strided) to the paged cache of a layer."""
+    """Compute attention for q [tokens, heads, head_dim], with any row stride, over the paged cache of a layer."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch.is_decode:
         _run_decode(q, cache, batch, out)
@@ -324,7 +324,7 @@ def _run_decode(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> N
     _decode[(sequences, kv_heads, splits)](
         *(q, cache, partial, top, total, batch.block_tables, batch.context_lens, _scale(q)),
         *(q.stride(0), batch.block_tables.stride(0), *cache.stride()[:4]),
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),  # the minimum of tl.dot
+        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),  # tl.dot needs at least 16 rows
         KEYS=_SPLIT_KEYS,
         SPLITS=splits,
         num_warps=4,
@@ -347,18 +347,19 @@ def _join(partial: Tensor, top: Tensor, total: Tensor, out: Tensor, padded: int)
 
 
 def num_splits(programs: int, device: torch.device) -> int:
-    """Return the number of shares per sequence, a power of two that gives about four programs per multiprocessor."""
+    """Return the number of shares per sequence: a power of two, for about four programs per multiprocessor."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return int(min(64, triton.next_power_of_2(max(1, -(-4 * processors // programs)))))
 
 
 def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
-    """Return the number of shares of a tile's keys: a power of two, or 1 if there are enough tiles or few keys.
+    """Return the number of shares into which the keys of a tile are split, a power of two.
 
-    If few tokens attend to many keys, for example after a cached prefix, there are fewer tiles than multiprocessors.
-    Time of one layer for the heads of Llama-3-8B over 32k keys, without and with splits (H200, 2026-11-15): 16 tokens
-    0.95 and 0.14 ms, 64 tokens 1.00 and 0.22, 256 tokens 1.04 and 0.62. For 512 tokens, which have a tile for nearly
-    every multiprocessor, splits are slower: 0.96 and 1.05 ms.
+    Splits help if few tokens attend to many keys, for example after a cached prefix, because there are then fewer tiles
+    than multiprocessors. Time of one layer with the heads of Llama-3-8B over 32k keys (H200, 2026-11-15):
+        tokens               16     64     256    512
+        without splits, ms   0.95   1.00   1.04   0.96
+        with splits, ms      0.14   0.22   0.62   1.05
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if 4 * programs > 3 * processors:

@@ -1,4 +1,4 @@
-"""Location of a model: a path, or a Python package that contains the model. Imports no torch."""
+"""Find a model by its path, or in a Python package that contains it. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Ranks: the other processes of a tensor-parallel engine, as rank 0 uses them.
+"""Ranks: starts and controls the other processes of a tensor-parallel engine, for rank 0.
 
-    rank 0    scheduler, CacheManager, sampling        ──Plan, step──>   ranks 1 ..: their share of the model,
-              its own share of model and blocks        <──Reports───     their slices of every block
+    rank 0    scheduler, CacheManager, sampling,       ──Plan, step──>   ranks 1, 2, ..: a share of the model,
+              a share of the model and of blocks       <──Reports───     a slice of every block
 
-Every rank computes with its share of the weights, with two all_reduce per layer. If one rank dies, fails or exceeds its
-timeout, every later call raises EngineError, and `close` ends the other ranks.
+Every rank computes its share of the model, and the ranks call all_reduce twice per layer. If a rank dies, fails or
+exceeds a timeout, every later call raises EngineError, and `close` kills the other ranks.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from kvtier.worker.layer_waits import LayerWaits
 
 _MAIN = "from kvtier.engine.rank_process import main; main({})"
 _SLOW_SECONDS = 600.0
-"""Timeout of calls that allocate memory: start, wake, resize of the host tier."""
+"""Timeout for calls that allocate memory: start, wake and resize_host."""
 _CLOSE_SECONDS = 30.0
-"""Timeout of `close`, which finishes writes to stores."""
+"""Timeout for `close`, which finishes writes to stores."""
 _BLAME_SECONDS = 0.2
-"""Timeout for a rank to exit or report its error, after rank 0 has seen an error."""
+"""Time that rank 0 waits after an error until another rank exits or reports the cause."""
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of an engine except 0, and the `Controller` of all ranks. Used on the engine thread."""
+    """All ranks of an engine except 0, and a `Controller` that calls every rank. Used on the engine thread."""
 
-    overlaps_compute = False  # a plan goes to every rank before its step
+    overlaps_compute = False  # every rank receives a plan before its step
     is_copying = False
 
     def __init__(self, model: Model, config: RankConfig) -> None:
-        """Start a process for each other rank and send the process its share of the model. `config` is for rank 0.
+        """Start a process for each other rank and send it that rank's share of the model. `config` is for rank 0.
 
-        `self.model` is the share of rank 0. The caller makes cache groups for it and sets `own` to their controller.
+        `self.model` is the share of rank 0. The caller sets `own` to the controller of the caches of rank 0.
         """
         self.own: Controller = NullController()
         num_ranks = config.sharding.num_ranks
@@ -67,7 +67,7 @@ class Ranks:
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
         self._error: EngineError | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # with mode 0700
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
         device = model.weights.device
         if device.type == "cpu":  # all ranks share the cores
@@ -95,9 +95,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def step(self, step: Step, inputs: Sequence[SequenceInput]) -> Iterator[None]:
-        """Compute a step on the other ranks while the body computes it on rank 0.
+        """Compute a step on the other ranks while the body of the `with` statement computes it on rank 0.
 
-        Afterwards `poll` returns the results of the step's loads on every rank.
+        Afterwards, `poll` returns the reports of all ranks for the loads of the step.
         """
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads)))
@@ -105,17 +105,17 @@ class Ranks:
             yield
         except Exception as error:
             raise self._find_cause(error) from error
-        except BaseException as error:  # an exit or an interrupt: the other ranks are in the middle of the step
+        except BaseException as error:  # an exit or an interrupt, while the other ranks are in the middle of the step
             self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
             raise
         for rank in self._ranks:
             self._receive(rank, self._timeout)
 
-    # ---- the controllers of all ranks as one ------------------------------------------------------------------------
+    # ---- Controller ------------------------------------------------------------------------------------------------
 
     @property
     def num_host_ready(self) -> int:
-        """Number of host slots that every rank had when it became ready."""
+        """Number of host slots that were ready on every rank at the start."""
         return min(self.own.num_host_ready, self._num_host_ready)
 
     @property
@@ -145,7 +145,7 @@ class Ranks:
             wait_for(self._links, timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Return the waits of rank 0; the other ranks wait in their own processes."""
+        """Return the layer waits of rank 0. The other ranks wait for layers in their own processes."""
         return self.own.layer_waits(transfer_ids)
 
     def release(self) -> None:
@@ -153,7 +153,7 @@ class Ranks:
         self._call("sleep")
 
     def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Register the caches of rank 0, and make the other ranks allocate caches of the same number of blocks."""
+        """Register the caches of rank 0, and allocate caches with the same number of blocks on the other ranks."""
         self._call("wake", len(caches[0]))
         self.own.register(caches)
 
@@ -162,11 +162,11 @@ class Ranks:
         self.own.resize_host(num_blocks, caches)
 
     def stats(self, store: str) -> list[StoreStats]:
-        """Return the statistics of the other ranks' parts of a store."""
+        """Return the statistics of a store on each of the other ranks."""
         return [stats[store] for stats in self._call("stats")]
 
     def close(self) -> None:
-        """Close the controller of rank 0 and end the processes. Closing twice is safe."""
+        """Close the controller of rank 0 and end the other processes. Idempotent."""
         try:
             self.own.close()
         finally:
@@ -180,7 +180,7 @@ class Ranks:
 
     def _end_processes(self) -> None:
         for link in self._links:
-            if self._error is None:  # a rank that hangs does not read, and its pipe may be full
+            if self._error is None:  # otherwise the rank may hang, and `send` would block if the pipe is full
                 with contextlib.suppress(OSError):
                     send(link, RankCall("close"))
             with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ class Ranks:
         device = f"cuda:{rank}" if model.weights.device.type == "cuda" else config.device
         self._send(rank, replace(config, sharding=sharding, device=device))
         self._send(rank, with_tensors(without_layers(model.weights, rank), _own))
-        for layer in model.weights.layers:  # one at a time, to avoid a second model in memory
+        for layer in model.weights.layers:  # one layer at a time, to avoid a second copy of the model in memory
             mine = split_layer(model.config, layer, rank, sharding.num_ranks)
             self._send(rank, with_tensors(mine, _own))
 
@@ -240,7 +240,7 @@ class Ranks:
         return message
 
     def _guard(self, rank: int, use_link: Callable[[], T]) -> T:
-        """Use the pipe of a rank; a failure ends the engine."""
+        """Call `use_link`, which uses the pipe to a rank. After a failure, the engine cannot continue."""
         if self._error is not None:
             raise EngineError(f"this engine cannot continue: {self._error}") from self._error
         try:
@@ -251,7 +251,7 @@ class Ranks:
             raise self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}") from error
 
     def _find_cause(self, error: Exception) -> EngineError:
-        """Return the error of the rank that failed first. When a rank is lost, all_reduce fails on every rank."""
+        """Return the error of the rank that failed first. After one rank is lost, all_reduce fails on every rank."""
         if isinstance(error, EngineError):
             for rank in self._ranks:
                 if self._exit_code(rank):
@@ -270,7 +270,7 @@ class Ranks:
         return None
 
     def _fail(self, why: str) -> EngineError:
-        self._error = EngineError(f"{why}; an engine cannot run without one of its ranks: close it and start another")
+        self._error = EngineError(f"{why}; an engine needs all of its ranks. Close this engine and start a new one")
         return self._error
 
 
@@ -286,5 +286,5 @@ class RankedStore:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU. Without a copy, pickling a view would send the whole tensor behind the view."""
+    """Copy a tensor to the CPU. Pickling a view without a copy would send the whole tensor behind the view."""
     return tensor.detach().cpu().clone()

@@ -1,4 +1,4 @@
-"""Sampling parameters and outputs of a request. Imports no torch, because the front end process uses this module."""
+"""Sampling parameters and outputs of a request. Does not import torch, because the front-end process uses it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 _MAX_LOGPROBS = 1024
 
 
-# Lowest and highest accepted values. The HTTP protocol uses the same numbers. Together with float32 logits they keep
-# every intermediate value finite.
+# Lowest and highest accepted values, also for HTTP requests. With float32 logits, these limits keep every intermediate
+# value finite.
 TEMPERATURE = (0.0, 100.0)
-"""OpenAI accepts up to 2. Above 100 the distribution is uniform for any model."""
+"""OpenAI accepts up to 2. At 100, the distribution is nearly uniform for any model."""
 PENALTY = (-2.0, 2.0)
 """Presence and frequency penalty, as OpenAI, vLLM and SGLang define them."""
 REPETITION_PENALTY = (0.01, 100.0)
-"""vLLM and SGLang accept up to 2; checkpoints ship values of 1.0 to 1.3. A factor of 100 already decides every choice,
-and logits below 1e36 stay finite. The lower bound avoids a division by 0: 1e-45 is 0 in float32."""
+"""vLLM and SGLang accept up to 2. Checkpoints recommend 1.0 to 1.3. At 100, repetitions are practically excluded, and
+logits below 1e36 stay finite. The lower bound prevents a division by 0, because tiny values are 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Penalties:
     """Penalties for repeated tokens; the defaults have no effect."""
 
     repetition: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    """Divisor of positive and factor of negative logits of tokens that are in the prompt or the output."""
     presence: float = 0.0
-    """Subtracted from the logits of tokens in the output."""
+    """Subtracted from the logit of every token that is in the output."""
     frequency: float = 0.0
-    """Subtracted once for each occurrence in the output."""
+    """Subtracted from the logit of a token once for each occurrence in the output."""
 
     def __post_init__(self) -> None:
         _within("repetition penalty", self.repetition, *REPETITION_PENALTY)
@@ -48,7 +48,7 @@ class Constraint(Protocol):
     """Restricts the tokens of one sequence, for example by a grammar. An exception ends only this sequence."""
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that cannot follow to -inf. Raises StateError if no token can follow."""
+        """Set the logits of forbidden tokens to -inf. Raises StateError if every token is forbidden."""
 
     def accept(self, token_id: int) -> None: ...
 
@@ -58,29 +58,29 @@ class SamplingParams:
     """Sampling parameters of a request, and the conditions that end it."""
 
     temperature: float = 1.0
-    """0 selects the most likely token."""
+    """0 always selects the most likely token."""
     top_k: int = 0
-    """Keep only this many of the most likely tokens; 0 keeps all."""
+    """Number of most likely tokens to keep; 0 keeps all tokens."""
     top_p: float = 1.0
-    """Keep the most likely tokens whose probabilities sum to this."""
+    """Keep the smallest number of most likely tokens whose probabilities sum to at least this value."""
     min_p: float = 0.0
-    """Drop tokens less likely than this fraction of the largest probability."""
+    """Drop tokens whose probability is below this fraction of the largest probability."""
     penalties: Penalties = field(default_factory=Penalties)
     seed: int | None = None
     """The same seed gives the same tokens; None uses a random seed."""
     stop: tuple[str, ...] = ()
-    """Texts that end the output; they are not part of it."""
+    """Strings that end the output. They are not included in the output."""
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 128
     min_tokens: int = 0
-    """End-of-text and stop tokens are not sampled before this many tokens."""
+    """Minimum number of output tokens, before which end-of-text and stop tokens are not sampled."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report log-probabilities of each sampled token and of this many most likely tokens."""
+    """Report log-probabilities of each sampled token, and of this number of most likely tokens at its position."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
-    """Function that makes a constraint for each sample (see schemas.SchemaCompiler.constraint)."""
+    """Function that returns a new constraint for each sample (see schemas.SchemaCompiler.constraint)."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, *TEMPERATURE)
@@ -101,7 +101,7 @@ class SamplingParams:
         if self.n > 1 and self.is_greedy:
             raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
         if self.constraint is not None and (self.min_tokens or self.ignore_eos):
-            raise ArgumentError("min_tokens and ignore_eos cannot be combined with a constraint, which decides the end")
+            raise ArgumentError("min_tokens and ignore_eos cannot be combined with a constraint, which ends the output")
 
     @property
     def is_greedy(self) -> bool:
@@ -163,14 +163,14 @@ class Output:
     error: str = ""
 
     def __reduce__(self) -> tuple[type[Output], tuple[object, ...]]:
-        """Pickle the fields as a tuple: 8.5 us per round trip instead of 31.6 (x86-64, 2026-11-15)."""
+        """Pickle the fields as a tuple. A round trip takes 8.5 us instead of 31.6 us (x86-64, 2026-11-15)."""
         fields = (self.request_id, self.index, self.text, self.token_ids, self.logprobs)
         return Output, (*fields, self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """State of a request, and why its prompt was found in the cache or not."""
+    """State of a request, with the reasons for its cache hits and misses."""
 
     request_id: str
     state: str
@@ -183,7 +183,7 @@ class Explanation:
     tokens_from: dict[str, int]
     """Number of cached tokens, by tier."""
     why_loaded: str
-    """Reason why blocks of lower tiers were loaded or recomputed, with numbers; empty without such blocks."""
+    """Reason why blocks in lower tiers were loaded or recomputed, with numbers. Empty if there were no such blocks."""
     waited_seconds: float | None
     """Time from arrival to admission."""
     ttft_seconds: float | None

@@ -1,8 +1,8 @@
 """PinnedCopier: copies the inputs and tokens of a step with a kernel that accesses pinned host memory.
 
-A copy engine finishes the queued copies of one stream before it serves another. During a load or a save of blocks, the
-inputs and tokens of a step would wait for milliseconds: while 256 MiB were copied in each direction, a decode step took
-17 to 18.5 ms instead of 12.9 (H200, 2026-11-15). A kernel does not use the copy engines.
+A copy engine finishes the queued copies of one stream before it serves another stream. During a load or save of blocks,
+the inputs and tokens of a step would therefore wait for milliseconds. While 256 MiB were copied in each direction, a
+decode step took 17 to 18.5 ms instead of 12.9 ms (H200, 2026-11-15). A kernel does not use the copy engines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import triton.language as tl
 _NUM_KEPT = 8
 _BLOCK = 1024
 _WORD = 8
-# Interval of polls while blocks are in flight; other threads run in between. With 20 or 100 us, a step takes the same
-# time (H200, 2026-11-16).
+# Interval between polls while blocks are in flight, in which other threads can run. With 20 us or 100 us, a step takes
+# the same time (H200, 2026-11-16).
 _POLL_SECONDS = 50e-6
 
 
@@ -45,8 +45,8 @@ class _Pinned:
 class PinnedCopier:
     """Copies up to a few MB on the current stream. Used by one thread.
 
-    Pinned memory is kept until its kernel is done, because the pool of torch does not track kernels. Then it is reused,
-    because allocating memory and an event takes 100 us of a decode step (host of the H200, 2026-11-16).
+    Pinned memory is kept until its kernel is done, because torch's pool does not track kernels. It is then reused,
+    because allocating memory and an event takes 100 us per decode step (host of the H200, 2026-11-16).
     """
 
     def __init__(self, poll: Callable[[], bool] = lambda: False) -> None:
@@ -57,7 +57,7 @@ class PinnedCopier:
         self._arrived = torch.cuda.Event()
 
     def to_device(self, data: np.ndarray[Any, np.dtype[np.uint8]], device: torch.device) -> torch.Tensor:
-        """Copy bytes to the device; their number must be a multiple of 8."""
+        """Copy bytes to the device. The number of bytes must be a multiple of 8."""
         pinned = self._pinned(len(data))
         pinned.bytes[: len(data)] = data
         there = torch.empty(len(data), dtype=torch.uint8, device=device)
@@ -67,7 +67,7 @@ class PinnedCopier:
         return there
 
     def to_list(self, tensor: torch.Tensor) -> list[int]:
-        """Copy a tensor of int64 to the host; waits for the current stream."""
+        """Copy an int64 tensor to the host. Waits for the current stream."""
         count = tensor.numel()
         if len(self._back) < count:
             self._back = torch.empty(_rounded(count), dtype=torch.int64, pin_memory=True)
@@ -80,7 +80,7 @@ class PinnedCopier:
         return numbers
 
     def _pinned(self, nbytes: int) -> _Pinned:
-        """Return the oldest pinned memory if its kernel is done and the size suffices, otherwise new memory."""
+        """Return the oldest pinned memory if its kernel is done and it is large enough, otherwise new memory."""
         if self._sent and (len(self._sent) >= _NUM_KEPT or self._sent[0].done.query()):
             oldest = self._sent.popleft()
             oldest.done.synchronize()
@@ -95,5 +95,5 @@ def _run(source: torch.Tensor, target: torch.Tensor, count: int) -> None:
 
 
 def _rounded(num_words: int) -> int:
-    """Round up, so that most copies can reuse memory."""
+    """Round up to a power of two, so that most copies can reuse memory."""
     return max(_BLOCK, 1 << num_words.bit_length())

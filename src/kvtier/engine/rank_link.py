@@ -1,4 +1,4 @@
-"""The connections between the ranks of an engine: a pipe to rank 0 for messages, and a process group for all_reduce.
+"""Connections between the ranks of an engine: a pipe to rank 0 for messages, and a process group for all_reduce.
 
     rank 0 ──RankConfig, weights, rendezvous, then RankCall.. ──> rank r
     rank 0 <──RankMessage.. ── rank r
@@ -43,13 +43,13 @@ class RankConfig:
     num_host_blocks: int
     """0 if there is no host tier."""
     stores: Mapping[str, tuple[str, ...]]
-    """URLs of each store. Every rank opens its own part."""
+    """URLs of each store. Every rank opens its own part of the store."""
     namespace: bytes
     secret: bytes  # see CacheConfig
     timeout_seconds: float
-    """Timeout of one all_reduce, and of one step."""
+    """Timeout for one all_reduce, and for one step."""
     num_threads: int = 0
-    """Threads of torch; 0 leaves the number as it is."""
+    """Number of torch threads; 0 keeps the default of torch."""
 
 
 class RankCall(NamedTuple):
@@ -59,7 +59,7 @@ class RankCall(NamedTuple):
 
 
 class RankMessage(NamedTuple):
-    """Reports of a rank, and the result of a call if `is_reply`. A rank that sends an error exits."""
+    """Reports from a rank. With `is_reply`, also the result of a call. A rank exits after it has sent an error."""
 
     value: Any = None
     error: str = ""
@@ -80,7 +80,7 @@ def receive(connection: Connection[Any, Any], timeout: float | None = None) -> A
 
 
 def rendezvous(path: str, num_ranks: int) -> Any:
-    """Open the file through which ranks connect. Its folder must be private and outlive the process group.
+    """Open the file through which the ranks connect. Its folder must be private and must outlive the process group.
 
     NCCL reads the file again whenever it creates a communicator. torch's TCPStore is not used, because it would listen
     on all interfaces and accept every connection.
@@ -93,21 +93,21 @@ def rendezvous(path: str, num_ranks: int) -> Any:
 
 
 def join_group(sharding: Sharding, device: torch.device, store: Any, timeout: float) -> AllReduce:
-    """Join the process group; every rank must call this. Returns the all_reduce of the group, limited by `timeout`."""
+    """Join the process group. Every rank must call this. Returns the all_reduce of the group, with this timeout."""
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    if device.type == "cuda":  # not yet run on several GPUs
+    if device.type == "cuda":  # not yet tested on several GPUs
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # all ranks are on this machine
         options = kind.Options()
     else:
         options = kind._Options()
-        options._devices = [kind.create_device(hostname=_HOST)]  # the default is the address of the host name
-    options._timeout = timedelta(seconds=_MEET_SECONDS)  # limits joining; `timeout` limits an all_reduce
+        options._devices = [kind.create_device(hostname=_HOST)]  # by default, the address of the host name
+    options._timeout = timedelta(seconds=_MEET_SECONDS)  # for joining; `timeout` is for all_reduce
     group = kind(store, sharding.rank, sharding.num_ranks, options)
     limits: Any = dist.AllreduceOptions()
     limits.timeout = timedelta(seconds=timeout)
 
     def all_reduce(mine: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place if contiguous. On CUDA, the stream waits and the host does not."""
+        """Sum a tensor over all ranks, in place if it is contiguous. On CUDA, the stream waits but not the host."""
         if not mine.numel():
             return mine
         total = mine.contiguous()

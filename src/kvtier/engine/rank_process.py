@@ -1,7 +1,7 @@
-"""The process of a rank other than 0: computes its share of every step and moves its slices of blocks.
+"""The process of a rank other than 0, which computes its share of every step and moves its slices of blocks.
 
-It makes no decisions. It ends when rank 0 closes it or dies, and after any error, because a rank that missed a step
-cannot continue.
+The process executes calls from rank 0 and makes no decisions. It ends when rank 0 closes it or dies. It also ends after
+any error, because a rank that has missed a step cannot continue.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvtier.messages import Plan
 from kvtier.storage import ShardStores, StoreStats, open_shards
 
 _POLL_SECONDS = 0.001
-"""Interval of polls while transfers are in flight and there is nothing to compute."""
+"""Interval between polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""Interval of polls otherwise. The scrubber may report damaged blocks at any time."""
+"""Interval between polls without transfers. They are needed because the scrubber may report damaged blocks."""
 
 
 def main(descriptor: int) -> None:
@@ -102,7 +102,7 @@ class RankWorker:
             group.copy_blocks(sources, targets)
         group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
         if waits is not None:
-            waits.arrived()  # the reports of the reply contain the result
+            waits.arrived()  # `run` sends the reports of the loads with the reply
 
     def submit(self, plan: Plan) -> None:
         self._controller.submit(plan)
@@ -126,8 +126,8 @@ class RankWorker:
 
 
 def _read(link: Connection[Any, Any], calls: queue.SimpleQueue[RankCall | Exception]) -> None:
-    """Read calls, on a separate thread. A pipe holds 200 KB. Two ends that each send more (the keys of a plan or a
-    report) before they read would deadlock."""
+    """Read calls on a separate thread. A pipe holds 200 KB, and plans and reports can be larger. Without this thread,
+    both ends could wait at the same time until the other end reads."""
     try:
         while True:
             calls.put(receive(link))

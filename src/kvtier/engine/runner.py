@@ -18,7 +18,7 @@ _Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 
 class EngineRunner:
-    """Runs an Engine on its own thread, for callers on other threads. Steps the engine while there is work.
+    """Runs an Engine on its own thread, for callers on other threads. The thread runs steps while there is work.
 
     `stream` yields the outputs of a request as they arrive; closing the iterator early cancels the request.
     """
@@ -31,17 +31,17 @@ class EngineRunner:
         self._listeners: dict[str, tuple[Callable[[Output | None], object], int]] = {}
         self._closed = threading.Event()
         self.error: Exception | None = None
-        """The error that ended the engine; None while it runs and after `close`."""
+        """The error that ended the engine. None while the engine runs, and after a normal `close`."""
         self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run a function with the engine, on its thread, between two steps."""
+        """Call `function(engine)` on the engine thread, between two steps."""
         if self._closed.is_set():
             raise ClosedError("this engine was closed") from self.error
         future: Future[T] = Future()
         self._calls.put((function, future))
-        if self._closed.is_set():  # closed since the first test: the thread may not read the queue again
+        if self._closed.is_set():  # closed since the first check, so the thread may not read the queue again
             self._refuse_calls()
         return future
 
@@ -80,7 +80,7 @@ class EngineRunner:
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
 
     def close(self) -> None:
-        """Cancel all requests, end their streams and the thread. Closing twice is safe."""
+        """Cancel all requests, end their streams and stop the thread. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             self._calls.put(None)

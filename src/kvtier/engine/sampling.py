@@ -22,7 +22,7 @@ from kvtier.errors import KvtierError
 _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 NO_TOKEN = -1
-"""The token of a row without a distribution: one of its logits is NaN or +inf, or all of them are -inf."""
+"""The token of a row that cannot be sampled, because one of its logits is NaN or +inf, or all logits are -inf."""
 _NO_DISTRIBUTION = (
     "no token can be sampled: a logit of this request is NaN or infinite, or every token of the vocabulary is forbidden"
 )
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 class RequestSampler:
-    """The sampling state of one request: parameters, generator, and the tokens that penalties count."""
+    """The sampling state of one request: parameters, random generator, and token counts for penalties."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class RequestSampler:
         """Reason why the request failed, set by `fail`. Samples of a failed request are invalid."""
 
     def fail(self, error: Exception) -> None:
-        """Record an error of this request. Only the first one is kept."""
+        """Record an error of this request. Only the first error is kept."""
         named = f"{type(error).__name__}: {error}"
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
-        """Add a sampled token to the output. `sample` does not do this itself."""
+        """Add a sampled token to the counts and the constraint. Call this for every token that `sample` returns."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
         if self._constraint is not None:
@@ -82,7 +82,7 @@ class RequestSampler:
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
-        """Change a row of logits in place: apply penalties, forbid early ends and tokens outside the constraint."""
+        """Apply penalties to a row of logits, and set forbidden tokens to -inf: early ends, and by the constraint."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -105,7 +105,7 @@ class RequestSampler:
 
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Distinct tokens of the prompt, computed on demand: 33,000 tokens take 8 ms (host of the H200, 2026-11-15)."""
+        """Distinct tokens of the prompt. Computed on demand: 8 ms for 33,000 tokens (host of the H200, 2026-11-15)."""
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
@@ -119,15 +119,15 @@ def sample(
     """Sample a token for each row of logits ([rows, vocab], float32). Overwrites the logits.
 
     If the constraint of a row raises or its logits are not finite, the row gets NO_TOKEN and the `error` of its request
-    is set; other rows are unaffected. The check for finite logits runs on the device. `to_list` copies tokens to the
-    host and `send` copies bytes to the device; by default, torch copies them.
+    is set. Other rows are unaffected. The check for finite logits runs on the device. `to_list` copies tokens to the
+    host, and `send` copies bytes to the device. By default, torch makes both copies.
     """
     reports = _logprobs(logits, requests)
     for row, request in enumerate(requests):
         if request.changes_logits:
             try:
                 request.adjust(logits[row])
-            except Exception as error:  # a constraint is the caller's code
+            except Exception as error:  # the constraint is code of the caller
                 request.fail(error)
     random = [row for row, request in enumerate(requests) if not request.is_greedy]
     if len(random) == len(requests):
@@ -155,12 +155,12 @@ def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the tokens, with NO_TOKEN for each row whose highest logit is not finite (NaN if a logit is NaN)."""
+    """Replace tokens by NO_TOKEN in rows whose highest logit is not finite. It is NaN if any logit is NaN."""
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    """Sample each row. Rows are grouped by top_k and sorting, so that no row depends on the parameters of others."""
+    """Sample each row. Rows are grouped by top_k and `is_sorted`, so that no row depends on parameters of others."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
@@ -184,8 +184,8 @@ def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], send: 
 def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
     """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
-    All sums are running sums, because cumsum adds the elements of a row in order and torch.sum may not. Only
-    `_heaviest` waits for the device; the other operations are queued behind the computation of the logits.
+    All sums are computed by cumsum, which adds the elements of a row in order. torch.sum does not guarantee an order.
+    Only `_heaviest` waits for the device. The other operations are queued after the computation of the logits.
     """
     params = [request.params for request in requests]
     columns = (
@@ -207,7 +207,7 @@ def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], sen
             mass = top_p * _running(weights)[:, -1:]
             weights, tokens = _heaviest(mass, top_p, weights)
         dropped = _running(weights) - weights >= mass
-        dropped &= top_p < 1.0  # with top_p = 1 only rounding would drop tokens
+        dropped &= top_p < 1.0  # with top_p = 1, tokens could be dropped only because of rounding
         weights = weights.masked_fill(dropped, 0.0)
     if any(each.min_p for each in params):
         weights = weights.masked_fill(weights < min_p, 0.0)  # the most likely token has weight 1
@@ -231,11 +231,11 @@ def _running(weights: torch.Tensor) -> torch.Tensor:
 def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the heaviest weights of each row, in descending order and padded with zeros, and their tokens.
 
-    The returned weights of a row reach `mass`, the share top_p of the row's total. Tokens that each weigh less than
-    (1 - top_p) / vocabulary of the total weigh less than 1 - top_p together, so the other tokens reach top_p. Those are
-    usually few, so sorting them is cheaper than sorting the whole vocabulary.
+    The returned weights of a row sum to at least `mass`, which is top_p times the row's total. A token is light if its
+    weight is below total * (1 - top_p) / vocab_size. The light tokens together weigh less than total * (1 - top_p), so
+    the others reach `mass`. Usually few tokens are not light, and sorting them is cheaper than sorting all tokens.
     """
-    cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # the largest weight is 1; 1 / p may be inf
+    cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # 1 / top_p may be inf; no weight is above 1
     is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)
     counts = is_heavy.sum(-1)
     rows, tokens = is_heavy.nonzero(as_tuple=True)
@@ -250,7 +250,7 @@ def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
 def _logprobs(
     logits: torch.Tensor, requests: Sequence[RequestSampler]
 ) -> dict[int, tuple[torch.Tensor, tuple[tuple[int, float], ...]]]:
-    """Return the log-probabilities and most likely tokens of rows that report them, from logits before penalties."""
+    """Return the log-probabilities and most likely tokens of rows with `logprobs`, before penalties."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return {}

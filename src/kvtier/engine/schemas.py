@@ -1,6 +1,6 @@
-"""JSON schemas for outputs: limits, compilation with llguidance (extra `structured`), constraints of sequences.
+"""Check and compile JSON schemas with llguidance (extra `structured`), and constrain outputs to them.
 
-Imports torch only to apply a constraint, because the worker processes of the server use this module too.
+Imports torch only when a constraint is applied, because server processes without torch use this module too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import llguidance
     import torch
 
-# The form of white space is fixed. If white space were flexible, a model could write it without end.
+# White space has a fixed form. If it were flexible, a model could generate white space without end.
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SCHEMA_BYTES = 512 << 10
-# The time to compile a schema is up to quadratic in these counts: 1,000 properties take 0.4 s, 5,000 take 9 s. Patterns
-# under allOf multiply (SmolLM2's vocabulary, x86-64, 2 busy cores, 2026-11-16). A deadline limits the rest.
+# The time to compile a schema grows up to quadratically with these counts: 1,000 properties take 0.4 s, 5,000 take 9 s
+# (vocabulary of SmolLM2, x86-64, 2 busy cores, 2026-11-16). The server stops schemas that are slow for other reasons.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
 # A mask is computed on the engine thread for every token, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
@@ -59,19 +59,19 @@ class SchemaCompiler:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
-            raise ArgumentError("the model has no end-of-text token, which outputs that follow a schema end with")
+            raise ArgumentError("outputs with a schema need an end-of-text token, but the model has none")
         try:
             import llguidance
         except ImportError as error:
             raise UnavailableError("outputs with a schema need llguidance: pip install 'kvtier[structured]'") from error
         self._llguidance = llguidance
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer_json, vocab_size, list(eos_token_ids))
-        self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # errors would quote the whole grammar
+        self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # verbose errors quote the whole grammar
 
     def compile(self, schema: str) -> llguidance.LLMatcher:
-        """Compile a schema, without the GIL. Raises ArgumentError if it is not supported.
+        """Compile a schema without holding the GIL. Raises ArgumentError if the schema is not supported.
 
-        The time is not limited: a schema of 2 KB can take hours. Compile it first in a process that can be killed.
+        A schema of 2 KB can take hours. Compile an untrusted schema first in a process that can be killed.
         """
         try:
             grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
@@ -85,12 +85,12 @@ class SchemaCompiler:
         return matcher
 
     def constraint(self, schema: str) -> Callable[[], JsonConstraint]:
-        """Compile a schema. Returns a function that makes a constraint for one sequence."""
+        """Compile a schema. Returns a function that returns a new constraint for each sequence."""
         matcher = self.compile(schema)
         return lambda: JsonConstraint(matcher.deep_copy())
 
     def check(self, schema: str) -> None:
-        """Raise ArgumentError if a schema is not supported, or if it takes too long per token."""
+        """Raise ArgumentError if a schema is not supported, or if computing a token mask takes too long."""
         matcher = self.compile(schema).deep_copy()
         began = time.thread_time()
         matcher.compute_bitmask()
@@ -107,7 +107,7 @@ class JsonConstraint:
         self._matcher = matcher
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Mask the tokens that cannot follow. Raises StateError if none can, or if the grammar is too complex."""
+        """Set the logits of forbidden tokens to -inf. Raises StateError if all are forbidden or a limit is exceeded."""
         import torch
 
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -117,10 +117,10 @@ class JsonConstraint:
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Advance the grammar by a token. Raises StateError if the token cannot follow."""
+        """Advance the grammar by a token. Raises StateError if the token is forbidden."""
         if not self._matcher.consume_token(token_id):
             raise self._error()
 
     def _error(self) -> StateError:
-        reason = self._matcher.stop_reason()  # the text of the error may quote the schema
+        reason = self._matcher.stop_reason()  # not the error text, which may quote the schema
         return StateError(f"no token fits the schema ({reason}); use a simpler schema")

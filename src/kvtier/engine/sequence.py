@@ -1,4 +1,4 @@
-"""EngineSequence: one output of a request, from tokens to text. StopChecker: finds stop strings in a stream."""
+"""EngineSequence: one output of a request. StopChecker: finds stop strings in the text of an output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.scheduler import Request
 
 
 class StopChecker:
-    """Finds stop strings in a stream. Holds back text that may be the start of a stop string."""
+    """Finds stop strings in streamed text. Holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -21,7 +21,7 @@ class StopChecker:
         self._longest = max(map(len, stops), default=0)
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Add text. Returns the text that can be released, and True if a stop string follows it."""
+        """Add text. Returns the text that can be released, and True if a stop string was found after that text."""
         if not self._stops:
             return piece, False
         text = self._held + piece
@@ -42,7 +42,7 @@ class StopChecker:
 
 @dataclass(slots=True)
 class EngineSequence:
-    """One output of a request: its scheduler request, its sampler and its text so far. The engine owns it."""
+    """One output of a request, with its scheduler request, its sampler and its text so far."""
 
     id: str
     index: int
@@ -54,7 +54,7 @@ class EngineSequence:
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
     siblings: list[EngineSequence] = field(default_factory=list)
-    """The other sequences of the same prompt, which start when the blocks of the prompt can be shared."""
+    """Other sequences of the same request. They start when the prompt is computed, and share its blocks."""
     ticket: Ticket = field(init=False)
     """Handle of the sequence in the pipeline, set when the sequence starts."""
 
@@ -101,7 +101,7 @@ class EngineSequence:
         )
 
     def _rest(self, *, stopped: bool) -> str:
-        """Return the text held back, then U+FFFD for an incomplete character, which is never part of a stop string."""
+        """Return the text held back, then U+FFFD for an incomplete character. Stop strings never match this U+FFFD."""
         if stopped or self.stream is None:
             return ""
         rest = self.stream.finish()

@@ -1,4 +1,4 @@
-"""Speculative decoding: a proposer drafts the next tokens cheaply, the model verifies all of them in one step."""
+"""Speculative decoding: a proposer drafts the next tokens cheaply, and the model verifies all drafts in one step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Proposer(Protocol):
-    """Drafts tokens. Each of its `models` has a cache group, which the engine fills in every step."""
+    """Drafts tokens. For each model in `models`, the engine keeps a cache group and fills it in every step."""
 
     num_tokens: int
     models: tuple[Model, ...]
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return at most `num_tokens` draft tokens per request. The caches contain all tokens except the newest."""
+        """Return at most `num_tokens` draft tokens per request. Caches contain all tokens of a request but the last."""
 
 
 class NgramProposer:
-    """Finds an earlier occurrence of the last tokens and proposes the tokens after it. Outputs often quote a prompt.
+    """Proposes the tokens that followed an earlier occurrence of the last tokens, because outputs often quote prompts.
 
     ... the cat sat on the mat. Then the cat          the last 2 tokens "the cat" occurred before
         ^^^^^^^ ----------                            draft: "sat on the"
@@ -38,7 +38,7 @@ class NgramProposer:
     def __init__(self, num_tokens: int = 4, *, longest: int = 4, shortest: int = 2) -> None:
         if num_tokens < 1 or not 1 <= shortest <= longest:
             raise RangeError(
-                f"num_tokens must be at least 1 and 1 <= {shortest} <= {longest}, got num_tokens={num_tokens}"
+                f"need num_tokens >= 1 and 1 <= shortest <= longest, got {num_tokens=}, {shortest=}, {longest=}"
             )
         self.num_tokens = num_tokens
         self._longest, self._shortest = longest, shortest
@@ -58,7 +58,7 @@ class NgramProposer:
 
 
 class DraftProposer:
-    """Drafts greedily with a small model of the same vocabulary. Its cache group has the same block tables."""
+    """Drafts greedily with a small model that has the same vocabulary and uses the same block tables."""
 
     def __init__(self, model: Model, num_tokens: int = 4) -> None:
         if num_tokens < 1:
@@ -67,14 +67,14 @@ class DraftProposer:
         self.num_tokens = num_tokens
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Run the small model over the newest token, then over its own draft tokens."""
+        """Run the small model on the newest token, then on each of its own draft tokens."""
         (group,) = groups
         tables = [each.allocation.table for each in requests if each.allocation is not None]
         limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)
         room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
         drafts: list[list[int]] = [[] for _ in requests]
         for depth in range(self.num_tokens):
-            # the KV of the token fed at this depth needs a slot at position num_tokens - 1 + depth
+            # the input token at this depth needs a KV slot at position num_tokens - 1 + depth
             alive = [i for i in range(len(requests)) if depth <= room[i]]
             if not alive:
                 break

@@ -1,8 +1,8 @@
-"""The share of a model on one of several tensor-parallel ranks.
+"""Split the weights of a model into shares for tensor-parallel ranks.
 
-qkv, gate_up   rows: the heads of the rank, and its part of the feed-forward width
-output, down   columns: the matching inputs; the partial sums of all ranks are added by all_reduce
-the rest       whole: embedding, norms, head
+qkv, gate_up             split by rows: each rank has some of the heads and some of the feed-forward features
+output, down             split by columns in the same way; all_reduce adds the partial results of all ranks
+embedding, norms, head   not split
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.errors import ArgumentError
 
 
 def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """Return the configuration of one rank's share. Raises ArgumentError if the shares would not be equal."""
+    """Return the configuration of one rank's share. Raises ArgumentError if equal shares are impossible."""
     names = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "ffn_dim": "feed-forward features"}
     for name, words in names.items():
         if getattr(config, name) % num_ranks:
@@ -38,7 +38,7 @@ def split_weights(config: ModelConfig, weights: ModelWeights, rank: int, num_ran
 
 
 def without_layers(weights: ModelWeights, rank: int) -> ModelWeights:
-    """Return the weights of a rank except its layers. Only rank 0 has a head, because it computes the logits."""
+    """Return the weights of a rank except its layers. Only rank 0 has a head, because only rank 0 computes logits."""
     return replace(weights, layers=(), head=weights.head if rank == 0 else Linear(weights.embedding[:0]))
 
 
@@ -57,7 +57,7 @@ Weights = TypeVar("Weights", ModelWeights, LayerWeights, Linear)
 
 
 def with_tensors(weights: Weights, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """Apply `change` (a move, a copy) to every tensor. A packed matrix stays as it is."""
+    """Apply `change`, such as a copy, to every tensor. Packed matrices are not changed."""
     changed: dict[str, Any] = {}
     for each in fields(weights):
         value = getattr(weights, each.name)

@@ -1,7 +1,7 @@
-"""Tokenizer with incremental decoding and chat templates, from tokenizer.json or GGUF metadata. Imports no torch.
+"""Tokenizer with incremental decoding and chat templates, from tokenizer.json or GGUF metadata. Does not import torch.
 
-Text is encoded and decoded by `tokenizers`. Chat templates run in the sandbox of jinja2, with the names that Hugging
-Face templates use.
+The `tokenizers` package encodes and decodes text. Chat templates run in the sandbox of jinja2, with the functions that
+Hugging Face templates call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _refuse(message: str) -> NoReturn:
 
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
-# A text with more than _USUAL_CHARS per allowed token is counted in pieces before it is encoded as a whole.
+# If a text has more than _USUAL_CHARS per allowed token, its tokens are counted in pieces before the text is encoded.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
@@ -103,12 +103,12 @@ class Tokenizer:
 
         add_special: add the tokens that the model expects around a text (often a bos token).
         parse_special: encode the text of a special token ("<|im_end|>") as that token; otherwise as plain text.
-        max_tokens: raise RangeError early for a text with clearly more tokens; the caller checks the exact number.
+        max_tokens: raise RangeError before encoding a text that is far too long. The caller checks the exact number.
         """
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise ArgumentError(f"the text has half a surrogate pair at {error.start}") from error
+            raise ArgumentError(f"the text has an unpaired surrogate at index {error.start}") from error
         if max_tokens is not None:
             self.check_size(size, max_tokens)
             if len(text) > _USUAL_CHARS * max_tokens:
@@ -133,12 +133,12 @@ class Tokenizer:
         return _NFC_SHRINKS * longest if normalizer["type"] == "NFC" else None
 
     def _encode(self, text: str, *, parse_special: bool, add_special: bool = False) -> Encoding:
-        with self._lock:  # the option is a field of the backend
+        with self._lock:  # the option is a field of the backend, which threads share
             self._backend.encode_special_tokens = not parse_special
             return self._backend.encode(text, add_special_tokens=add_special)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Count tokens piece by piece and stop early. Splits may add tokens, so twice the number is allowed."""
+        """Raise RangeError as soon as the pieces have 2 * max_tokens tokens. Splitting may add some tokens."""
         count = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             count += len(self._encode(text[begin : begin + _PIECE_CHARS], parse_special=True))
@@ -150,7 +150,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text; a character may be split over several tokens."""
+        """Return the bytes of a token inside a text. They may be a part of a character."""
         if token_id not in self._token_bytes:
             self._token_bytes[token_id] = self._find_bytes(token_id)
         return self._token_bytes[token_id]
@@ -163,7 +163,7 @@ class Tokenizer:
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self.decode([token_id], skip_special=False)
-        if _REPLACEMENT not in text:  # as the second of two, because a first token may lose its space
+        if _REPLACEMENT not in text:  # decode the token twice, because the first token of a text may lose its space
             return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id) or ""
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -179,14 +179,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Render a conversation with the chat template, which also gets `variables`."""
+        """Render a conversation with the chat template. `variables` are passed to the template."""
         if self._template is None:
             raise StateError("this checkpoint has no chat template; use a text as the prompt")
         import jinja2
 
         for index, message in enumerate(messages):
             if "role" not in message:
-                raise ArgumentError(f"message {index} has no role; it has {', '.join(message) or 'nothing'}")
+                raise ArgumentError(f"message {index} has no role; its keys are {', '.join(message) or 'none'}")
         names = {**self.special, **variables}
         try:
             return self._template.render(
@@ -198,10 +198,10 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], *, parse_special: bool = False, max_tokens: int | None = None, **options: Any
     ) -> list[int]:
-        """Encode a conversation (options as in chat_text; max_tokens as in encode).
+        """Encode a conversation. `options` are those of chat_text, and `max_tokens` is that of encode.
 
-        Special tokens of the template are always encoded as such. Special tokens in messages, tools and variables are
-        plain text unless parse_special is set.
+        Special tokens that the template writes are encoded as special tokens. Special tokens in messages, tools and
+        variables are encoded as plain text unless parse_special is True.
         """
         text = self.chat_text(messages, **options)
         tokens = self.encode(text, add_special=False, max_tokens=max_tokens)
@@ -213,7 +213,7 @@ class Tokenizer:
         encoded = self._encode(marked, parse_special=True)
         spans = [(id, *span) for id, span in zip(encoded.ids, encoded.offsets, strict=True) if id in self.special_ids]
         if [id for id, _, _ in spans] == [id for id in tokens if id in self.special_ids]:
-            return tokens  # all special tokens are from the template
+            return tokens  # the template wrote all special tokens
         kept, last = [], 0
         for id, begin, end in [*spans, (None, len(marked), len(marked))]:
             kept += self._encode(show(marked[last:begin], marks), parse_special=False).ids
@@ -237,9 +237,9 @@ class Tokenizer:
 class TokenStream:
     """Decodes an output token by token, in whole characters, without special tokens.
 
-    Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back; invalid bytes become U+FFFD at once. Tokens
-    are decoded together with the tokens released before them, because the text of a token may depend on its
-    predecessors (a space at the start of a text).
+    Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back. Invalid bytes become U+FFFD at once. Tokens
+    are decoded together with the tokens released before them, because the text of a token may depend on the previous
+    tokens. For example, a space at the start of a text may be dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -257,12 +257,12 @@ class TokenStream:
         if self._incomplete or own[-1] >= 0x80:
             data = self._incomplete + own
             self._incomplete = data[codecs.utf_8_decode(data, "replace", False)[1] :]
-            if self._incomplete:  # its first byte is in the first held token or in this token
+            if self._incomplete:  # the incomplete character starts in the first held token or in this token
                 return self._release(len(self._held) - 1 if len(self._incomplete) <= len(own) else 0)
         return self._release(len(self._held))
 
     def finish(self) -> str:
-        """Return the rest, with U+FFFD for a character that was never completed."""
+        """Return the held text, with U+FFFD for a character that was never completed."""
         self._incomplete = b""
         return self._release(len(self._held))
 
@@ -309,8 +309,8 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in _PATTERNS:
         raise CheckpointError(
-            f"the GGUF file has a tokenizer of model {kind!r} and pre-type {pre!r}; kvtier reads byte pairs (gpt2) of "
-            f"{', '.join(_PATTERNS)}; for others use a folder with tokenizer.json"
+            f"the GGUF file has a tokenizer with model {kind!r} and pre-tokenizer {pre!r}; kvtier reads model 'gpt2' "
+            f"with {', '.join(_PATTERNS)}. For other tokenizers, use a folder with tokenizer.json"
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
@@ -343,7 +343,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """Return the size of the longest token in bytes; None if the tokenizer is not byte-level or a token strips space.
+    """Return the bytes of the longest token, or None if the tokenizer is not byte-level or a token strips white space.
 
     A character of a byte-level token represents one byte, except in added tokens.
     """
@@ -358,7 +358,7 @@ def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
 
 @functools.cache
 def _byte_letters() -> Mapping[str, int]:
-    """Return the byte of each letter of byte-level BPE. Bytes that are not printable Latin-1 use U+0100 and above."""
+    """Return the byte of each letter in byte-level BPE. Letters from U+0100 represent bytes that are not printable."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return MappingProxyType(

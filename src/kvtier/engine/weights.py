@@ -26,7 +26,7 @@ class Linear:
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
     packed: PackedWeight | None = None
-    """The same matrix in fewer bytes. The CPU uses it for steps of few tokens, which memory bandwidth limits."""
+    """The same matrix in fewer bytes. CpuOps uses it for steps of few tokens, which are limited by memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights of a model, on one device and, except `inverse_frequencies`, of one dtype."""
+    """All weights of a model, on one device. All have the same dtype except `inverse_frequencies`."""
 
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
@@ -61,15 +61,15 @@ class ModelWeights:
 
 
 RawMatrix = tuple[str, torch.Tensor]
-"""A stored matrix: ("BF16", [rows, columns]), or a GGUF type and its bytes such as ("Q4_1", [rows, bytes])."""
+"""A stored type and a matrix: ("BF16", [rows, columns]), or a GGUF type with bytes, as in ("Q4_1", [rows, bytes])."""
 
 
 class TensorSource(Protocol):
     """Finds tensors by their Hugging Face names ("model.layers.0.self_attn.q_proj.weight").
 
     `read_into` converts a tensor to the dtype of `out`. `raw` returns a matrix in its stored type, or None if `pack`
-    does not accept that type. `inverse_frequencies` are those of the rotary embedding, scaled if the checkpoint stores
-    scaling factors.
+    does not accept that type. `inverse_frequencies` returns the frequencies of the rotary embedding, scaled if the
+    checkpoint contains scaling factors.
     """
 
     def __contains__(self, name: str) -> bool: ...
@@ -131,7 +131,7 @@ class Assembler:
         return Linear(weight, biases, self._packed(weights))
 
     def _joined(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """Stack tensors. Each tensor is converted directly into its rows of the result."""
+        """Stack tensors by rows. Each tensor is read directly into its rows of the result."""
         out = torch.empty(sum(rows), *columns, **self._options)
         for name, part, height in zip(names, out.split(list(rows)), rows, strict=True):
             self._check(name, (height, *columns))
@@ -149,14 +149,14 @@ class Assembler:
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self._source:
             raise CheckpointError(
-                f"the checkpoint has no tensor {name!r}, which a {self._config.architecture} model of "
-                f"{self._config.num_layers} layers needs; it is incomplete, or its configuration is another model's"
+                f"the checkpoint has no tensor {name!r}, which a {self._config.architecture} model with "
+                f"{self._config.num_layers} layers needs; either it is incomplete, or its configuration is wrong"
             )
         shape = self._source.shape(name)
         if shape != wanted:
             raise CheckpointError(
-                f"{name} has shape {list(shape)} where the configuration requires {list(wanted)}: "
-                "weights and configuration are of different models"
+                f"{name} has shape {list(shape)}, but the configuration requires {list(wanted)}; "
+                "weights and configuration belong to different models"
             )
 
 
@@ -174,7 +174,7 @@ class SafetensorsFolder:
         for path in _shards(folder):
             try:
                 file = safe_open(str(path), framework="pt")
-            except Exception as error:  # the Rust extension raises its own class, OSError or FileNotFoundError
+            except Exception as error:  # the Rust extension raises OSError or an error class of its own
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
             self._file_of.update(dict.fromkeys(file.keys(), file))
 
@@ -185,7 +185,7 @@ class SafetensorsFolder:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def raw(self, name: str) -> RawMatrix | None:
-        """Return the matrix if it is stored as bf16, which takes half the bytes of float32 and has the same values."""
+        """Return a matrix stored as bf16, or None for other types. bf16 takes half the bytes of float32."""
         stored = self._file_of[name].get_tensor(name)
         return ("BF16", stored) if stored.dtype == torch.bfloat16 and stored.ndim == 2 else None
 

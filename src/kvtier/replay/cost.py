@@ -1,4 +1,4 @@
-"""Estimate the seconds of a step from the model's shape and the GPU's peak rates."""
+"""Estimate the duration of a step from the shape of the model and the peak rates of the GPU."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Work:
         return cls(len(step.rows), step.num_tokens, step.attended_tokens, read_tokens)
 
     def part(self, count: int) -> Work:
-        """Return one of `count` equal steps that together do this work. Each reads the KV of every row."""
+        """Split the work into `count` equal steps and return one of them. Every step reads the KV of all rows."""
         return Work(self.num_rows, self.num_tokens / count, self.attended_tokens / count, self.read_tokens)
 
 
 StepCost = Callable[[Work], float]
-"""Seconds of a step's computation, without waits for transfers."""
+"""Returns the seconds that a step computes, without waits for transfers."""
 
 
 class Roofline:
-    """Matrix products, then attention, each limited by arithmetic or by memory traffic.
+    """Adds the times of matrix products and of attention. Each is limited by arithmetic or by memory bandwidth.
 
     products    max( 2 * params * tokens / FLOP/s ,      bytes of the weights / bandwidth )
     attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
 
-    plus a fixed time per step and per row.
+    Also adds a fixed time per step and per row.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:
@@ -51,7 +51,7 @@ class Roofline:
 
     def seconds(self, work: Work) -> float:
         model = self._model
-        # Shared weights are read once; each token reads its own experts.
+        # In a mixture of experts, each token reads the weights of its own experts, up to all weights.
         weights = min(model.params, model.used_params * max(1, work.num_tokens)) * model.weight_bytes
         products = max(self._token * work.num_tokens, weights / self._bandwidth)
         attention = max(self._attended * work.attended_tokens, self._read * work.read_tokens)

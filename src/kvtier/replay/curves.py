@@ -1,12 +1,12 @@
-"""Hit rates over cache sizes: exact LRU, the offline optimum, and other policies.
+"""Compute exact hit rates for different cache sizes and policies.
 
-A cache here is one tier of blocks that serves one request at a time. Hits are full blocks before the first miss.
+The cache has one tier of blocks and serves one request at a time. The full blocks before the first miss are hits.
 
-lru       exact for every capacity at once, from stack distances. The tail of a request ages first, so a cache of C
-          blocks holds the first C blocks of one stack, which is the same for all C.
-optimum   exact, offline: evicts the block whose next use is the latest, and keeps no block without a next use. The
-          blocks of a running request must fit, as in any engine.
-others    exact, from the real index, with one run per capacity. Runs are spread over processes.
+lru       Stack distances give the hits of all capacities at once, because a cache of C blocks holds the C blocks that
+          were used last. The last block of a request counts as used first.
+optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
+          The blocks of a running request must fit, as in any engine.
+others    The real index is run once per capacity. Runs are spread over processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class HitPoint:
-    """Hits of a cache of `capacity` blocks with this policy, out of `num_blocks` full blocks."""
+    """Number of hits of a cache with `capacity` blocks. The requests have `num_blocks` full blocks in total."""
 
     policy: str
     capacity: int
@@ -44,7 +44,7 @@ class HitPoint:
 
 
 class Accesses:
-    """A trace as path numbers (see `number_paths`). Request r has paths[starts[r] : starts[r + 1]]."""
+    """A trace as path numbers (see `number_paths`). Request r uses paths[starts[r] : starts[r + 1]]."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         numbers: dict[tuple[int, int], int] = {}
@@ -65,7 +65,7 @@ class Accesses:
         return iter(np.split(self.paths, self.starts[1:-1])) if len(self.starts) > 1 else iter(())
 
     def next_use(self) -> I64:
-        """Return for each access the position of the next access to the same path, or -1."""
+        """Return for each access the position of the next access to the same path, or -1 if there is none."""
         order = np.argsort(self.paths, kind="stable")
         again = self.paths[order[1:]] == self.paths[order[:-1]]
         following = np.full(len(self.paths), -1, np.int64)
@@ -81,7 +81,7 @@ def sweep(
     jobs: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> list[HitPoint]:
-    """Return the hits of every policy at every capacity, in blocks. `progress` receives the share that is done."""
+    """Return the hits of every policy at every capacity (in blocks). `progress` is called with the completed share."""
     unknown = set(policies) - {OPTIMUM, *POLICIES}
     if unknown:
         known = ", ".join((OPTIMUM, *sorted(POLICIES)))
@@ -92,7 +92,7 @@ def sweep(
     tasks = [(policy, capacity) for policy in policies for capacity in capacities]
     hits: dict[tuple[str, int], int] = {}
     if "lru" in policies:
-        # A capacity below the longest request is run by itself, because some requests are then not cached at all.
+        # Smaller capacities need the index, because requests that are larger than the cache are not cached at all.
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
         hits.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
     left = [task for task in tasks if task not in hits]
@@ -104,20 +104,20 @@ def sweep(
 
 
 def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
-    """Return the hits of LRU at each capacity. Every capacity must hold the longest request."""
+    """Return the hits of LRU at each capacity. The longest request must fit into every capacity."""
     distances = np.sort(stack_distances(accesses))
     return [int(np.searchsorted(distances, capacity)) for capacity in capacities]
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """Return, for each repeated use of a block, how many other blocks were used since the previous use.
+    """Return, for each repeated use of a block, the number of other blocks that were used since its previous use.
 
     positions  ..  p ........ s ...          p: the previous use, s: start of the request with the repeated use
                       ^ a block that is used several times in (p, s) counts once, at its last use before s
 
     The distance is the number of positions in (p, s), minus the positions whose next use is before s.
     """
-    # Within a request the last block is used first.
+    # Within a request, the last block counts as used first.
     lengths = np.diff(accesses.starts)
     begin = np.repeat(accesses.starts[:-1], lengths)
     place = begin + np.repeat(accesses.starts[1:], lengths) - 1 - np.arange(len(accesses.paths))
@@ -131,10 +131,10 @@ def stack_distances(accesses: Accesses) -> I64:
 
 
 def count_above(values: I64, counts: I64, limits: I64) -> I64:
-    """Return, for each query (count, limit), how many of values[:count] exceed the limit.
+    """Return, for each query (count, limit), the number of values in values[:count] that exceed the limit.
 
-    All queries are computed together, from the highest bit to the lowest. Values are sorted by the bits seen so far. In
-    these bits, the values in [low, high) equal the limit.
+    All queries are computed together, from the highest bit to the lowest. Values are sorted by the bits seen so far.
+    values[low:high] are those values of a query that equal its limit in these bits.
     """
     low, high = np.zeros(len(counts), np.int64), counts.astype(np.int64)
     num_above = np.zeros(len(counts), np.int64)
@@ -154,8 +154,8 @@ def count_above(values: I64, counts: I64, limits: I64) -> I64:
 def optimum_hits(accesses: Accesses, capacity: int) -> int:
     """Return the hits of the offline optimum.
 
-    A kept block takes a slot from one use to the next. A running request takes one slot per block. If slots are short,
-    the block with the latest next use is evicted. Within a path this is the tail, which is used after the head.
+    A kept block occupies a slot from one use to the next. A running request occupies one slot per block. If there are
+    too few slots, the kept block with the latest next use is evicted. A shared prefix is thus evicted from its end.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)
@@ -186,7 +186,7 @@ def _hits(accesses: Accesses, policy: str, capacity: int) -> int:
 
 def index_hits(accesses: Accesses, capacity: int, policy: str) -> int:
     """Return the hits of the real index. Requests larger than the pool are not cached."""
-    namespace = Namespace("replay", block_tokens=1)  # one token stands for a block, which saves memory
+    namespace = Namespace("replay", block_tokens=1)  # one token represents a block, which saves memory
     tree = RadixTree(namespace, [Tier(0, BlockPool("device", capacity), lambda: make_policy(policy))])
     num_hits = 0
     for paths in accesses:

@@ -1,4 +1,4 @@
-"""Deployment: the model, hardware, tiers, replicas and routing to simulate. `simulate` returns one Summary for each."""
+"""Deployment: the model, hardware, tiers, replicas and routing to simulate. `simulate` returns one Summary each."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Routing(Enum):
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """Return the requests, arriving `factor` times as fast."""
+    """Return the requests with all arrival times divided by `factor`."""
     if not 0 < factor < float("inf"):
-        raise RangeError(f"time is scaled by a factor above 0, got {factor}")
+        raise RangeError(f"the factor must be finite and above 0, got {factor}")
     return tuple(replace(request, timestamp_ms=request.timestamp_ms / factor) for request in requests)
 
 
@@ -60,13 +60,13 @@ def route(
 
 
 def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> list[int]:
-    """Return a replica per request: the least loaded of those that received the longest prefix of its prompt.
+    """Return a replica for each request: the least loaded replica among those that received its longest prefix.
 
-    The router gets no feedback from the replicas. Load is the number of computed tokens, decayed with a half-life.
-    Replicas above `_SLACK` times the mean load are skipped.
+    The router gets no feedback from the replicas. The load of a replica is the number of prompt tokens that it had to
+    compute, decayed with a half-life. Replicas with more than `_SLACK` times the mean load are skipped.
     """
     numbers: dict[tuple[int, int], int] = {}
-    sent: dict[int, int] = {}  # path number -> bit mask of the replicas it was sent to
+    sent: dict[int, int] = {}  # path number -> bit mask of the replicas that received the path
     load = np.zeros(num_replicas)
     choices, before = [], 0.0
     for request in requests:
@@ -89,12 +89,12 @@ def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A number of equal replicas. Sizes are those of one replica."""
+    """A number of identical replicas. All sizes are per replica."""
 
     model: ModelSpec
     gpu: GpuSpec
     device_bytes: int = 0
-    """Device memory for KV. 0: nine tenths of the GPU's memory, minus the weights."""
+    """Device memory for KV. 0 means 90% of the GPU's memory, minus the weights."""
     host_bytes: int = 0
     disk_bytes: int = 0
     disk: DiskSpec | None = None
@@ -104,14 +104,14 @@ class Deployment:
     max_rows: int = 256
     max_step_tokens: int = 8192
     quantum: float = 0.05
-    """Seconds that are simulated as one step. 0 simulates every step separately, which takes ten times as long."""
+    """Steps are merged up to this many seconds (see StepCoalescer). 0 merges no steps and takes ten times as long."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.device_bytes, self.host_bytes, self.disk_bytes) < 0:
             raise RangeError(f"sizes must be 0 or more, got {self.device_bytes}, {self.host_bytes}, {self.disk_bytes}")
         if self.disk_bytes and not (self.host_bytes and self.disk):
-            raise ArgumentError("a disk tier needs host memory and a disk: blocks pass through host memory")
+            raise ArgumentError("a disk tier needs a disk, and host memory because blocks pass through host memory")
         if not self.device_bytes and self.kv_bytes <= 0:
             raise RangeError(
                 f"the weights take {self.model.params * self.model.weight_bytes / 1e9:.0f} of "
@@ -129,8 +129,8 @@ class Deployment:
         for (tier, size), count in zip(sizes.items(), (device, host, disk), strict=True):
             if size and not count:
                 raise RangeError(
-                    f"{size} bytes of {tier} hold no block of {block_tokens} tokens, which takes {block_bytes}; use a "
-                    f"larger size, or 0"
+                    f"{size} bytes of {tier} cannot hold a block of {block_tokens} tokens, which takes {block_bytes} "
+                    f"bytes; use a larger size, or 0"
                 )
         stores = (StoreConfig(STORE),) if disk and host else ()
         cache = CacheConfig(
@@ -159,7 +159,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class LinkSummary:
-    """Traffic of a link over all replicas. `busy` is the mean share of time in use, until the last transfer."""
+    """Traffic of a link, summed over all replicas. `busy` is the mean share of time that the link is in use."""
 
     name: str
     num_bytes: int
@@ -169,7 +169,7 @@ class LinkSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Result of a simulation. Times are seconds; hit rates are shares of prompt tokens, by tier."""
+    """Result of a simulation. Times are in seconds. Hit rates are shares of the prompt tokens."""
 
     num_requests: int
     num_refused: int
@@ -180,7 +180,7 @@ class Summary:
     """Refused requests are not counted."""
     hit_rates: dict[str, float]
     ttft: dict[str, float]
-    """Percentiles over the requests that got a token; 0 if none did."""
+    """Percentiles over the requests that generated a token; 0 if there are none."""
     queue: dict[str, float]
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
@@ -189,7 +189,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     dead_on_arrival: float
-    """Share of computed blocks that left every tier, or were still cached at the end, without a hit."""
+    """Share of computed blocks that were not hit before they left every tier or the simulation ended."""
 
 
 def simulate(
@@ -200,9 +200,9 @@ def simulate(
     jobs: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> list[Summary]:
-    """Serve a trace on each setup, spread over `jobs` processes.
+    """Simulate a trace on each setup, using `jobs` processes.
 
-    With `num_simulated`, only that many replicas of median load are simulated, as a sample of all.
+    If `num_simulated` is given, only this number of replicas is simulated: those whose load is closest to the median.
     """
     block_tokens = trace[0].block_tokens if trace else TRACE_BLOCK_TOKENS
     parts = [(number, part) for number, setup in enumerate(setups) for part in _parts(trace, setup, num_simulated)]
@@ -210,7 +210,7 @@ def simulate(
 
     def run(task: tuple[int, tuple[TraceRequest, ...]]) -> tuple[int, Simulation]:
         def report(share: float) -> None:
-            if progress is not None and jobs <= 1:  # other processes report whole runs only
+            if progress is not None and jobs <= 1:  # child processes report only completed runs
                 progress((num_done + share) / len(parts))
 
         return task[0], setups[task[0]].simulator(block_tokens).run(task[1], report)

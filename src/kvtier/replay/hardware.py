@@ -1,4 +1,4 @@
-"""Models, GPUs, disks and prices: presets with their sources, or results of `kvtier doctor --json`."""
+"""Specifications of models, GPUs, disks and prices, from presets, files or `kvtier doctor --json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.errors import ArgumentError, RangeError
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape of a model: work per token and bytes per token in the cache."""
+    """Shape of a model, which determines the work per token and the bytes per cached token."""
 
     layers: int
     heads: int
@@ -23,9 +23,9 @@ class ModelSpec:
     head_dim: int
     params: float
     active_params: float = 0.0
-    """Parameters used per token. 0: all parameters."""
+    """Parameters used per token; 0 means all parameters."""
     kv_elements: int = 0
-    """Cached elements per token over all layers, for attention without KV heads."""
+    """Cached elements per token over all layers, for attention without KV heads; 0 means a model with KV heads."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     source: str = ""
@@ -70,7 +70,7 @@ class GpuSpec:
         _check_positive(self, "step_seconds", "row_seconds", allow_zero=True)
 
     def times(self, count: int) -> GpuSpec:
-        """Return `count` GPUs as one, each with its own link. Communication between them is not modelled."""
+        """Return the sum of `count` GPUs, each with its own link. Communication between the GPUs is not modelled."""
         if count < 1:
             raise RangeError(f"need at least one GPU, got {count}")
         names = ("flops", "memory_bytes", "memory_bandwidth", "link_bandwidth")
@@ -79,7 +79,7 @@ class GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class DiskSpec:
-    """A disk, which reads and writes share."""
+    """A disk. Reads and writes share the time of the disk."""
 
     read_bandwidth: float
     write_bandwidth: float
@@ -133,12 +133,12 @@ def preset(kind: type[Spec], name: str) -> Spec:
 
 
 def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
-    """Return the spec of a table. Unknown keys are an error."""
+    """Create a spec from a table. Raises ArgumentError for an unknown key."""
     known = {field.name for field in fields(kind)}
     unknown = sorted(set(table) - known)
     if unknown:
         raise ArgumentError(
-            f"{name}: unknown key of {kind.__name__}: {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            f"{name}: unknown key of {kind.__name__}: {', '.join(unknown)}; known keys: {', '.join(sorted(known))}"
         )
     assumed = table.get("assumed", [])
     if not isinstance(assumed, list) or not known.issuperset(assumed):
@@ -150,10 +150,7 @@ def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
 
 
 def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
-    """Return the GPU with the memory and link that `kvtier doctor --json` measured.
-
-    The peaks are those of `gpu`, because the doctor measures links, not FLOPs.
-    """
+    """Return `gpu` with the memory size and link bandwidth that `kvtier doctor --json` measured."""
     measured = _read(Path(path)).get("measured", {})
     if not isinstance(measured, dict) or "cuda:0" not in measured:
         raise ArgumentError(f"{path} has no GPU (cuda:0); create it with kvtier doctor --json on a machine with a GPU")
@@ -163,7 +160,7 @@ def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(f"{path} lacks a field of kvtier doctor --json for cuda:0: {error!r}") from error
     if not rates:
-        raise ArgumentError(f"{path}: the link was not measured; run kvtier doctor --calibrate there, then --json")
+        raise ArgumentError(f"{path}: the link was not measured; run kvtier doctor --calibrate on that machine first")
     source = f"{gpu.source}; memory and link from {path}"
     left = tuple(each for each in gpu.assumed if each not in ("memory_bytes", "link_bandwidth"))
     return replace(gpu, memory_bytes=memory, link_bandwidth=min(rates) * 1e9, name=name, source=source, assumed=left)

@@ -1,4 +1,4 @@
-"""Planner: simulates deployments of different sizes and chooses the cheapest that meets a target."""
+"""Planner: simulates deployments of different sizes and chooses the cheapest one that meets a target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlanPoint:
     summary: Summary
 
     def holds(self, ttft_p99: float) -> bool:
-        """True if no request is refused and the target is met. Refused requests have no time to first token."""
+        """True if no request is refused and TTFT p99 meets the target. Refused requests have no TTFT."""
         return not self.summary.num_refused and self.summary.ttft["p99"] <= ttft_p99
 
 
@@ -32,7 +32,7 @@ class PlanResult:
     """Hit rates by capacity, simulated setups by size, and the recommended setup."""
 
     footprint_bytes: int
-    """Bytes of all distinct blocks of the trace, divided by the number of replicas."""
+    """Bytes of all distinct blocks in the trace, divided by the number of replicas."""
     curve: tuple[HitPoint, ...]
     """Hit rates of a single cache with the capacity of all replicas together."""
     points: tuple[PlanPoint, ...]
@@ -61,7 +61,7 @@ def plan(
 ) -> PlanResult:
     """Simulate setups from no host memory to more than the trace can use, with and without a disk.
 
-    `num_simulated` replicas are simulated as a sample of all; None: all of them.
+    `num_simulated` is the number of replicas to simulate, as a sample. None simulates all replicas.
     """
 
     def report(what: str) -> Callable[[float], None]:
@@ -96,7 +96,7 @@ def plan(
 
 
 def capacities(num_blocks: int, count: int = 20) -> list[int]:
-    """Return a geometric series of capacities from a thousandth of `num_blocks` to all of them."""
+    """Return a geometric series of `count` capacities, from num_blocks / 1000 to num_blocks."""
     if count < 2:
         raise RangeError(f"a curve needs at least two points, got {count} capacities")
     most = max(1, num_blocks)
@@ -105,7 +105,7 @@ def capacities(num_blocks: int, count: int = 20) -> list[int]:
 
 
 def setups(setup: Deployment, footprint: int) -> list[tuple[int, int]]:
-    """Return sizes of host memory and disk: powers of two, up to the first that holds the footprint."""
+    """Return the sizes of host memory and disk to simulate. Sizes double until the footprint fits."""
     hosts = [0, *_powers(32 * GIB, footprint)]
     sizes = [(host, 0) for host in hosts]
     if setup.disk is not None:

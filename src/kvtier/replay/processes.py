@@ -1,4 +1,4 @@
-"""Spread work over forked processes, which share their input with the parent."""
+"""Spread tasks over forked processes, which inherit their input from the parent."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Recorder: writes kvtier's request log, which is also a trace. It has keys, lengths and times, never text.
+"""Recorder: writes kvtier's request log, which is also a trace. A log contains keys, lengths and times, but no text.
 
-One JSON object per line. A request's line is written when the request ends. `read_trace` needs only these lines:
+Each line is a JSON object. The line of a request is written when the request ends. `read_trace` needs only these lines:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
-`keys` has one name per full block of prompt and answer: equal names mean equal prefixes. A name is a digest of the
-block's key with the log's secret, so that a reader cannot test guessed prompts. Logs that are replayed together
-must have the same secret.
+`keys` contains one name per full block of prompt and answer. Blocks with equal names have equal prefixes. A name is a
+digest of the block's key with the secret of the log, so that a reader of the log cannot test guessed prompts. Logs that
+are replayed together must have the same secret.
 
-benchmarks/step_recorder.py adds all calls to the scheduler and all reports (add, step, report, update, fail, cancel);
-benchmarks/follow.py replays them step by step.
+benchmarks/step_recorder.py also logs all calls to the scheduler and all reports (add, step, report, update, fail,
+cancel). benchmarks/follow.py replays such a log step by step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRAPPED = ("schedule", "update", "fail", "cancel")
 
 
 class Recorder:
-    """Wraps the methods of one scheduler, and logs its requests.
+    """Wraps the methods of one scheduler and logs its requests.
 
     Use it on the scheduler's thread. Requests that have not ended when the log is closed are not logged. If the log
     cannot be written, recording ends with a warning, and serving continues.
@@ -55,7 +55,7 @@ class Recorder:
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
         """Start recording; `now` is time 0 of the log."""
         if self._scheduler is not None or self._file.closed:
-            raise StateError("the recorder is attached or closed; one log is for one scheduler")
+            raise StateError("the recorder is already attached or closed; create a recorder for each scheduler")
         self._begin, self._scheduler = now, scheduler
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
@@ -116,9 +116,9 @@ class Recorder:
         return [hashlib.blake2b(key, digest_size=NAME_BYTES, key=self._secret).hexdigest() for key in split_keys(keys)]
 
     def write(self, **record: Any) -> None:
-        """Write a line; after an error or `close`, do nothing."""
+        """Write a line. Does nothing after an error or after `close`."""
         if self._file.closed:
-            return  # an error during this call closed the log
+            return
         try:
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
@@ -133,12 +133,12 @@ class Recorder:
         except OSError as error:  # buffered lines could not be written
             failure = failure or error
         if failure is not None:
-            warnings.warn(f"the log {self._file.name} ends here: {failure}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"stopped writing the log {self._file.name}: {failure}", RuntimeWarning, stacklevel=3)
 
 
 def _create(path: str, _: int) -> int:
-    """Create a file with mode 0600, because it has times and lengths of all tenants. Refuse links and existing files,
-    but accept devices and pipes."""
+    """Create a file with mode 0600, because it contains times and lengths of all tenants. Refuse links and existing
+    files, but accept devices and pipes."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Results of `kvtier replay` and `kvtier plan` as one JSON object, and the HTML page that shows it.
+"""Convert results of `kvtier replay` and `kvtier plan` to a JSON object and an HTML page.
 
-The same object is printed by --json and embedded in the page, which loads nothing from the network.
+The page contains the JSON object that --json prints, and loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 SHOWN_PROBLEMS = 20
 TIERS = ("device", "host", "disk")
 OVERLOAD_SECONDS = 10.0
-SHARES = ("hit rate", *TIERS, "GPU busy", "dead on arrival")
+SHARES = ("hit rate", *TIERS, "GPU busy", "never reused")
 """Columns whose values are fractions."""
 
 
@@ -48,7 +48,7 @@ def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
 
 
 def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
-    """Describe a deployment. `names` has the names of the model, the GPU and the disk."""
+    """Describe a deployment. `names` contains the names of the model, the GPU and the disk."""
     specs: dict[str, ModelSpec | GpuSpec | DiskSpec] = {"model": setup.model, "gpu": setup.gpu}
     if setup.disk is not None:
         specs["disk"] = setup.disk
@@ -171,7 +171,7 @@ def page(result: Json) -> str:
     title = html.escape(
         f"kvtier {result['command']}: {', '.join(Path(name).name for name in result['trace']['files'])}"
     )
-    # Inside a script element only "</" and "<!--" could end the data.
+    # Inside a script element, only "</" and "<!--" could end the data.
     data = json.dumps({"result": result, **drawn}).replace("<", "\\u003c")
     return template.replace("@TITLE@", title).replace("@DATA@", data)
 
@@ -201,10 +201,11 @@ def intro(result: Json) -> list[str]:
         run = result["results"][refused.index(max(refused))]
         text.append(
             f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused: they need more KV than fits on "
-            f"the GPUs (--device, --gpus). Hit rates exclude them; times to first token exclude those without a token."
+            f"the GPUs (--device, --gpus). Hit rates do not include these requests, and times to first token do not "
+            f"include requests without a token."
         )
     if trace["num_problems"]:
-        text.append(f"{trace['num_problems']:,} invalid lines were skipped, first {trace['problems'][0]}")
+        text.append(f"{trace['num_problems']:,} invalid lines were skipped. The first: {trace['problems'][0]}")
     return [*text, *result.get("advice", {}).get("text", ())]
 
 
@@ -237,7 +238,7 @@ def tables(result: Json) -> list[Json]:
     columns = [
         *first, "hit rate", *TIERS, "TTFT p50 s", "p90 s", "p99 s", "queue p99 s", "answer tokens/s", "GPU busy",
         *(f"{link['name']} GB/s" for link in _widest(result)), *(f"evicted from {tier}" for tier in TIERS),
-        "dead on arrival",
+        "never reused",
     ]  # fmt: skip
     rows = [_row(run, is_plan, result) for run in result["results"]]
     shares = [number for number, name in enumerate(columns) if name in SHARES and number >= len(first)]

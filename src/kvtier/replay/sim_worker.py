@@ -1,4 +1,4 @@
-"""SimulatedWorker: turns plans into reports after the time that links and disks would have taken. Moves no bytes.
+"""SimulatedWorker: returns the reports of a plan after the time that real links and disks would take. Moves no bytes.
 
 device --"to host"--> host --+             loads and fetches have priority over saves and stores
 device <-"to device"- host <-+-"disk"-> store        reads and writes share the disk
@@ -45,7 +45,7 @@ class SimulatedLink:
         (self._urgent if job.transfer.route in _URGENT else self._bulk).append(job)
 
     def advance(self, now: float) -> list[tuple[_Job, float]]:
-        """Advance to a time; return the jobs that ended, each with its end."""
+        """Advance the link to the time `now`. Returns the jobs that ended, each with its end time."""
         ended = []
         while self._urgent or self._bulk:
             queue = self._urgent or self._bulk
@@ -66,12 +66,12 @@ class SimulatedLink:
 
     @property
     def next_end(self) -> float:
-        """Time at which the current job ends, if no job is added."""
+        """Time at which the current job ends if no job is added."""
         queue = self._urgent or self._bulk
         return self._time + queue[0].seconds_left if queue else math.inf
 
     def end_of(self, transfer_id: int) -> float | None:
-        """Return the end of an urgent job, or None if it is not queued. Later jobs do not delay an urgent job."""
+        """Return the end time of an urgent job, or None if it is not queued. Later jobs do not delay urgent jobs."""
         end = self._time
         for job in self._urgent:
             end += job.seconds_left
@@ -81,7 +81,7 @@ class SimulatedLink:
 
 
 class SimulatedStore:
-    """The keys in a store that holds at most `num_blocks` blocks. Evicts by LRU, like DiskStore."""
+    """The keys of a store that holds at most `num_blocks` blocks. Evicts by LRU, like DiskStore."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -123,7 +123,7 @@ class SimulatedStore:
 
 
 class SimulatedWorker:
-    """Takes plans and returns reports, on the caller's clock. One rank."""
+    """Executes plans and returns reports, for one rank. The caller passes the current time."""
 
     def __init__(
         self,

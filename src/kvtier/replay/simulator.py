@@ -69,11 +69,11 @@ class StepCoalescer:
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """Return the share of time after which the share `done` of the prompts is computed, rounded up to a step."""
+        """Convert the computed share of the prompts to a share of the time, rounded up to whole steps."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
-        """Return the share of a step's tokens that prompts fill."""
+        """Return the share of a step's token limit that pending prompts fill, at most 1."""
         pending = 0
         for request in (*self._scheduler.running, *self._scheduler.waiting):
             if not request.is_generating:
@@ -119,7 +119,7 @@ class Simulation:
     links: tuple[SimulatedLink, ...]
     num_computed_blocks: int
     num_reused_blocks: int
-    """Computed blocks that were hit before they left every tier. A block computed again counts again."""
+    """Computed blocks that were hit before they left every tier. A block that is computed again counts again."""
     evictions: dict[str, int]
     """Number of evicted blocks by tier."""
 
@@ -138,7 +138,7 @@ class _Live:
 
 
 class Simulator:
-    """Simulates one replica, for a single run."""
+    """Simulates one replica. An instance can be run once."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Simulator:
         num_layers: int = 1,
         quantum: float = 0.0,
     ) -> None:
-        """`num_layers` matters for steps that start before their loads end. `quantum` is passed to StepCoalescer."""
+        """`num_layers` affects steps that start before their loads end. `quantum` is passed to StepCoalescer."""
         self.manager = CacheManager(Namespace("replay", block_tokens=block_tokens), cache)
         self.scheduler = Scheduler(self.manager, scheduler)
         self._worker, self._block_tokens, self._num_layers = worker, block_tokens, num_layers
@@ -165,7 +165,7 @@ class Simulator:
         self._served: dict[int, ServedRequest] = {}
         self._path_numbers: dict[tuple[int, int], int] = {}
         self._unused: set[int] = set()
-        """Paths that were computed and not hit since."""
+        """Computed paths that have not been hit since."""
         self._num_computed_blocks = self._num_reused_blocks = 0
 
     def run(self, trace: Sequence[TraceRequest], progress: Callable[[float], None] | None = None) -> Simulation:
@@ -190,7 +190,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if an event is still to come. Raise a StateError if requests wait but no event is left."""
+        """True if there is another event. Raises StateError if there is none but requests wait or run."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():
@@ -240,7 +240,7 @@ class Simulator:
         return end
 
     def _take_reports(self) -> bool:
-        """Apply the worker's reports. Return True if there were any."""
+        """Apply the reports of the worker. True if there were reports."""
         reports = self._worker.poll(self._now)
         for report in reports:
             self.manager.apply(report)

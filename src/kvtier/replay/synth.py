@@ -15,11 +15,11 @@ from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTrace:
-    """Parameters of a trace. Lengths are means of geometric distributions, in blocks of 512 tokens or in tokens.
+    """Parameters of a trace. Lengths are means of geometric distributions. A block has 512 tokens.
 
     A session starts with one of `system_prompts`. Some sessions continue with tool definitions (`agent_share`) or with
-    one of `documents` (`document_share`). Then every turn adds a message, and its answer before the next turn. The
-    popularity of system prompts and documents falls as 1 / rank.
+    one of `documents` (`document_share`). Then every turn adds a message, and the answer is added before the next turn.
+    The popularity of system prompts and documents is proportional to 1 / rank.
     """
 
     sessions: int = 1000
@@ -44,15 +44,17 @@ class SyntheticTrace:
                 raise RangeError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("turns", "system_blocks", "tool_blocks", "document_blocks", "message_blocks", "answer_tokens"):
             if not 1 <= getattr(self, name) < math.inf:
-                raise RangeError(f"{name} is a mean of at least 1, got {getattr(self, name)}")
+                raise RangeError(f"{name} must be finite and at least 1, got {getattr(self, name)}")
         if not (0 < self.session_rate < math.inf and 0 <= self.think_seconds < math.inf):
-            raise RangeError(f"session_rate > 0 and think_seconds >= 0, got {self.session_rate}, {self.think_seconds}")
+            raise RangeError(
+                f"need session_rate > 0 and think_seconds >= 0, got {self.session_rate} and {self.think_seconds}"
+            )
         if not (min(self.agent_share, self.document_share) >= 0 and self.agent_share + self.document_share <= 1):
-            raise RangeError(f"shares {self.agent_share} and {self.document_share} must be >= 0 and sum to at most 1")
+            raise RangeError(f"shares must be >= 0 and sum to at most 1, got {self.agent_share}, {self.document_share}")
 
 
 def generate(spec: SyntheticTrace) -> Iterator[TraceRequest]:
-    """Yield requests in order of time. Equal parameters and seed give the same trace on every machine."""
+    """Yield requests in order of time. The same parameters and seed produce the same trace on every machine."""
     sessions = _Sessions(spec)
     start = 0.0
     for _ in range(spec.sessions):
@@ -63,14 +65,14 @@ def generate(spec: SyntheticTrace) -> Iterator[TraceRequest]:
 
 
 class _Sessions:
-    """Sessions and their next turns; every new block gets the next hash id."""
+    """The running sessions. New blocks get consecutive hash ids."""
 
     def __init__(self, spec: SyntheticTrace) -> None:
         self.spec = spec
         self.random = np.random.default_rng(spec.seed)
         self._next_id = self._num_started = 0
         self._due: list[tuple[float, int, list[int], int]] = []
-        """Heap of (time of the next turn, number, ids, turns left)."""
+        """Heap of (time of the next turn, session number, hash ids, turns left)."""
         self._systems = [self._blocks(spec.system_blocks) for _ in range(spec.system_prompts)]
         self._tools = [self._blocks(spec.tool_blocks) for _ in range(spec.system_prompts)]
         self._documents = [self._blocks(spec.document_blocks) for _ in range(spec.documents)]
@@ -101,7 +103,7 @@ class _Sessions:
             output_tokens = int(random.geometric(1 / spec.answer_tokens))
             yield TraceRequest(round(now * 1000), input_tokens, output_tokens, tuple(ids))
             if turns_left > 1:
-                # The answer is appended to the last block, which was not full. So this block gets a new id.
+                # The answer is appended to the last block, so this block gets a new id.
                 del ids[-1]
                 ids += self._blocks(max(1.0, (tail + output_tokens) / TRACE_BLOCK_TOKENS))
                 heapq.heappush(self._due, (now + random.exponential(spec.think_seconds), number, ids, turns_left - 1))

@@ -1,6 +1,6 @@
-"""Traces of served requests: lengths, times and shared prefixes, no text.
+"""Read traces of served requests. A trace contains lengths, times and shared prefixes, but no text.
 
-Two formats with one JSON object per line, in plain, .gz or .zst files:
+There are two formats with one JSON object per line, in plain, .gz or .zst files:
 
     Mooncake's    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..]}
     kvtier's log  {"event": "request", "arrival": 27.482, "block_tokens": 16, "prompt_tokens": 6955,
@@ -29,16 +29,16 @@ OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace: lengths, arrival time, and ids that show which prefixes are shared."""
+    """A request in a trace: lengths, arrival time, and block ids that identify shared prefixes."""
 
     timestamp_ms: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
-    """One id per block, the last for the rest of the prompt. Requests with the same leading ids share that prefix."""
+    """One id per block; the last block may be partial. Requests whose first n ids are equal share n blocks."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
-    """True if the ids cover the full blocks of prompt and answer, and no partial block."""
+    """True if the ids are those of the full blocks of prompt and answer, without a partial block."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -46,11 +46,11 @@ class TraceRequest:
         return self.hash_ids[: self.input_tokens // self.block_tokens]
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return prompt tokens that share prefixes as the hash ids do. Block h has tokens h * 512, h * 512 + 1, ..."""
+        """Return the prompt as tokens. The tokens of a block with id h are h * 512, h * 512 + 1, ..."""
         return self.sequence()[: self.input_tokens]
 
     def sequence(self, number: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return prompt and answer. Tokens without a hash id are unique to request `number`."""
+        """Return the tokens of prompt and answer. Tokens without a hash id are unique to request `number`."""
         size = self.block_tokens
         ids = np.array(self.hash_ids, np.int64)[:, None] * size + np.arange(size)
         known = (ids & MAX_TOKEN).astype(np.int32).reshape(-1)
@@ -67,11 +67,11 @@ class Trace:
 
     requests: tuple[TraceRequest, ...]
     problems: tuple[str, ...]
-    """One message per invalid line, as file:line: reason."""
+    """One message per invalid line, in the form "file:line: reason"."""
 
 
 def read_trace(*paths: str | Path) -> Trace:
-    """Read one or several files; requests are sorted by time, and every skipped line is in `problems`."""
+    """Read one or several files. Requests are sorted by time. Invalid lines are skipped and listed in `problems`."""
     requests: list[TraceRequest] = []
     problems: list[str] = []
     names: dict[str, int] = {}
@@ -91,14 +91,14 @@ def read_trace(*paths: str | Path) -> Trace:
     requests.sort(key=lambda request: request.timestamp_ms)
     sizes = {request.block_tokens for request in requests}
     if len(sizes) > 1:
-        raise ArgumentError(f"the files have blocks of {sorted(sizes)} tokens; replay those of one size at a time")
+        raise ArgumentError(f"the files have blocks of {sorted(sizes)} tokens; replay each block size separately")
     return Trace(tuple(_renumbered(requests)), tuple(problems))
 
 
 def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceRequest | str | None:
     """Return the request in a line, None for another event of kvtier's log, or the reason why the line is invalid.
 
-    `names` assigns a number to each key of the log.
+    `names` maps the keys of the log to numbers. New keys are added.
     """
     try:
         record = json.loads(line)
@@ -157,7 +157,7 @@ def _is_count(value: object) -> bool:
 
 
 def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Return the requests with ids small enough for each block to have distinct tokens."""
+    """Renumber the ids if they are too large for every block to have its own token ids."""
     highest = max((id for request in requests for id in request.hash_ids), default=0)
     if not requests or (highest + 1) * requests[0].block_tokens <= MAX_TOKEN - len(requests):
         return requests
@@ -165,14 +165,14 @@ def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
     new = [tuple(names.setdefault(id, len(names)) for id in request.hash_ids) for request in requests]
     if len(names) * requests[0].block_tokens > MAX_TOKEN - len(requests):
         raise RangeError(
-            f"{len(names)} different blocks of {requests[0].block_tokens} tokens are more than "
-            f"{MAX_TOKEN} distinct token ids; replay the trace in parts"
+            f"{len(names)} different blocks of {requests[0].block_tokens} tokens need more than "
+            f"{MAX_TOKEN} token ids; replay the trace in parts"
         )
     return [replace(request, hash_ids=ids) for request, ids in zip(requests, new, strict=True)]
 
 
 def number_paths(ids: Sequence[int], numbers: dict[tuple[int, int], int]) -> list[int]:
-    """Return one number per block: equal numbers mean equal ids up to and including the block. Extends `numbers`."""
+    """Return one number per block. It identifies the ids up to and including the block. Extends `numbers`."""
     paths, above = [], -1
     for id in ids:
         above = numbers.setdefault((above, id), len(numbers))
@@ -193,7 +193,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of all frames. EOFError if one is damaged or truncated; zstandard's reader ignores truncation."""
+    """Yield the lines of all frames. Raises EOFError for a truncated frame, which zstandard's own reader ignores."""
     try:
         import zstandard
     except ImportError as error:

@@ -217,7 +217,7 @@ def test_reset_keeps_the_stores_unless_clear_stores(caches, clear):
     with pytest.raises(ArgumentError, match="'system' is pinned already"):
         cache.tiers.pin("system", cache.chain(1))
     cache.tiers.unpin("system")
-    with pytest.raises(ArgumentError, match="nothing is pinned"):
+    with pytest.raises(ArgumentError, match="no prompt is pinned"):
         cache.tiers.unpin("system")
 
 

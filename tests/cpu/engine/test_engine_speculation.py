@@ -171,7 +171,7 @@ def test_failing_proposer_warns_and_answers_continue(model, draft):
 
 def test_draft_vocabulary_must_match_and_context_limits(model):
     other = Model(replace(model.config, vocab_size=100), model.weights)
-    with pytest.raises(ArgumentError, match="100 tokens where the model has 199"):
+    with pytest.raises(ArgumentError, match="100 tokens, but the model has 199"):
         make_engine(model, proposer=DraftProposer(other))
     short = Model(replace(model.config, max_positions=64), model.weights, InvariantOps())
     engine = make_engine(model, proposer=DraftProposer(short))
@@ -179,7 +179,7 @@ def test_draft_vocabulary_must_match_and_context_limits(model):
     answer = steps_alone(engine, prompt, greedy(100))
     assert len(answer.tokens) == 14
     assert answer.tokens == alone(model, prompt, greedy(14)).tokens
-    with pytest.raises(RangeError, match="may have 64"):
+    with pytest.raises(RangeError, match="may have at most 64"):
         engine.add([5] * 64)
 
 

@@ -53,5 +53,5 @@ def test_invariant_ops_require_float32(checkpoint):
 def test_invariant_ops_refuse_rows_that_differ_by_position():
     ops = InvariantOps()
     scale = torch.linspace(1, 2, 16)[:, None]
-    with pytest.raises(UnavailableError, match="gives different bits in rows 0 and 1"):
+    with pytest.raises(UnavailableError, match="computes different bits in rows 0 and 1"):
         ops._by_tiles("uneven", (4,), lambda tile: tile * scale, torch.ones(3, 4))

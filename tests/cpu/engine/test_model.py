@@ -106,10 +106,10 @@ def test_forward_batch_layout_is_flat():
 @pytest.mark.parametrize(
     ("sequence", "error", "text"),
     [
-        (SequenceInput([], 0, [1]), ArgumentError, "sequence 0 has 0 tokens"),
-        (SequenceInput([1], -1, [1]), ArgumentError, "after -1"),
-        (SequenceInput([1] * 5, 4, [1, 2]), RangeError, "reach 9 tokens, but its 2 blocks of 4 hold 8"),
-        (SequenceInput([1], 0, [1], 2), RangeError, "logits of 2 of its 1"),
+        (SequenceInput([], 0, [1]), ArgumentError, "at least 1 new and 0 computed tokens, got 0 and 0"),
+        (SequenceInput([1], -1, [1]), ArgumentError, "got 1 and -1"),
+        (SequenceInput([1] * 5, 4, [1, 2]), RangeError, "reach 9 tokens, but its 2 blocks of 4 tokens hold 8"),
+        (SequenceInput([1], 0, [1], 2), RangeError, r"must be in \[0, 1\], got 2"),
     ],
 )
 def test_forward_batch_invalid_sequence_is_named(sequence, error, text):

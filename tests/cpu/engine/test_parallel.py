@@ -143,7 +143,7 @@ def test_engine_invalid_parallel_options_start_no_process():
     with pytest.raises(ArgumentError, match="4 ranks cannot divide 2 shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=4, kv_shards=2))
     config = EngineConfig(BLOCK, CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),)), tensor_parallel=2)
-    with pytest.raises(ArgumentError, match="opens its own: give its URL"):
+    with pytest.raises(ArgumentError, match="give the URL of the store instead"):
         Engine(MODEL, config=config, stores={"disk": MemoryStore(1 << 20)})
     with pytest.raises(RangeError, match="tensor_parallel must be at least 1"):
         EngineConfig(tensor_parallel=0)
@@ -392,7 +392,7 @@ def test_killed_rank_raises_engine_error_permanently(requests):
         engine.add(prompt, greedy(50))
     engine.step()
     child.kill()
-    with pytest.raises(EngineError, match=r"rank 1 ended with exit code -9; .*close it and start another"):
+    with pytest.raises(EngineError, match=r"rank 1 ended with exit code -9; .*Close this engine and start a new one"):
         finish(engine)
     engine.add(requests[0], greedy(5))
     with pytest.raises(EngineError, match="cannot continue"):
@@ -407,7 +407,7 @@ def test_hung_rank_raises_within_the_timeout(requests):
     engine.add(requests[0], greedy(50))
     engine.step()
     stop_process(child.pid)
-    with pytest.raises(EngineError, match="without one of its ranks: close it and start another"):
+    with pytest.raises(EngineError, match="an engine needs all of its ranks"):
         finish(engine)
     engine.close()  # kills the rank, which does not respond
     assert not children()

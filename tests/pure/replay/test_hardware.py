@@ -73,7 +73,7 @@ def test_preset_reads_toml_and_json_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("read = 1", "unknown key of DiskSpec: read; known are assumed, latency_seconds, name, read_bandwidth"),
+        ("read = 1", "unknown key of DiskSpec: read; known keys: assumed, latency_seconds, name, read_bandwidth"),
         ("read_bandwidth = 1e9", "missing 1 required positional argument: 'write_bandwidth'"),
         ("read_bandwidth = 0\nwrite_bandwidth = 1", "read_bandwidth must be above 0, got 0"),
         ('read_bandwidth = "x"\nwrite_bandwidth = 1', "must be above 0, got 'x'"),

@@ -218,7 +218,7 @@ def test_full_disk_closes_log_with_warning_and_serving_continues(count, ends_ear
             server.serve(prompts(random.Random(5), count))
             assert ("update" not in vars(server.scheduler)) is ends_early
 
-    with pytest.warns(RuntimeWarning, match=r"the log /dev/full ends here: .*No space left") as warned:
+    with pytest.warns(RuntimeWarning, match=r"stopped writing the log /dev/full: .*No space left") as warned:
         serve()
     assert len(warned) == 1
     assert len(server.requests) == count

@@ -319,7 +319,7 @@ def test_invalid_deployment_raises():
         setup(disk_bytes=GIB)
     with pytest.raises(RangeError, match="leave no room"):
         Deployment(preset(ModelSpec, "llama-3-70b"), preset(GpuSpec, "4090"))
-    with pytest.raises(RangeError, match="hold no block"):
+    with pytest.raises(RangeError, match="cannot hold a block"):
         setup(device_bytes=1000).simulator(512)
     with pytest.raises(RangeError, match="0 or more"):
         setup(host_bytes=-1)
