@@ -10,8 +10,8 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 # A commit that adds a capability may raise the next three limits if its message states the reason.
-MAX_FILES = 190
-MAX_LINES = 32_500
+MAX_FILES = 200
+MAX_LINES = 34_300
 MAX_CLASSES = 430
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20

@@ -14,7 +14,7 @@ class CacheConfig:
     """Configuration of a CacheManager."""
 
     num_blocks: int
-    """Number of blocks in the device tier."""
+    """Number of blocks in the device tier; 0 if another engine owns the device blocks."""
     prefix_caching: bool = True
     policy: str = "lru"
     host: HostConfig | None = None
@@ -27,13 +27,18 @@ class CacheConfig:
     """Share of the device blocks to keep free by evicting ahead of demand."""
     always_load: bool = False
     """Load cached blocks even if computing them is expected to be faster."""
+    owns_device: bool = True
+    """False inside another engine, which owns the device blocks. Then the host is the first tier, and
+    CacheManager.foreign moves blocks between the host and the other engine's device."""
     secret: bytes = field(default=b"", repr=False)
     """Key for the token digests in stored blocks, at most 64 bytes. All engines that share a store need the same key.
     Without a key, anyone who can read the store can test whether a guessed prompt is in the store."""
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 1:
+        if self.owns_device and self.num_blocks < 1:
             raise RangeError(f"a cache needs at least one block, got num_blocks={self.num_blocks}")
+        if not self.owns_device:
+            self._check_without_device()
         if self.partial_scan < 0 or not 0 <= self.free_share < 1:
             raise RangeError(
                 f"partial_scan must be at least 0 and free_share in [0, 1), got {self.partial_scan}, {self.free_share}"
@@ -45,6 +50,18 @@ class CacheConfig:
             raise ArgumentError(f"reads from {', '.join(names)} go through host memory; give the cache a host tier")
         if len({*names}) < len(names):
             raise ArgumentError(f"stores need different names, got {names}")
+
+    def _check_without_device(self) -> None:
+        if self.num_blocks or self.host is None or not self.prefix_caching:
+            raise ArgumentError(
+                f"without device blocks of its own, a cache needs num_blocks=0, a host tier and prefix_caching, got "
+                f"num_blocks={self.num_blocks}, host={self.host}, prefix_caching={self.prefix_caching}"
+            )
+        if self.host.saving.write is not WritePolicy.THROUGH or self.host.saving.blocks_per_second < math.inf:
+            raise ArgumentError(
+                f"another engine's blocks are saved as soon as they are computed, without a rate limit; got "
+                f"{self.host.saving.write.value} and {self.host.saving.blocks_per_second:g} blocks per second"
+            )
 
 
 class WritePolicy(Enum):

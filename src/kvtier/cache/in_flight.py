@@ -121,8 +121,9 @@ class TransferTracker:
     ) -> int:
         """Plan a transfer of a path's blocks from block `first` on; returns the transfer's id.
 
-        `source` and `target` are slots in a tier or the name of a store. If the target is a tier, the blocks must be
-        WRITING there (see `begin_write` and `graft`). The transfer becomes the owner of the lease.
+        `source` and `target` are slots in a tier, slots on a device that another engine owns (cache/foreign.py), or the
+        name of a store. If the target is a tier, the blocks must be WRITING there (see `begin_write` and `graft`). The
+        transfer becomes the owner of the lease.
         """
         source_tier, source_name, source_slots = self._endpoint(source)
         target_tier, target_name, target_slots = self._endpoint(target)
@@ -145,7 +146,7 @@ class TransferTracker:
     def _endpoint(self, end: Slots | str) -> tuple[Tier | None, str, bytes]:
         if isinstance(end, str):
             return None, end, b""
-        return self._tiers[end.tier], end.tier, slot_bytes(end.ids)
+        return self._tiers.get(end.tier), end.tier, slot_bytes(end.ids)
 
     def probe(self, store: str, keys: bytes = b"") -> int:
         """Plan a lookup of keys in a store; returns the probe's id. Without `keys`, the store lists all its keys."""

@@ -7,6 +7,9 @@ The manager uses no torch, I/O, threads or clock; the caller passes the time as 
 
 If there are lower tiers, `plan` returns transfers to execute, and `apply` applies their results. A copied block is
 readable only after all ranks have reported the copy. A block whose copy failed is a miss.
+
+Inside another engine (`owns_device=False`) the host is the first tier. `match` leases host blocks, and `foreign` loads
+and saves the other engine's device blocks. `allocate` and `publish` raise, because the other engine does their work.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from kvtier.cache.allocation import Allocation, BlockCopy, CacheStats, TierStats
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.cost_model import CostModel
+from kvtier.cache.foreign import ForeignDevice
 from kvtier.cache.in_flight import PendingTransfer, TransferTracker, mask_runs
 from kvtier.cache.prefetch import Prefetch, Prefetcher, origins
 from kvtier.cache.writeback import HostWriter, StoreIndex, WritebackQueue
@@ -62,13 +66,17 @@ class CacheManager:
     ) -> None:
         """`num_host_ready` is the number of host slots that are usable now, by default all. Reports add the rest."""
         self.config = config
-        self._device = Tier(0, BlockPool("device", config.num_blocks), partial(make_policy, config.policy))
-        tiers, host = [self._device], config.host if config.prefix_caching else None
-        free_shares = [(self._device, config.free_share)]
+        tiers: list[Tier] = []
+        free_shares: list[tuple[Tier, float]] = []
+        if config.owns_device:
+            tiers.append(Tier(0, BlockPool("device", config.num_blocks), partial(make_policy, config.policy)))
+            free_shares.append((tiers[0], config.free_share))
+        host = config.host if config.prefix_caching else None
         if host is not None:
             num_ready = host.num_blocks if num_host_ready is None else num_host_ready
-            tiers.append(Tier(1, BlockPool("host", num_ready), partial(make_policy, host.policy)))
-            free_shares.insert(0, (tiers[1], host.free_share))
+            tiers.append(Tier(len(tiers), BlockPool("host", num_ready), partial(make_policy, host.policy)))
+            free_shares.insert(0, (tiers[-1], host.free_share))
+        self._device = tiers[0]  # the host, if another engine owns the device blocks
         stores = config.stores if host is not None else ()
         self.tree = RadixTree(
             namespace, tiers, enabled=config.prefix_caching, with_keys=bool(stores), listener=listener, ghost=ghost
@@ -81,8 +89,13 @@ class CacheManager:
         self.num_damaged = 0
         """Number of host blocks that the scrubber found corrupt."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
-        self.queues = self._make_queues(tiers)
-        """A queue for copies to the host, followed by one queue per store. Empty without a host tier."""
+        self.foreign: ForeignDevice | None = None
+        """Loads and saves of device blocks, if another engine owns them."""
+        if not config.owns_device and host is not None:
+            self.foreign = ForeignDevice(self.tree, tiers[0], self.transfers, host.saving.max_blocks)
+        self._host_queues, self._store_queues = self._make_queues(tiers)
+        self.queues = (*self._host_queues, *self._store_queues)
+        """Queues of blocks to copy to the host, then to each store."""
         speeds = self.cost_model if not config.always_load else None
         self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
         self._free_shares = tuple(free_shares)
@@ -92,17 +105,18 @@ class CacheManager:
         self._queried_tokens = 0
         self._hit_tokens = dict.fromkeys((*(tier.name for tier in tiers), *self.stores), 0)
 
-    def _make_queues(self, tiers: list[Tier]) -> tuple[WritebackQueue, ...]:
-        host = self.config.host
-        if host is None or len(tiers) == 1:
-            return ()
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # upper bound on the prompts in memory
-        writer = HostWriter(self.tree, tiers[0], tiers[1], self.transfers)
-        stores = self.stores.values()
-        return (
-            WritebackQueue(self.tree, host.saving, tiers[0].pool, writer, max_jobs),
-            *(WritebackQueue(self.tree, each.config.saving, tiers[1].pool, each, max_jobs) for each in stores),
-        )
+    def _make_queues(self, tiers: list[Tier]) -> tuple[list[WritebackQueue], list[WritebackQueue]]:
+        """Return the queue of copies to the host, if there is one, and the queues of copies to the stores."""
+        host, stores, to_host = self.config.host, self.stores.values(), []
+        if host is None:
+            return [], []
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # prompts that can be in memory
+        if len(tiers) == 2:
+            writer = HostWriter(self.tree, tiers[0], tiers[1], self.transfers)
+            to_host.append(WritebackQueue(self.tree, host.saving, tiers[0].pool, writer, max_jobs))
+        return to_host, [
+            WritebackQueue(self.tree, each.config.saving, tiers[-1].pool, each, max_jobs) for each in stores
+        ]
 
     # ---- life of a request -----------------------------------------------------------------------------------------
 
@@ -147,7 +161,7 @@ class CacheManager:
         if missing := self._device_states(lease).count(ABSENT):
             allocation = self._match_below(allocation, missing, may_load, prefetch, now)
         self._allocations.add(allocation)
-        if self.config.prefix_caching:
+        if self.config.prefix_caching and self.foreign is None:
             self._match_partly(allocation, now)
             allocation.tokens_from["device"] = allocation.num_cached_tokens - sum(allocation.tokens_from.values())
         return allocation
@@ -160,6 +174,7 @@ class CacheManager:
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
             return None
+        self._must_own_device()
         shortage = self._reserve(allocation, num_tokens)
         if shortage is not None and allocation.source is not None and allocation.copy is None:
             self._release_source(allocation)
@@ -220,8 +235,9 @@ class CacheManager:
         lease = allocation.lease
         first = lease.num_blocks
         if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most steps complete no block
+            self._must_own_device()
             self.tree.publish(lease, computed_tokens, now=now)
-            for queue in self.queues[:1]:
+            for queue in self._host_queues:
                 queue.on_blocks_ready(lease, first, lease.num_blocks)
         if allocation.source is not None and computed_tokens > allocation.num_cached_tokens:
             self._release_source(allocation)
@@ -434,7 +450,7 @@ class CacheManager:
         """Record the time of a completed transfer and queue further copies of its blocks. Call before the release."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:
-            for queue in self.queues[1:] if 1 in done.arrived else ():
+            for queue in self._store_queues if 1 in done.arrived else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)
@@ -455,6 +471,10 @@ class CacheManager:
         for queue in self.queues if used else ():
             queue.on_finish(allocation.lease)
         self.tree.release(allocation.lease, used=used, now=now)
+
+    def _must_own_device(self) -> None:
+        if self.foreign is not None:
+            raise StateError("another engine owns the device blocks: load and save them with `CacheManager.foreign`")
 
     def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:

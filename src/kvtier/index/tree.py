@@ -145,6 +145,21 @@ class RadixTree:
         lease.num_blocks = stop
         lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
 
+    def follow(self, lease: Lease, stop: int) -> None:
+        """Extend a lease without slots of its own along the tree, up to block `stop`, whatever the blocks' states."""
+        lease.must_be_open()
+        node, block = lease.node, lease.num_blocks
+        while block < stop and node.attached:
+            child = node.children.get(lease.chain.key_at(block))
+            if child is None:
+                break
+            count = edit.common_blocks(child, lease.chain, block, stop)
+            node = child if count == child.num_blocks else edit.split(child, count, self.tiers)
+            edit.add_lease(node, node.parent, self.tiers)
+            block = node.stop
+        lease.table = np.concatenate((lease.table, np.full(block - lease.num_blocks, NO_SLOT, np.int32)))
+        lease.node, lease.num_blocks = node, block
+
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
         """Count the lease's path as used. Repeated calls count as one use."""
         lease.must_be_open()

@@ -104,7 +104,7 @@ class _UrlOptions:
         return self.parsed(name, default, "a whole number", int)
 
     def nbytes(self, name: str, default: int) -> int:
-        return self.parsed(name, default, "bytes such as 200GiB", lambda text: int(_amount(text, _UNITS)))
+        return self.parsed(name, default, "bytes such as 200GiB", parse_bytes)
 
     def seconds(self, name: str, default: float) -> float:
         return self.parsed(name, default, "a time such as 30s, 12h or 7d", lambda text: _amount(text, _TIMES))
@@ -123,6 +123,11 @@ class _UrlOptions:
             return parse(text) if text else default
         except (ValueError, KeyError) as error:
             raise ArgumentError(f"{self.shown}: {name}={text} is not {what}") from error
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as 200GiB or 1.5TB. Raise ValueError for any other text."""
+    return int(_amount(text, _UNITS))
 
 
 def _amount(text: str, units: dict[str, float] | dict[str, int]) -> float:

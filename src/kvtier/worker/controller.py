@@ -40,15 +40,16 @@ class _CopyInFlight:
 
 
 class CacheController:
-    """Moves blocks between device caches (block-first, one per group of `layout`), host memory and stores.
+    """Moves blocks between device caches (one per group of `layout`), host memory and stores.
 
-    Owns the host memory and the stores. Not thread-safe, except `wait`.
+    A device cache is a block-first tensor or a DeviceCache. The controller owns the host memory and the stores. It is
+    not thread-safe, except `wait`.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[torch.Tensor | DeviceCache],
         num_host_blocks: int,
         *,
         stores: Mapping[str, Store | ShardStores] | None = None,
@@ -56,10 +57,12 @@ class CacheController:
         secret: bytes = b"",
         sharding: Sharding | None = None,
         config: TransferConfig | None = None,
+        layer_wise: bool = True,
         mover: Mover = run_path,
     ) -> None:
         """`namespace` is the fingerprint in the labels of stored blocks. `secret` is the key for the token digests in
-        these labels. `layout` is the layout of this rank (see KVLayout.of_rank). `mover` executes copies.
+        these labels. `layout` is the layout of this rank (see KVLayout.of_rank). With `layer_wise`, loads make layers
+        available one after another; otherwise loads use fewer, larger copies. `mover` executes copies.
         """
         if len(caches) != len(layout.groups) or num_host_blocks < 1:
             raise ArgumentError(
@@ -69,8 +72,10 @@ class CacheController:
         sharding = sharding or Sharding()
         self.rank = sharding.rank
         self.layout = layout
-        self._device = Placement.parse(str(caches[0].device))
-        self.overlaps_compute = caches[0].is_cuda
+        first = caches[0]
+        self._device = Placement.parse(str(first.device)) if isinstance(first, torch.Tensor) else first.placement
+        self._layer_wise = layer_wise
+        self.overlaps_compute = self._device.is_device
         """True if the caller may start and poll transfers while the device computes a step."""
         self._transfers = TransferManager(layout, self._device, config, mover=mover)
         self._hosts = self._new_hosts(num_host_blocks)
@@ -88,16 +93,17 @@ class CacheController:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these device tensors for all later transfers. Any previous tensors must have been released."""
+    def register(self, caches: Sequence[torch.Tensor | DeviceCache]) -> None:
+        """Use these device caches for all later transfers. Any previous caches must have been released."""
         for group, cache, host in zip(self.layout.groups, caches, self._hosts, strict=True):
-            self._transfers.register(DeviceCache.block_first(group, cache), host)
+            used = DeviceCache.block_first(group, cache) if isinstance(cache, torch.Tensor) else cache
+            self._transfers.register(used, host)
 
     def release(self) -> None:
         """Wait for all copies, then drop the references to the device tensors, so that the caller can free them."""
         self._transfers.release()
 
-    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor | DeviceCache]) -> None:
         """Replace the host memory and copy the blocks that fit into the new memory. No transfer may be in flight.
 
         If the memory cannot be allocated, raise OutOfMemoryError and keep the old memory.
@@ -129,6 +135,10 @@ class CacheController:
 
     def _new_hosts(self, num_blocks: int) -> list[HostMemory]:
         return [HostMemory(group, num_blocks, self._device) for group in self.layout.groups]
+
+    def use_namespace(self, fingerprint: bytes) -> None:
+        """Write another namespace into the labels of blocks that are stored from now on."""
+        self._stores.namespace = fingerprint
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +228,9 @@ class CacheController:
         try:
             for group in self.layout.groups:
                 if transfers[0].route is Route.HOST_TO_DEVICE:
-                    copy = self._transfers.load(targets, sources, group=group.name, layer_wise=True, after=after)
+                    copy = self._transfers.load(
+                        targets, sources, group=group.name, layer_wise=self._layer_wise, after=after
+                    )
                 else:
                     copy = self._transfers.save(sources, targets, group=group.name, after=after)
                 under.copies.append(copy)

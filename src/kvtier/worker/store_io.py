@@ -46,7 +46,7 @@ class StoreWorker:
         self._stores = dict(stores)
         self._users = {name: store for name, store in stores.items() if isinstance(store, UsesMemory)}
         self._parts = parts_of(groups, sharding)
-        self._namespace, self._secret = namespace, secret
+        self.namespace, self._secret = namespace, secret
         self._results: list[TransferResult] = []
         self._lookups: list[StoreLookup] = []
         self._num_open = 0
@@ -177,7 +177,7 @@ class StoreWorker:
         # The label contains a digest of the block's key, which identifies all tokens up to the end of the block.
         digests = [digest_tokens(key, self._secret) for key in split_keys(block_keys)]
         keys = [key for part in parts for key in part.key_list(block_keys)]
-        namespaces = [part.namespace(self._namespace) for part in parts]
+        namespaces = [part.namespace(self.namespace) for part in parts]
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
@@ -247,7 +247,7 @@ class StoreWorker:
 
     def _pages(self, store: Store, parts: Sequence[ObjectPart]) -> Iterator[dict[ObjectPart, list[bytes]]]:
         """Yield the keys of the objects on each page of a store, grouped by part."""
-        known = {part.namespace(self._namespace): part for part in parts}
+        known = {part.namespace(self.namespace): part for part in parts}
         for page in pages(store, limit=_SCAN_PAGE):
             keys: dict[ObjectPart, list[bytes]] = {}
             for stored in page.objects:

@@ -1,0 +1,1 @@
+"""kvtier inside other inference engines."""

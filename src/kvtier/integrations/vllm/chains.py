@@ -1,0 +1,114 @@
+"""Builds the Chain of a vLLM request, with everything that vLLM's own block hashes depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.index import Chain, Namespace
+
+ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
+"""vLLM's generate_block_hash_extra_keys(request, first token, end token, first media item)."""
+
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 64
+_MAX_ADAPTERS = 4096
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+class ChainBuilder:
+    """Makes the chain of a request. Requests share blocks only if vLLM would also share them."""
+
+    def __init__(self, namespace: Namespace, extra_keys: ExtraKeys) -> None:
+        self.namespace = namespace
+        self._extra_keys = extra_keys
+        self._nonce = secrets.token_bytes(16)
+        self._adapters: dict[tuple[str, str], tuple[object, bytes]] = {}
+
+    def build(self, request: Any) -> Chain:
+        chain = Chain(
+            self.namespace,
+            list(request.all_token_ids),
+            salt=(request.cache_salt or "").encode(),
+            adapter=self._adapter(request.lora_request) if request.lora_request is not None else b"",
+        )
+        if request.mm_features or request.prompt_embeds is not None:
+            chain.extras = self._extras(request)
+        return chain
+
+    def _extras(self, request: Any) -> dict[int, bytes]:
+        """Return the extras of blocks with media or prompt embeddings, for all blocks of the prompt."""
+        block_tokens, extras, item = self.namespace.block_tokens, {}, 0
+        for block in range(request.num_prompt_tokens // block_tokens + 1):
+            first = block * block_tokens
+            keys, item = self._extra_keys(request, first, first + block_tokens, item)
+            own = [key for key in keys or () if not (isinstance(key, tuple) and key[0] in ("lora", "cache_salt"))]
+            if own:
+                extras[block] = hashlib.sha256(_canonical(own)).digest()
+        return extras
+
+    def _adapter(self, lora: Any) -> bytes:
+        """Return the identity of a LoRA adapter: its name and the content of its files.
+
+        An adapter without local files is only shared within this process, because its content is unknown.
+        """
+        key, folder = (lora.lora_name, lora.lora_path), Path(lora.lora_path)
+        state = _state_of(folder)
+        known = self._adapters.get(key)
+        if known is None or known[0] != state:
+            content = files_digest(folder) if state else hashlib.sha256(self._nonce + _canonical([*key])).digest()
+            if len(self._adapters) >= _MAX_ADAPTERS:
+                self._adapters.pop(next(iter(self._adapters)))
+            self._adapters[key] = known = state, lora.lora_name.encode() + b"\0" + content
+        return known[1]
+
+
+def files_digest(folder: Path) -> bytes:
+    """Return a digest of a model's or adapter's files: their names and sizes, configurations, and samples of weights.
+
+    A sample is enough, because training changes nearly every element of a matrix. Whole files would take minutes.
+    """
+    digest = hashlib.sha256()
+    for path in _files(folder):
+        size = path.stat().st_size
+        digest.update(_canonical([path.name, size]))
+        with path.open("rb") as file:
+            if path.suffix == ".json":
+                digest.update(file.read())
+            else:
+                digest.update(file.read(1 << 16))  # safetensors: names, types and shapes of the tensors
+                for number in range(_NUM_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    """Return the weight files of a folder and its config files. A single file stands for itself."""
+    if folder.is_file():
+        return [folder]
+    names = ("config.json", "adapter_config.json")
+    found = [path for path in folder.glob("*") if path.suffix in _WEIGHT_FILES or path.name in names]
+    return sorted(path for path in found if path.is_file())
+
+
+def _state_of(folder: Path) -> object:
+    """Return a value that changes if a file of the folder is replaced; empty if there are no files."""
+    try:
+        stats = [(path.name, os.stat(path)) for path in _files(folder)]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def _canonical(value: Any) -> bytes:
+    """Encode nested sequences of strings, bytes and numbers, so that different values give different bytes."""
+    if isinstance(value, tuple | list):
+        parts = [_canonical(each) for each in value]
+        return b"(" + b"".join(len(part).to_bytes(8, "little") + part for part in parts) + b")"
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return type(value).__name__.encode() + b":" + data

@@ -1,0 +1,67 @@
+"""Describes vLLM's cache tensors as a CacheGroup and a DeviceCache.
+
+vLLM hands out one view per layer, [block, head, token, content], over one allocation. The order in memory differs:
+
+    LBHNC, LBNHC    one piece per layer and block            BLHNC, BLNHC    one piece per block
+    LHBNC, BHLNC    one piece per head: not supported        MLA             [block, 1, token, latent]
+
+The code relies on the strides of the views only. The bytes of a page are opaque, except for the axis of the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvtier import dtype as dt
+from kvtier.errors import ArgumentError
+from kvtier.layout import CacheGroup, LayerSpec, TensorSpec
+from kvtier.transfer import DeviceCache
+
+
+def device_cache_of(
+    views: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int, *, has_heads: bool
+) -> tuple[DeviceCache, list[torch.Tensor]]:
+    """Return a cache of these layers, in this order, and their pages [block, ...]. A shared tensor counts once.
+
+    `has_heads` is False if every rank stores the same data, as with multi-head latent attention (MLA).
+    """
+    layers: list[torch.Tensor] = []
+    specs: list[LayerSpec] = []
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name in layer_names:
+        view = views[name]
+        identity = view.data_ptr(), view.stride()
+        if identity not in seen:
+            seen.add(identity)
+            page, head_axis = _pages(name, view, num_blocks)
+            axis = head_axis if has_heads else None
+            specs.append(LayerSpec((TensorSpec("kv", dt.u8, tuple(page.shape[1:]), head_axis=axis),)))
+            layers.append(page)
+    group = CacheGroup("main", tuple(specs))
+    return DeviceCache.layer_first(group, [{"kv": layer} for layer in layers]), layers
+
+
+def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
+    """Return a view [block, ...] of bytes whose pages are dense in memory, and the axis of the heads in a page."""
+    if view.ndim != 4 or view.shape[0] % num_blocks:
+        raise ArgumentError(
+            f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or a "
+            f"multiple for kernel blocks; got shape {tuple(view.shape)}"
+        )
+    split = view.unflatten(0, (num_blocks, -1))  # [block, kernel block, head, token, content]
+    # Outermost axis first. A single head per rank has the stride of the axis around it, which comes first then.
+    order = sorted(range(1, split.ndim), key=lambda axis: (-split.stride(axis), -split.shape[axis]))
+    pages = split.permute(0, *order)
+    expected = 1
+    for size, stride in zip(reversed(pages.shape[1:]), reversed(pages.stride()[1:]), strict=True):
+        if size > 1 and stride != expected:
+            raise ArgumentError(
+                f"layer {name}: the bytes of a block are not contiguous (shape {tuple(view.shape)}, strides "
+                f"{view.stride()}); use a vLLM layout that keeps a block of one layer together, such as LBNHC"
+            )
+        expected *= size
+    if order[-1] != split.ndim - 1:
+        raise ArgumentError(f"layer {name}: the content of a token must be innermost, got strides {view.stride()}")
+    return pages.view(torch.uint8), order.index(2)
