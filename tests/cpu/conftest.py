@@ -16,7 +16,7 @@ PLACEMENTS = [CPU, *([PINNED, Placement("cuda", 0)] if torch.cuda.is_available()
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-# Session scope, because hypothesis rejects function-scoped fixtures. The fixtures have no state.
+# The fixtures have session scope, because hypothesis rejects function scope. They have no state.
 @pytest.fixture(scope="session", params=PLACEMENTS, ids=str)
 def placement(request: pytest.FixtureRequest) -> Placement:
     """Return each placement that is available on this machine."""

@@ -55,7 +55,7 @@ class Pool:
 
 
 def allocator_returning(result: object) -> Allocator:
-    """Return an allocator whose allocate function returns `result`, or raises it if it is an exception."""
+    """Return an allocator whose allocate function returns `result`, or raises `result` if it is an exception."""
 
     def allocate(_nbytes: int) -> object:
         if isinstance(result, Exception):
@@ -541,7 +541,7 @@ class StatisticsMachine(RuleBasedStateMachine):
     def counters_match_model(self) -> None:
         stats = self.pool.allocator.stats
         sizes = [size for size, owners in self.held if owners]
-        # an export of zero bytes holds no reference, so it may outlive its allocation
+        # an export of zero bytes holds no reference, so that it may outlive its allocation
         assert stats.allocated_bytes == sum(sizes)
         assert stats.num_live <= len(sizes)
         assert stats.num_live >= sum(size > 0 for size in sizes)

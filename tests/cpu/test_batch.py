@@ -77,7 +77,7 @@ class Writer(Module):
     writes = frozenset([TOKENS])
 
 
-def test_check_modules_entry_without_one_writer_raises():
+def test_check_modules_requires_one_writer_per_entry():
     check_modules([Reader(), Writer()], [BATCH, COPY])
     with pytest.raises(ArgumentError, match=r"Reader reads tokens \(list\), which no module writes; written: batch"):
         check_modules([Reader()], [BATCH, COPY])

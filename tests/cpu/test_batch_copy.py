@@ -408,7 +408,7 @@ def test_batch_copy_of_gpu_memory_on_host_stream_raises():
         batch.run()
 
 
-# ---- random batches against a model ----
+# ---- random batches compared with a model ----
 
 
 @given(data=st.data())

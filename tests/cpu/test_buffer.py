@@ -755,7 +755,7 @@ def test_fill_with_non_number_raises(name, value):
         Buffer(3, name).fill(value)
 
 
-# ---- random operation chains against numpy ----
+# ---- random operation chains compared with numpy ----
 
 
 @dataclass(frozen=True)

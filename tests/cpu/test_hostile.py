@@ -1,4 +1,4 @@
-"""The attacks of benchmarks.hostile send valid requests, and its clients report the faults of a test server."""
+"""The attacks in benchmarks.hostile are complete requests, and its clients report the faults of a test server."""
 
 import asyncio
 import json

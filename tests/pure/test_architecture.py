@@ -76,7 +76,7 @@ def test_class_names_without_file_are_defined_in_src():
 def test_walkthrough_steps_are_numbered_and_refer_to_code(heading):
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", section(heading), re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
-    without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last step may have none
+    without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last step may lack a reference
     assert without_code == []
 
 

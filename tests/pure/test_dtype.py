@@ -100,7 +100,7 @@ def test_nbytes_negative_count_raises(element, count):
 
 
 @given(any_type, counts)
-def test_offset_bytes_on_byte_boundary(element, count):
+def test_offset_bytes_on_byte_boundary_equals_bit_offset(element, count):
     start = count * element.per_byte
     assert element.offset_bytes(start) * 8 == start * BITS[element.name]
 
@@ -114,7 +114,7 @@ def test_offset_bytes_inside_byte_raises(element, whole_bytes, data):
 
 
 @given(any_type, st.integers(1, 1 << 40))
-def test_offset_bytes_negative_raises(element, before):
+def test_offset_bytes_negative_index_raises(element, before):
     with pytest.raises(RangeError, match=f"-{before * element.per_byte}"):
         element.offset_bytes(-before * element.per_byte)
 
@@ -128,7 +128,7 @@ def test_dtype_unknown_name_raises_with_known_names(name):
 
 
 def test_dtype_none_raises():
-    # np.dtype(None) returns float64
+    # np.dtype(None), in contrast, returns float64
     with pytest.raises(DTypeError):
         dt.dtype(None)
 

@@ -17,7 +17,7 @@ def run_python(code: str) -> None:
 
 
 def docstring_tree() -> dict[str, set[str]]:
-    """Parse the tree in the docstring of errors.py. Return the base names of each class by class name."""
+    """Return the names of the base classes by class name, as drawn in the docstring of errors.py."""
     tree: dict[str, set[str]] = {}
     open_branches: list[tuple[int, str]] = []
     for line in errors.__doc__.splitlines():

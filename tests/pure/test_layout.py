@@ -21,7 +21,7 @@ def test_block_bytes_of_known_models():
     assert KVLayout(16, (LLAMA_8B,)).token_bytes == 131_072
 
 
-def test_layer_size_is_sum_of_tensors_and_block_size_of_layers():
+def test_layer_and_block_sizes_are_sums_of_tensor_sizes():
     scale = TensorSpec("key_scale", dt.f32, (16, 8))
     group = CacheGroup.attention("main", 3, 8, 128, "fp8_e4m3", 16, extra=[scale])
     assert [each.name for each in group.layers[0].tensors] == ["key", "value", "key_scale"]
@@ -30,7 +30,7 @@ def test_layer_size_is_sum_of_tensors_and_block_size_of_layers():
     assert group.span(range(1, 3)).nbytes == 2 * group.layers[0].nbytes
 
 
-def test_layout_adds_draft_layers_to_group_and_separates_window():
+def test_draft_layers_join_group_and_window_has_its_own_group():
     draft = CacheGroup.attention("draft", 1, 4, 64, "bf16", 16)
     window = CacheGroup.attention("window", 8, 8, 128, "bf16", 16, window_tokens=1024)
     layout = KVLayout(16, (LLAMA_8B.with_layers(draft.layers), window))

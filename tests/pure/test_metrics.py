@@ -86,7 +86,7 @@ def test_prometheus_client_parses_rendered_values(text, counts, level, observed)
     assert found["kvtier_took_sum", frozenset()] == pytest.approx(math.fsum(observed), rel=1e-9, abs=1e-3)
 
 
-def test_rendered_values_equal_prometheus_client():
+def test_rendered_values_equal_those_of_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
     observed = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)

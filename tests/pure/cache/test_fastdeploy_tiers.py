@@ -34,7 +34,7 @@ def scheduler_of(lab: Lab, **limits) -> Scheduler:
 
 
 def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
-    """Run and return steps until the scheduler has no work."""
+    """Run steps until the scheduler has no work, and return the steps."""
     done = []
     for _ in range(steps):
         lab.now += 0.1

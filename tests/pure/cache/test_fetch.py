@@ -130,7 +130,7 @@ def test_prefetch_reads_missing_blocks_from_next_store():
 
 
 def test_prefetch_of_blocks_in_memory_is_retried_after_eviction():
-    """A waiting request must not hold memory that running requests need. Evicted blocks are fetched again."""
+    """A waiting request does not hold blocks that are already in memory. If they are evicted, it fetches them again."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
     waiting = lab.fetched(prompt(1, 6))
@@ -153,7 +153,7 @@ def test_prefetch_of_blocks_in_memory_is_retried_after_eviction():
     lab.manager.check()
 
 
-def test_prefetch_is_not_retried_if_no_store_has_the_blocks():
+def test_prefetch_is_not_retried_if_no_store_holds_its_blocks():
     lab = lab_with_stored(prompt(1, 3))
     waiting = lab.fetched(prompt(2, 3))
     allocation = lab.manager.match(prompt(2, 3), prefetch=waiting)
@@ -218,7 +218,7 @@ def test_waiting_for_another_prefetch_evicts_nothing():
 
 
 def test_prefetch_ends_if_prefetch_of_same_blocks_fails():
-    """The first prefetch found no block but still leases its path. The second prefetch must not wait for it."""
+    """The first prefetch found no block but still has a lease. The second prefetch must not wait for the first."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
     lab.worker.stores["disk"].clear()
@@ -264,7 +264,7 @@ def test_wait_policy_sets_maximum_wait_for_prefetch(wait, ready_at):
     assert lab.manager.is_prefetched(fetch, now=lab.now)
 
 
-def test_prefetch_waits_as_long_as_its_most_patient_store():
+def test_prefetch_uses_longest_wait_of_all_stores():
     lab = Lab(20, stores=[disk("a", wait=WaitPolicy.BEST_EFFORT), disk("b", wait=WaitPolicy.WAIT)])
     fetch = lab.manager.prefetch(prompt(1, 4))
     assert not lab.manager.is_prefetched(fetch, now=1e9)
@@ -314,7 +314,7 @@ def test_store_index_forgets_missing_blocks_but_not_failed_reads():
 
 
 def test_retried_prefetch_counts_as_one_refused_load():
-    """A retried prefetch decides twice but counts once, so that 31 requests and not 15 precede a trial load."""
+    """A retried prefetch decides twice but counts as one refusal, so that a trial load follows after 31 requests."""
     lab = lab_with_stored(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
@@ -367,7 +367,7 @@ def test_prefetch_larger_than_in_flight_limit_runs_alone():
     assert large.is_over
 
 
-def test_in_flight_limit_is_per_store():
+def test_in_flight_limit_applies_to_each_store_separately():
     """A store at its limit does not delay transfers from another store."""
     near, far = disk("near", max_fetching_blocks=4), disk("far", max_fetching_blocks=4)
     lab = Lab(20, stores=[near, far])
@@ -505,7 +505,8 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
     lab.run_workers()
     (move,) = lab.plan().transfers
     keys, store = split_keys(move.keys), lab.manager.stores["disk"]
-    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))  # sent before the write
+    # the store answered this lookup before the write
+    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))
     assert move.route is Route.HOST_TO_STORE
     assert (store.num_known, store.num_leading(keys)) == (0, 0)
     arrived = bytes([1] * (4 - num_lost) + [0] * num_lost)
@@ -517,7 +518,7 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
 
 
 def test_number_of_known_keys_per_store_is_bounded():
-    """Stores do not report evictions. The manager therefore forgets the keys that were stored first."""
+    """Stores do not report evictions. The manager therefore keeps a limited number of keys and forgets the oldest."""
     lab = lab_with_stored(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):
         lab.serve(prompt(number, 4))

@@ -323,7 +323,7 @@ def fields(config: StoreConfig):
 
 
 def test_manager_serves_no_wrong_block_under_random_events():
-    """Run at least 5,000 steps, times KVTIER_SOAK."""
+    """Run at least 5,000 steps. KVTIER_SOAK multiplies this number."""
     before = ManagerMachine.steps["steps"]
     run_state_machine_as_test(
         ManagerMachine,

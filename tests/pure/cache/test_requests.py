@@ -74,7 +74,7 @@ def test_request_for_blocks_being_loaded_waits_for_load():
     one = lab.manager.match(prompt(1, 4))
     lab.manager.allocate(one, 17)
     two = lab.manager.match(prompt(1, 4))
-    assert lab.manager.allocate(two, 4 * BLOCK) is None  # needs no slots besides those of the matched blocks
+    assert lab.manager.allocate(two, 4 * BLOCK) is None  # needs only the slots of the matched blocks
     assert not lab.manager.is_ready(two)
     lab.plan()
     lab.run_workers()
@@ -267,7 +267,7 @@ def test_request_records_token_sources_and_load_decision():
 
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
-    """Return the largest pickled sizes of plan, report and chain while a prompt passes through all tiers."""
+    """Serve a prompt from all tiers. Return the maximum pickled sizes of its plans, reports and chain."""
     lab = Lab(
         2 * num_blocks + 2, host=HostConfig(2 * num_blocks), stores=[disk(is_shared=True, max_fetching_blocks=1 << 20)]
     )
@@ -307,7 +307,10 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """A plan has at most 60 bytes per block (key 32, digest 16, slots 4 or 8), a report 34, a chain 4 per token."""
+    """A plan has at most 60 bytes per block: 32 for the key, 16 for the digest and 4 or 8 for the slots.
+
+    A report has at most 34 bytes per block, and a chain has 4 bytes per token.
+    """
     sizes = {n: message_sizes(n) for n in (10, 100, 1000, 2000)}
     for few, many in ((10, 100), (100, 1000), (1000, 2000)):
         for name, max_bytes in (("plan", 60), ("report", 34), ("chain", 4 * BLOCK)):

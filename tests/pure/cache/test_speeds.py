@@ -90,7 +90,7 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
-    """2 s for (10, 50) can mean 2 s in total, 0.2 s per unit of the first or 0.04 s per unit of the second amount."""
+    """Amounts (10, 50) that take 2 s may cost 2 s in total, 0.2 s per unit of the first or 0.04 s of the second."""
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
         for _ in range(count):
@@ -200,7 +200,7 @@ class Machine:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_cost_model_learns_faster_choice_from_12_requests(seed):
-    """At least 95 % of the choices are right. A choice is right if it is at most 10 % slower than the other."""
+    """At least 95 % of the choices are right, which means at most 10 % slower than the other choice."""
     lengths = (48, 96, 192, 384, 768, 1536)
     right = []
     for latency in (0.0, 0.005, 0.02, 0.05, 0.1, 0.25):
@@ -276,38 +276,38 @@ def test_failed_transfer_is_not_observed():
 def test_cost_model_tries_slow_link_again():
     """Without trials, one slow sample would prevent all later loads, so that no faster sample could follow."""
     speeds = CostModel()
-    way = (Route.HOST_TO_DEVICE, "")
-    speeds.observe_transfer(way, 1, 10.0)
+    link = (Route.HOST_TO_DEVICE, "")
+    speeds.observe_transfer(link, 1, 10.0)
     for _ in range(50):
         speeds.observe_compute(100, 0.0, 1.0)
     decisions = []
     for _ in range(200):
-        decision = speeds.decide({way: 1}, 0, 100)
+        decision = speeds.decide({link: 1}, 0, 100)
         decisions.append(decision.load)
         if decision.load:
-            speeds.observe_transfer(way, 1, 0.001)
+            speeds.observe_transfer(link, 1, 0.001)
     assert not any(decisions[:31])
     assert all(decisions[31:])
-    assert "a trial" in str(next(speeds_trial()))
+    assert "a trial" in str(next(trial_decisions()))
 
 
 def test_each_trial_of_slow_link_costs_one_load():
     """A trial must not reset the fit, because a model with a single sample would also load other sizes."""
-    speeds, way = CostModel(), (Route.STORE_TO_HOST, "disk")
+    speeds, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
-        speeds.observe_transfer(way, count, 1.0 + 0.01 * count)
+        speeds.observe_transfer(link, count, 1.0 + 0.01 * count)
         speeds.observe_compute(16 * count, 0.0, 0.1)
     loads = 0
     for number in range(33 * 6):
         count = (1, 4, 16, 64)[number // 8 % 4]
-        if speeds.decide({way: count}, 0, 16 * count).load:
+        if speeds.decide({link: count}, 0, 16 * count).load:
             loads += 1
-            speeds.observe_transfer(way, count, 1.0 + 0.01 * count)
+            speeds.observe_transfer(link, count, 1.0 + 0.01 * count)
     assert loads == 6
-    assert speeds.transfer_seconds(way, 64) == pytest.approx(1.64, rel=0.01)
+    assert speeds.transfer_seconds(link, 64) == pytest.approx(1.64, rel=0.01)
 
 
-def speeds_trial():
+def trial_decisions():
     speeds = CostModel()
     speeds.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 10.0)
     speeds.observe_compute(100, 0.0, 1.0)

@@ -91,7 +91,7 @@ def test_extended_request_publishes_only_new_blocks():
     assert router.take() == [BlocksStored("device", one, two, token_bytes(2))]
 
 
-def test_lookups_splits_and_duplicates_publish_no_event():
+def test_lookup_split_or_duplicate_publishes_no_event():
     tree, router = tree_and_router()
     first, second = begin(tree, 1, 2, 3), begin(tree, 1, 2, 3)
     tree.publish(first, 3 * BLOCK)

@@ -448,7 +448,7 @@ def test_block_being_loaded_is_read_from_host():
 
 
 def test_equal_contents_in_different_objects_have_equal_keys():
-    """A digest of pickled objects would differ for shared objects and for numpy integers."""
+    """A digest of pickled objects would also depend on object identity and on the integer type."""
     digest = bytes(bytearray(b"picture"))
     twice = [MediaItem(0, 1, digest), MediaItem(2, 1, digest)]
     apart = [MediaItem(0, 1, bytes(bytearray(b"picture"))), MediaItem(2, 1, bytes(bytearray(b"picture")))]

@@ -1,4 +1,4 @@
-"""Compare GhostCache and its shadow caches with naive caches and exact replays, and bound its memory use."""
+"""Compare GhostCache and its shadow caches with naive caches and exact replays, and check its memory limit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_stack_hits_equal_naive_cache_of_each_size(fifo, requests, data):
 
 @given(requests=paths())
 @settings(max_examples=100, deadline=None)
-def test_s3fifo_marks_are_bounded_and_large_cache_hits_all_seen(requests):
+def test_s3fifo_marks_are_bounded_and_hit_if_cache_is_large(requests):
     for size in SIZES:
         cache = S3FIFOMarks(size)
         seen: set[int] = set()
@@ -79,7 +79,7 @@ def test_s3fifo_marks_are_bounded_and_large_cache_hits_all_seen(requests):
         known.update(marks)
 
 
-# ---- estimates against exact replays ----
+# ---- estimates compared with exact replays ----
 
 
 def estimates_outside_error(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
@@ -164,7 +164,7 @@ def test_ghost_separates_tenants_adapters_and_media():
     )
     assert large_cache_hit_rate([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(
         1 / 6, abs=0.04
-    ), "blocks before the image hit"
+    ), "the blocks before the image must hit"
 
 
 def test_ghost_ignores_prompts_shorter_than_sample():

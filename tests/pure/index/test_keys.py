@@ -65,7 +65,7 @@ def test_chain_grown_by_append_has_keys_of_whole_chain(parts, media, data):
     assert chain.keys(chain.num_blocks // 2) == whole.keys()[: chain.num_blocks // 2 * KEY_BYTES]
 
 
-def test_keys_of_more_blocks_than_chain_has_raise():
+def test_keys_for_more_than_all_full_blocks_raises():
     with pytest.raises(RangeError, match="keys of 3 blocks were asked for, the chain has 2"):
         Chain(Namespace("m", block_tokens=2), [1, 2, 3, 4, 5]).keys(3)
 

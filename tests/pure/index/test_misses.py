@@ -47,7 +47,7 @@ def test_explain_evicted_block_contains_time_and_policy(policy, name):
     assert f"at logical time {time} by {name}" in str(miss)
 
 
-def test_explain_block_evicted_from_last_tier():
+def test_explain_block_evicted_from_last_tier_has_reason_evicted():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -67,7 +67,7 @@ def test_explain_recomputed_block_has_reason_none():
     assert explain_miss(tree, 1, 2).reason is MissReason.NONE
 
 
-def test_explain_expired_block_before_and_after_sweep():
+def test_explain_expired_block_has_reason_expired():
     tree = tree_of(8)
     run(tree, 1, retention=Retention(ttl=10))
     run(tree, 1, 2, retention=Retention(ttl=5))
@@ -76,7 +76,7 @@ def test_explain_expired_block_before_and_after_sweep():
     assert (explain_miss(tree, 1, 2, now=7).block, explain_miss(tree, 1, 2, now=7).reason) == (1, MissReason.EXPIRED)
 
 
-def test_explain_dropped_block():
+def test_explain_dropped_block_has_reason_dropped():
     tree = tree_of(8)
     run(tree, 1, 2)
     tree.drop(chain_of(1, 2), first=1)
@@ -99,7 +99,7 @@ def test_explain_unfinished_block_has_reason_not_ready():
     assert explain_miss(tree, 1, 2).reason is MissReason.NONE
 
 
-def test_explain_block_with_other_salt_or_adapter():
+def test_explain_block_of_other_tenant_has_reason_other_salt():
     tree = tree_of(8)
     run(tree, 1, 2, salt=b"a")
     assert explain_miss(tree, 1, 2) == Miss(0, MissReason.OTHER_SALT)
@@ -138,7 +138,7 @@ def test_explain_after_namespace_change_has_reason_other_layout():
     tree.reset(NAMESPACE)
 
 
-def test_explain_with_caching_disabled():
+def test_explain_with_caching_disabled_has_reason_disabled():
     tree = tree_of(8, enabled=False)
     run(tree, 1)
     assert explain_miss(tree, 1).reason is MissReason.DISABLED

@@ -39,7 +39,7 @@ def node(
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
 @settings(max_examples=150, deadline=None)
-def test_victim_is_lowest_rank_or_else_first_offered(name, rank, actions):
+def test_victim_has_lowest_rank_and_was_offered_first(name, rank, actions):
     policy, nodes, time = make_policy(name), [node(i, created=i // 2) for i in range(12)], 0
     offered: dict[Node, int] = {}
     for which, action in actions:
@@ -95,7 +95,7 @@ def test_offered_nodes_are_evicted_exactly_once(name, actions):
     assert policy.victim() is None
 
 
-def test_make_policy_by_name():
+def test_make_policy_creates_policy_by_name():
     assert [make_policy(name).name for name in POLICIES] == ["LRU", "FIFO", "ARC", "S3FIFO", "CostAware"]
     with pytest.raises(ArgumentError, match="'mru'; known policies: arc, cost, fifo, lru, s3fifo"):
         make_policy("mru")
@@ -222,7 +222,7 @@ def test_s3fifo_use_count_is_capped_at_three():
     while once_hot in policy:
         victim = policy.victim()
         policy.withdraw(victim)
-        if victim is not once_hot:  # uses every other node again
+        if victim is not once_hot:  # all nodes except `once_hot` are used again
             victim.usage.uses += 1
             policy.offer(victim)
         rounds += 1
@@ -369,7 +369,7 @@ def test_quota_covers_all_salts_of_tenant():
     check_tree(tree, [])
 
 
-def test_allocate_beyond_quota_of_leased_blocks_is_shortage():
+def test_allocate_beyond_tenant_quota_returns_shortage():
     tree = tree_of(8)
     tree.tiers[0].set_quota(b"a", 2, tree.nodes())
     lease = begin(tree, 1, salt=b"a")

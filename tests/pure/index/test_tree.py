@@ -132,7 +132,7 @@ def test_use_merges_only_nodes_with_equal_retention():
     assert matched(tree, 1, 2, now=10) == 0
 
 
-def test_shared_lease_holds_tree_slots_not_duplicates():
+def test_shared_lease_uses_slots_of_tree_and_not_duplicates():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)

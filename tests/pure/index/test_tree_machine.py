@@ -54,7 +54,7 @@ MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b
 
 
 def spec_of(number: int) -> Spec:
-    """Return a prompt of zeros with at most one 1, so that most prompts share a prefix and diverge anywhere."""
+    """Return a prompt of zeros with at most one 1, so that most prompts share a prefix of any length."""
     number, length = divmod(number, MOST_TOKENS + 1)
     number, flip = divmod(number, MOST_TOKENS + 1)
     number, domain = divmod(number, len(DOMAINS))
@@ -224,7 +224,7 @@ class Machine(RuleBasedStateMachine):
             self.do_release(pair, False)
 
     @rule(spec=SPECS, first=ANY, second=ANY)
-    def twins(self, spec, first, second):
+    def two_equal_requests(self, spec, first, second):
         """Let two requests compute the same blocks in different slots and publish them alternately."""
         leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in leases):
@@ -383,7 +383,7 @@ class Machine(RuleBasedStateMachine):
         self.do_evict(tier, [None] * n if enough else [])
 
     @rule(tier=ANY, n=st.integers(1, 5))
-    def evict_of_a_tenant(self, tier, n):
+    def evict_from_tenant(self, tier, n):
         tier %= len(self.tiers)
         for salt in self.model.quotas[tier]:
             enough = n <= len(self.model.evictable(tier, salt))
@@ -615,7 +615,7 @@ def parse_extras(extras: bytes) -> tuple:
 
 @pytest.mark.parametrize(("machine", "examples"), [(Machine, 245), (TieredMachine, 245)])
 def test_tree_equals_model_after_every_random_call(machine, examples):
-    """Run at least 10,000 steps per machine, times KVTIER_SOAK."""
+    """Run at least 10,000 steps. KVTIER_SOAK multiplies this number."""
     before = machine.steps[machine.__name__]
     run_state_machine_as_test(
         machine,

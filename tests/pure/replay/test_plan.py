@@ -32,7 +32,7 @@ def test_setups_range_from_no_memory_to_more_than_trace_needs():
     hosts = [host for host, disk in sizes if not disk]
     assert hosts == [0, 32 * GIB, 64 * GIB, 128 * GIB, 256 * GIB]
     assert {disk for _, disk in sizes} == {0, 512 * GIB}
-    assert all(host for host, disk in sizes if disk), "a disk needs host memory"
+    assert all(host for host, disk in sizes if disk), "a setup with a disk must have host memory"
     assert all(not disk for _, disk in setups(replace(SETUP, disk=None), 200 * GIB))
 
 

@@ -42,7 +42,7 @@ LINE = {"timestamp": 5, "input_length": 1000, "output_length": 7, "hash_ids": [3
 
 
 def lru_hits(requests, num_slots: int) -> tuple[int, int]:
-    """Return the number of hits in a plain LRU cache and of full blocks. A request uses its last block first."""
+    """Return the hits in a plain LRU cache and the number of full blocks. A request uses its last block first."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     hits = total = 0
     for request in requests:
@@ -257,7 +257,7 @@ def test_synthetic_trace_out_of_range_raises():
         max_size=30,
     ),
 )
-@example(  # a request larger than the cache does not make its hits recent
+@example(  # a request larger than the cache does not update the recency of its hits
     num_slots=3,
     requests=[TraceRequest(0, 512 * len(ids), 1, ids) for ids in [(0,), (1, 0), (0, 0, 0, 0), (2,), (0,)]],
 )

@@ -112,7 +112,7 @@ def test_later_load_waits_for_earlier_load():
     assert ours.end_of((1, 2)) == 7.0
 
 
-def test_block_lost_by_store_is_reported_absent():
+def test_block_evicted_by_store_is_reported_absent():
     ours = worker(num_blocks=2)
     ours.submit(Plan(1, 3, (transfer(1, Route.HOST_TO_STORE, 3),)), 0.0)
     ours.poll(10.0)

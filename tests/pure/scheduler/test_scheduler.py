@@ -267,7 +267,7 @@ def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
 
 
 def test_requests_that_pin_prevents_from_finishing_are_refused():
-    """Without the refusal, each would in turn run until the pool is full, be preempted and lose its blocks."""
+    """Without the refusal, each request would run until the pool is full, be preempted and lose its blocks."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
     run(scheduler, device)

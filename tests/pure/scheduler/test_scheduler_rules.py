@@ -344,7 +344,7 @@ def test_queried_and_hit_tokens_are_counted_once_per_request():
     assert (stats.queried_tokens, stats.hit_tokens) == (2 * 18, 17)
 
 
-# ---- room ----------------------------------------------------------------------------------------------------------
+# ---- memory and context limits -------------------------------------------------------------------------------------
 
 
 def test_longest_prompt_leaves_room_for_one_generated_token():
@@ -653,7 +653,7 @@ def submit(lab: Lab, step: Step) -> None:
             worker.device.update({slot: content(row.request.chain, block) for block, slot in enumerate(table)})
 
 
-def step_of(scheduler: Scheduler, lab: Lab, now: float) -> Step:
+def run_step(scheduler: Scheduler, lab: Lab, now: float) -> Step:
     """Run one step and complete its transfers."""
     step = scheduler.schedule(now)
     submit(lab, step)
@@ -677,15 +677,15 @@ def test_running_request_can_use_blocks_of_waiting_prefetch():
     lab, scheduler = with_stored_prompt(4, max_rows=1)
     runs = Request("runs", stored_prompt(2, 1), 9)
     scheduler.add(runs, 0.0)
-    assert sizes(step_of(scheduler, lab, 0.0)) == {"runs": 5}
+    assert sizes(run_step(scheduler, lab, 0.0)) == {"runs": 5}
     waits = Request("waits", stored_prompt(1, 3), 1)
     scheduler.add(waits, 0.0)
     for now in range(1, 4):  # tokens 5 to 7 fit into the blocks of the request
-        assert sizes(step_of(scheduler, lab, float(now))) == {"runs": 1}
+        assert sizes(run_step(scheduler, lab, float(now))) == {"runs": 1}
     assert waits.prefetch is not None
     assert waits.prefetch.is_over
     kept = waits.prefetch
-    assert sizes(step_of(scheduler, lab, 4.0)) == {"runs": 1}
+    assert sizes(run_step(scheduler, lab, 4.0)) == {"runs": 1}
     assert waits.prefetch is not kept
     assert (runs.num_preempted, runs.num_new_tokens) == (0, 5)
 
@@ -711,7 +711,7 @@ def test_waiting_request_starts_one_prefetch():
     lab.run_workers()
     now = 2.0
     while not waits.state.is_over:
-        step_of(scheduler, lab, now)
+        run_step(scheduler, lab, now)
         now += 1.0
         assert now < 20.0
     assert waits.tokens_from == {"disk": BLOCK, "host": 0, "device": 2 * BLOCK}
@@ -725,17 +725,17 @@ def test_request_that_prefetches_again_does_not_block_others():
     running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]
     for each in (*running, waits, other):
         scheduler.add(each, 0.0)
-    assert len(step_of(scheduler, lab, 0.0).rows) == 2
+    assert len(run_step(scheduler, lab, 0.0).rows) == 2
     assert waits.prefetch.is_over
-    step_of(scheduler, lab, 1.0)
+    run_step(scheduler, lab, 1.0)
     lab.settle()
     lab.evict("device")
     lab.evict("host")
-    assert sizes(step_of(scheduler, lab, 2.0)) == {"other": 5}
+    assert sizes(run_step(scheduler, lab, 2.0)) == {"other": 5}
     assert waits.state is RequestState.WAITING
     assert lab.manager.stats.num_allocations == 0
-    assert sizes(step_of(scheduler, lab, 3.0)) == {}
-    assert sizes(step_of(scheduler, lab, 3.0)) == {"waits": 1}
+    assert sizes(run_step(scheduler, lab, 3.0)) == {}
+    assert sizes(run_step(scheduler, lab, 3.0)) == {"waits": 1}
     assert waits.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
 
 
@@ -752,7 +752,7 @@ def test_cancelled_or_refused_request_ends_its_prefetch(how):
     submit(lab, step)
     lab.run_workers()
     if how == "refuse":
-        step_of(scheduler, lab, 1.0)
+        run_step(scheduler, lab, 1.0)
         assert made.state is RequestState.REFUSED
     assert made.prefetch is None
     assert scheduler.waiting == ()

@@ -487,7 +487,7 @@ def test_folder_locked_by_earlier_version_is_refused(open_store, tmp_path):
 
 
 def test_folder_lock_uses_file_if_folders_cannot_be_locked(tmp_path, monkeypatch):
-    """NFS cannot lock a folder, because its descriptor is read-only."""
+    """NFS refuses to lock a folder, because descriptors of folders are read-only."""
     flock = fcntl.flock
 
     def refuse_folders(descriptor, operation):
@@ -781,7 +781,7 @@ def test_slot_is_not_overwritten_while_it_is_read(open_store):
 
 
 def test_each_concurrent_removal_is_synced_before_its_report(open_store):
-    """The first removal erases its record after the second removal has synced the table, and must sync it again."""
+    """The first removal erases its record after the second has synced the table. It must then sync the table again."""
     disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(files=disk, sync=Sync.WRITE)
     put(store, 1, 2)
@@ -816,7 +816,7 @@ def test_removal_waits_until_older_record_is_erased(open_store, how):
     def hold(name, _):
         nonlocal num_writes
         num_writes += name == "write"
-        # a replacement writes payload and record, then erases the old record; an eviction erases first
+        # a replacement writes payload and record, then erases the old record; an eviction starts by erasing
         if name == "write" and num_writes == (3 if how == "replaced" else 1):
             erasing.set()
             resume.wait()

@@ -87,7 +87,7 @@ def test_copy_bytes_between_different_lengths_raises(nbytes):
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
-    """The object has valid checksums, because any client of a shared store can write such an object."""
+    """Any client of a shared store can write such an object with valid checksums."""
     record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
     value = replace(record, nbytes=5000).pack() + payload
     outcome, payload = Envelope().open(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))

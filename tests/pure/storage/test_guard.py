@@ -94,7 +94,7 @@ def test_breaker_opens_after_failures_and_closes_after_success():
     for _ in range(2):
         assert not breaker.refusal()
         breaker.record(failed_batch())
-    breaker.record(good_batch())  # resets the count
+    breaker.record(good_batch())  # a success resets the count of failures
     for _ in range(3):
         assert not breaker.refusal()
         breaker.record(failed_batch())
