@@ -58,8 +58,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, new=st.integers(1, 9), priority=st.integers(0, 2), salt=SALTS)
     def add(self, prompt, new, priority, salt):
         name = f"r{len(self.requests)}"
-        made = request(self.scheduler, name, prompt, new, now=self.now, priority=priority, salt=salt)
-        self.requests.append((made, tuple(prompt)))
+        created = request(self.scheduler, name, prompt, new, now=self.now, priority=priority, salt=salt)
+        self.requests.append((created, tuple(prompt)))
 
     @rule(prompt=PROMPTS, salt=SALTS)
     def pin(self, prompt, salt):
@@ -143,9 +143,9 @@ def test_concurrent_requests_generate_same_tokens_as_single_ones(num_blocks, cac
     prompts = [tuple(random_.randrange(2) for _ in range(random_.randint(1, 10))) for _ in range(30)]
     requests = [request(scheduler, str(i), prompt, 5) for i, prompt in enumerate(prompts)]
     run(scheduler, device)
-    for made, prompt in zip(requests, prompts, strict=True):
-        assert made.state is RequestState.FINISHED
-        assert tuple(made.chain.tokens.tolist())[len(prompt) :] == alone(prompt, 5)
+    for created, prompt in zip(requests, prompts, strict=True):
+        assert created.state is RequestState.FINISHED
+        assert tuple(created.chain.tokens.tolist())[len(prompt) :] == alone(prompt, 5)
 
 
 def test_full_prompt_hit_recomputes_only_last_token():
@@ -167,9 +167,9 @@ def test_partly_matching_block_is_copied_and_reused():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     run(scheduler, device)
-    made = request(scheduler, "b", [1, 2, 3, 4, 5, 6, 9, 9, 9, 9], 1)
+    created = request(scheduler, "b", [1, 2, 3, 4, 5, 6, 9, 9, 9, 9], 1)
     step = scheduler.schedule(1.0)
-    assert made.num_cached_tokens == 6
+    assert created.num_cached_tokens == 6
     assert step.copies[0].num_tokens == 2
     scheduler.update(step, device.run(step), 1.0)
     scheduler.check()
@@ -180,10 +180,10 @@ def test_source_of_partial_copy_is_released_if_slot_is_needed(prompt):
     scheduler, device = make(3, max_step_tokens=16), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 2)
     run(scheduler, device)
-    made = request(scheduler, "b", prompt, 1)
+    created = request(scheduler, "b", prompt, 1)
     run(scheduler, device)
-    assert made.state is RequestState.FINISHED
-    assert made.num_cached_tokens % BLOCK == 0
+    assert created.state is RequestState.FINISHED
+    assert created.num_cached_tokens % BLOCK == 0
 
 
 def test_long_prompt_is_chunked_while_other_request_decodes():
@@ -219,15 +219,15 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
-    made = [request(scheduler, name, prompt, 4) for name, prompt in prompts.items()]
+    created = [request(scheduler, name, prompt, 4) for name, prompt in prompts.items()]
     num_computed = 0
     while scheduler.has_work():
         step = scheduler.schedule(0.0)
         num_computed += sum(row.num_tokens for row in step.rows)
         scheduler.update(step, device.run(step), 0.0)
         scheduler.check()
-    assert [each.state for each in made] == [RequestState.FINISHED] * 3
-    assert [each.num_preempted for each in made] == [0, 0, 0]
+    assert [each.state for each in created] == [RequestState.FINISHED] * 3
+    assert [each.num_preempted for each in created] == [0, 0, 0]
     assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "a token was computed twice"
 
 
@@ -237,15 +237,15 @@ def test_prompt_beyond_free_tenant_quota_is_not_started(caching):
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
-    made = [request(scheduler, name, prompt, 4, salt=salt) for name, (salt, prompt) in prompts.items()]
+    created = [request(scheduler, name, prompt, 4, salt=salt) for name, (salt, prompt) in prompts.items()]
     num_computed, order = 0, []
     while scheduler.has_work():
         step = scheduler.schedule(0.0)
         num_computed += sum(row.num_tokens for row in step.rows)
         scheduler.update(step, device.run(step), 0.0)
         scheduler.check()
-        order += [each.id for each in made if each.state is RequestState.FINISHED and each.id not in order]
-    assert [each.num_preempted for each in made] == [0, 0, 0, 0]
+        order += [each.id for each in created if each.state is RequestState.FINISHED and each.id not in order]
+    assert [each.num_preempted for each in created] == [0, 0, 0, 0]
     assert num_computed == sum(len(prompt) for _, prompt in prompts.values()) + 4 * 3, "a token was computed twice"
     assert order[-1] == "c"
 
@@ -272,9 +272,9 @@ def test_requests_that_pin_prevents_from_finishing_are_refused():
     request(scheduler, "pinned", [1] * 4, 1)
     run(scheduler, device)
     scheduler.manager.pin(Chain(scheduler.manager.namespace, [1] * 4))
-    made = [request(scheduler, name, prompt, 9) for name, prompt in (("a", [0, 0]), ("b", [0, 1]))]
+    created = [request(scheduler, name, prompt, 9) for name, prompt in (("a", [0, 0]), ("b", [0, 1]))]
     run(scheduler, device)
-    for each in made:
+    for each in created:
         assert each.state is RequestState.REFUSED
         assert each.chain.num_tokens == 2 * BLOCK + 1, "all tokens that fit must be generated"
         assert "pinned" in each.reason
@@ -310,12 +310,12 @@ def test_small_request_does_not_overtake_large_request():
 
 def test_request_larger_than_pool_is_refused_with_token_counts():
     scheduler = make(2)
-    made = request(scheduler, "huge", [1] * 9, 1)
+    created = request(scheduler, "huge", [1] * 9, 1)
     step = scheduler.schedule(0.0)
-    assert step.refused == (made,)
-    assert made.state is RequestState.REFUSED
-    assert "9 tokens" in made.reason
-    assert "8 tokens" in made.reason
+    assert step.refused == (created,)
+    assert created.state is RequestState.REFUSED
+    assert "9 tokens" in created.reason
+    assert "8 tokens" in created.reason
     scheduler.update(step, [], 0.0)
     scheduler.check()
 
@@ -403,10 +403,10 @@ def test_step_must_be_updated_once_with_all_results():
 
 def test_failed_step_cancels_requests_and_publishes_nothing():
     scheduler, device = make(), Device()
-    made = request(scheduler, "a", [1] * 8, 2)
+    created = request(scheduler, "a", [1] * 8, 2)
     step = scheduler.schedule(0.0)
-    assert scheduler.fail(step, 0.0) == (made,)
-    assert made.state is RequestState.CANCELLED
+    assert scheduler.fail(step, 0.0) == (created,)
+    assert created.state is RequestState.CANCELLED
     again = request(scheduler, "b", [1] * 8, 1)
     run(scheduler, device)
     assert again.num_cached_tokens == 0
@@ -414,14 +414,14 @@ def test_failed_step_cancels_requests_and_publishes_nothing():
 
 def test_request_cancelled_during_step_receives_no_tokens():
     scheduler, device = make(), Device()
-    made = request(scheduler, "a", [1, 2], 5)
+    created = request(scheduler, "a", [1, 2], 5)
     step = scheduler.schedule(0.0)
     results = device.run(step)
-    assert scheduler.cancel(made, 0.0)
+    assert scheduler.cancel(created, 0.0)
     scheduler.update(step, results, 0.0)
-    assert made.state is RequestState.CANCELLED
-    assert made.num_new_tokens == 0
-    assert not scheduler.cancel(made, 0.0)
+    assert created.state is RequestState.CANCELLED
+    assert created.num_new_tokens == 0
+    assert not scheduler.cancel(created, 0.0)
     scheduler.check()
 
 
@@ -429,9 +429,9 @@ def test_explain_reports_miss_reason():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
-    made = request(scheduler, "b", [2] * 9, 1)
+    created = request(scheduler, "b", [2] * 9, 1)
     scheduler.schedule(0.0)
-    assert scheduler.manager.explain(made.allocation).reason is MissReason.NEVER_SEEN
+    assert scheduler.manager.explain(created.allocation).reason is MissReason.NEVER_SEEN
 
 
 def test_invalid_config_and_requests_raise():
@@ -478,7 +478,7 @@ def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[S
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
 def test_evicted_blocks_are_loaded_from_host(write):
     scheduler, device = evicted_to_host(write)
-    made = request(scheduler, "again", [1] * 9, 2)
+    created = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
     assert step.rows == ()
     assert [(t.route, t.num_blocks) for t in step.plan.transfers if t.route is Route.HOST_TO_DEVICE] == [
@@ -492,10 +492,10 @@ def test_evicted_blocks_are_loaded_from_host(write):
     step = scheduler.schedule(9.0)
     assert [(row.first, row.num_tokens) for row in step.rows] == [(8, 1)]
     scheduler.update(step, device.run(step), 9.0)
-    assert made.num_cached_tokens == 8
-    assert made.tokens_from == {"device": 0, "host": 8}
+    assert created.num_cached_tokens == 8
+    assert created.tokens_from == {"device": 0, "host": 8}
     run(scheduler, device)
-    assert made.state is RequestState.FINISHED
+    assert created.state is RequestState.FINISHED
 
 
 def test_selective_policy_saves_only_reused_blocks():
@@ -534,14 +534,14 @@ def test_save_queue_is_bounded_to_1024_jobs():
 
 def test_failed_load_counts_as_miss():
     scheduler, device = evicted_to_host()
-    made = request(scheduler, "again", [1] * 9, 1)
+    created = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
     scheduler.update(step, device.run(step), 9.0)
     device.move(scheduler, ok=False)
     scheduler.check()
     run(scheduler, device)
-    assert made.state is RequestState.FINISHED
-    assert made.num_cached_tokens == 0
+    assert created.state is RequestState.FINISHED
+    assert created.num_cached_tokens == 0
     assert scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_failed == 2
 
 
@@ -552,12 +552,12 @@ def test_two_requests_share_one_load():
     assert sum(t.num_blocks for t in step.plan.transfers if t.route is Route.HOST_TO_DEVICE) == 2
     scheduler.update(step, device.run(step), 9.0)
     run(scheduler, device)
-    assert [made.num_cached_tokens for made in both] == [8, 8]
+    assert [created.num_cached_tokens for created in both] == [8, 8]
 
 
 def test_reset_discards_transfers_in_flight():
     scheduler, device = evicted_to_host()
-    made = request(scheduler, "again", [1] * 9, 1)
+    created = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
     scheduler.update(step, device.run(step), 9.0)
     scheduler.manager.reset()
@@ -565,16 +565,16 @@ def test_reset_discards_transfers_in_flight():
     device.move(scheduler)
     scheduler.check()
     run(scheduler, device)
-    assert made.state is RequestState.FINISHED
+    assert created.state is RequestState.FINISHED
     assert scheduler.manager.stats.num_allocations == 0
 
 
 def test_cancel_during_load_releases_all_leases():
     scheduler, device = evicted_to_host()
-    made = request(scheduler, "again", [1] * 9, 1)
+    created = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
     scheduler.update(step, device.run(step), 9.0)
-    scheduler.cancel(made, 9.0)
+    scheduler.cancel(created, 9.0)
     scheduler.check()
     device.move(scheduler)
     scheduler.check()

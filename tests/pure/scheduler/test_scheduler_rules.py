@@ -34,8 +34,8 @@ def sizes(step: Step) -> dict[str, int]:
     return {row.request.id: row.num_tokens for row in step.rows}
 
 
-def answer(made: Request) -> tuple[int, ...]:
-    return tuple(made.chain.tokens[made.num_prompt_tokens :].tolist())
+def answer(created: Request) -> tuple[int, ...]:
+    return tuple(created.chain.tokens[created.num_prompt_tokens :].tolist())
 
 
 # ---- the order of a step -------------------------------------------------------------------------------------------
@@ -156,18 +156,18 @@ def test_config_accepts_smallest_values_and_rejects_smaller_ones():
 
 def test_step_is_true_if_it_contains_work():
     plan = make(8, host=HostConfig(2)).manager.plan()
-    made = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
-    row = Row.of(made, 4, (7, 9))
+    created = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
+    row = Row.of(created, 4, (7, 9))
     assert not Step((), (), (), (), plan)
     assert Step((row,), (), (), (), plan)
-    assert Step((), (), (), (made,), plan)
+    assert Step((), (), (), (created,), plan)
     some = Lab(8, stores=[disk()])
     some.manager.prefetch(stored_prompt(1, 2))
     probing = some.manager.plan()
     assert isinstance(probing, Plan)
     assert bool(Step((), (), (), (), probing)) is bool(probing.probes) is True
-    made.num_computed = 8
-    both = Step((row, Row.of(made, 6, (3,))), (), (), (), plan)
+    created.num_computed = 8
+    both = Step((row, Row.of(created, 6, (3,))), (), (), (), plan)
     assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
     assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)
     assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
@@ -177,24 +177,24 @@ def test_pickled_request_omits_allocation_and_prefetch():
     lab = Lab(8, stores=[disk()])
     scheduler = Scheduler(lab.manager)
     lab.serve(stored_prompt(1, 2))
-    made = Request("r", stored_prompt(1, 2), 3, priority=2)
-    scheduler.add(made, 4.0)
-    made.allocation, made.prefetch = lab.manager.match(made.chain), lab.manager.prefetch(made.chain)
-    copy = pickle.loads(pickle.dumps(made))
+    created = Request("r", stored_prompt(1, 2), 3, priority=2)
+    scheduler.add(created, 4.0)
+    created.allocation, created.prefetch = lab.manager.match(created.chain), lab.manager.prefetch(created.chain)
+    copy = pickle.loads(pickle.dumps(created))
     assert (copy.allocation, copy.prefetch) == (None, None)
     assert (copy.id, copy.max_new_tokens, copy.priority, copy.arrival) == ("r", 3, 2, 4.0)
-    assert copy.chain.tokens.tolist() == made.chain.tokens.tolist()
+    assert copy.chain.tokens.tolist() == created.chain.tokens.tolist()
     assert copy.retention.priority == 2
     assert repr(copy) == "Request(r, waiting, 0 of 9 computed)"
-    assert Request("r", made.chain, 1, priority=2, retention=Retention(priority=5)).retention.priority == 5
+    assert Request("r", created.chain, 1, priority=2, retention=Retention(priority=5)).retention.priority == 5
 
 
 @pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
 def test_request_is_generating_if_one_token_is_uncomputed(length, computed, is_generating):
-    made = Request("r", Chain(make().manager.namespace, [1] * length), 1)
-    assert (made.num_computed, made.num_cached_tokens, made.num_new_tokens) == (0, 0, 0)
-    made.num_computed = computed
-    assert made.is_generating is is_generating
+    created = Request("r", Chain(make().manager.namespace, [1] * length), 1)
+    assert (created.num_computed, created.num_cached_tokens, created.num_new_tokens) == (0, 0, 0)
+    created.num_computed = computed
+    assert created.is_generating is is_generating
 
 
 # ---- adding, ending, pausing ---------------------------------------------------------------------------------------
@@ -216,14 +216,14 @@ def test_has_work_is_false_while_paused():
 
 def test_second_add_of_request_raises():
     scheduler, device = make(), Device()
-    made = request(scheduler, "a", [1], 2)
+    created = request(scheduler, "a", [1], 2)
     for _ in range(2):  # while it is waiting, then while it is running
         with pytest.raises(StateError, match="was added before"):
-            scheduler.add(made, 1.0)
+            scheduler.add(created, 1.0)
         advance(scheduler, device)
-    assert made.state is RequestState.FINISHED
+    assert created.state is RequestState.FINISHED
     with pytest.raises(StateError, match="was added before"):
-        scheduler.add(made, 1.0)
+        scheduler.add(created, 1.0)
     unknown = Request("unknown", Chain(scheduler.manager.namespace, [1]), 1)
     with pytest.raises(StateError, match="not in this scheduler"):
         scheduler.cancel(unknown, 0.0)
@@ -232,7 +232,7 @@ def test_second_add_of_request_raises():
 
 def test_pause_preempts_all_requests_and_resume_continues_them():
     scheduler, device = make(50, max_rows=2), Device()
-    made = [request(scheduler, name, [number] * 5, 4) for number, name in enumerate("abc")]
+    created = [request(scheduler, name, [number] * 5, 4) for number, name in enumerate("abc")]
     step = scheduler.schedule(0.0)
     with pytest.raises(StateError, match="a step is in flight"):
         scheduler.pause(0.0)
@@ -240,12 +240,12 @@ def test_pause_preempts_all_requests_and_resume_continues_them():
     assert not scheduler.is_paused
     scheduler.pause(1.0)
     assert (len(scheduler.waiting), scheduler.running) == (3, ())
-    assert [each.num_preempted for each in made] == [1, 1, 0]
+    assert [each.num_preempted for each in created] == [1, 1, 0]
     assert scheduler.manager.stats.num_allocations == 0
     assert advance(scheduler, device, 1.0).rows == ()
     scheduler.resume()
     run(scheduler, device)
-    assert [answer(each) for each in made] == [alone((number,) * 5, 4) for number in range(3)]
+    assert [answer(each) for each in created] == [alone((number,) * 5, 4) for number in range(3)]
 
 
 def test_pause_ends_prefetches_of_waiting_requests():
@@ -254,15 +254,15 @@ def test_pause_ends_prefetches_of_waiting_requests():
     lab.evict("device")
     lab.evict("host")
     scheduler = Scheduler(lab.manager)
-    made = Request("r", stored_prompt(1, 2), 1)
-    scheduler.add(made, 0.0)
+    created = Request("r", stored_prompt(1, 2), 1)
+    scheduler.add(created, 0.0)
     step = scheduler.schedule(0.0)
     scheduler.update(step, [], 0.0)
     (fetch,) = step.plan.transfers
     assert fetch.route is Route.STORE_TO_HOST
-    assert made.prefetch is not None
+    assert created.prefetch is not None
     scheduler.pause(0.0)
-    assert made.prefetch is None
+    assert created.prefetch is None
     for worker in lab.workers:
         worker.submit(step.plan)
     lab.run_workers()
@@ -286,9 +286,9 @@ def test_failed_step_cancels_only_requests_in_its_rows():
 @pytest.mark.parametrize("tokens", [(), (1, 1, 1, 1)])
 def test_row_result_with_wrong_number_of_tokens_raises(tokens):
     scheduler, device = make(), Device()
-    made = request(scheduler, "a", [1], 9)
+    created = request(scheduler, "a", [1], 9)
     advance(scheduler, device)
-    made.draft = (0, 1)
+    created.draft = (0, 1)
     step = scheduler.schedule(0.0)
     with pytest.raises(ArgumentError, match=f"{len(tokens)} tokens for a row with 2 drafts"):
         scheduler.update(step, [RowResult(tokens)], 0.0)
@@ -305,10 +305,10 @@ def test_step_time_is_measured_from_schedule_to_update():
     scheduler = make(100, prefix_caching=False, max_step_tokens=64)
     for number in range(40):
         length = 4 + number % 13
-        made = request(scheduler, str(number), [1] * length, 1)
+        created = request(scheduler, str(number), [1] * length, 1)
         step = scheduler.schedule(10.0 * number)
         scheduler.update(step, [RowResult((1,))], 10.0 * number + 0.5 + 0.25 * length)
-        assert made.state is RequestState.FINISHED
+        assert created.state is RequestState.FINISHED
         scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # an empty step is not measured
     found = scheduler.manager.cost_model.compute_seconds(0, 10)
     assert found == pytest.approx(0.5 + 0.25 * 10, rel=0.05)
@@ -326,12 +326,12 @@ def test_step_that_waits_for_loads_is_not_measured():
 
 def test_finished_row_result_ends_its_request():
     scheduler, device = make(), Device()
-    made, other = (request(scheduler, name, [1, 2], 9) for name in "ab")
+    created, other = (request(scheduler, name, [1, 2], 9) for name in "ab")
     step = scheduler.schedule(0.0)
     scheduler.update(step, device.run(step, {"a"}), 0.0)
-    assert (made.state, made.num_new_tokens) == (RequestState.FINISHED, 1)
+    assert (created.state, created.num_new_tokens) == (RequestState.FINISHED, 1)
     assert other.state is RequestState.RUNNING
-    assert scheduler.cancel(made, 0.0) is False
+    assert scheduler.cancel(created, 0.0) is False
     assert scheduler.cancel(other, 0.0) is True
 
 
@@ -360,17 +360,17 @@ def test_longest_prompt_leaves_room_for_one_generated_token():
 
 def test_request_ends_at_max_context():
     scheduler, device = make(50, max_context=6), Device()
-    made = request(scheduler, "a", [1, 1, 1], 9)
+    created = request(scheduler, "a", [1, 1, 1], 9)
     run(scheduler, device)
-    assert (made.state, made.num_new_tokens) == (RequestState.FINISHED, 3)
+    assert (created.state, created.num_new_tokens) == (RequestState.FINISHED, 3)
 
 
 def test_quota_larger_than_pool_is_limited_by_pool():
     scheduler = make(2)
     scheduler.manager.tree.tiers[0].set_quota(b"a", 50, scheduler.manager.tree.nodes())
-    made = request(scheduler, "a", [1] * 8, 1, salt=b"a")
-    assert scheduler.schedule(0.0).refused == (made,)
-    assert "its tenant has room for 8 tokens" in made.reason
+    created = request(scheduler, "a", [1] * 8, 1, salt=b"a")
+    assert scheduler.schedule(0.0).refused == (created,)
+    assert "its tenant has room for 8 tokens" in created.reason
 
 
 @pytest.mark.parametrize(
@@ -390,8 +390,8 @@ def test_preempted_request_has_lowest_priority_or_latest_arrival(needs_block, pr
     scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
     for number, name in enumerate("abc"):
         tokens = [number] * (2 * BLOCK if number == needs_block else 2 * BLOCK - 3)
-        made = Request(name, Chain(scheduler.manager.namespace, tokens), 9, priority=priorities[number])
-        scheduler.add(made, arrivals[number])
+        created = Request(name, Chain(scheduler.manager.namespace, tokens), 9, priority=priorities[number])
+        scheduler.add(created, arrivals[number])
     assert len(advance(scheduler, device, 9.0).rows) == 3
     preempted = [each.id for each in advance(scheduler, device, 9.0).preempted]
     assert preempted == [victim]
@@ -440,26 +440,26 @@ def test_token_budget_of_preempted_row_passes_to_next_row():
 @pytest.mark.parametrize(("lookahead", "blocks"), [(0, 2), (1, 3), (4, 3), (5, 4)])
 def test_lookahead_reserves_slots_beyond_step(lookahead, blocks):
     scheduler, device = make(50, lookahead_tokens=lookahead), Device()
-    made = request(scheduler, "a", [1] * 8, 9)
+    created = request(scheduler, "a", [1] * 8, 9)
     scheduler.schedule(0.0)
-    assert len(made.allocation.table) == blocks
+    assert len(created.allocation.table) == blocks
     scheduler, device = make(50, lookahead_tokens=lookahead), Device()
-    made = request(scheduler, "a", [1] * 5, 9)
+    created = request(scheduler, "a", [1] * 5, 9)
     advance(scheduler, device)
     advance(scheduler, device)
     advance(scheduler, device)
     scheduler.schedule(0.0)  # schedules the 8th token
-    assert made.num_computed == 7
-    assert len(made.allocation.table) == blocks
+    assert created.num_computed == 7
+    assert len(created.allocation.table) == blocks
 
 
 def test_lookahead_applies_only_to_last_prompt_chunk():
     scheduler, device = make(50, lookahead_tokens=8, max_step_tokens=4), Device()
-    made = request(scheduler, "a", [1] * 12, 9)
+    created = request(scheduler, "a", [1] * 12, 9)
     tables = []
     for _ in range(3):
         advance(scheduler, device)
-        tables.append(len(made.allocation.table))
+        tables.append(len(created.allocation.table))
     assert tables == [1, 2, 5]
 
 
@@ -489,54 +489,54 @@ def with_blocks_on_host(**limits) -> tuple[Scheduler, Device]:
 @pytest.mark.parametrize("ok", [True, False])
 def test_early_start_generates_token_only_if_loads_succeed(ok):
     scheduler, device = with_blocks_on_host(starts_early=True)
-    made = request(scheduler, "again", [1] * 9, 2)
+    created = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
     loads = [each.id for each in step.plan.transfers if each.route is Route.HOST_TO_DEVICE]
-    assert [(row.request, row.first, row.num_tokens, list(row.loads)) for row in step.rows] == [(made, 8, 1, loads)]
+    assert [(row.request, row.first, row.num_tokens, list(row.loads)) for row in step.rows] == [(created, 8, 1, loads)]
     scheduler.update(step, device.run(step, scheduler=scheduler, ok=ok), 9.0)
-    assert made.num_new_tokens == ok
-    assert made.may_load is ok
-    assert made.state is (RequestState.RUNNING if ok else RequestState.WAITING)
+    assert created.num_new_tokens == ok
+    assert created.may_load is ok
+    assert created.state is (RequestState.RUNNING if ok else RequestState.WAITING)
     run(scheduler, device)
-    assert answer(made) == alone((1,) * 9, 2)
+    assert answer(created) == alone((1,) * 9, 2)
 
 
 def test_early_start_waits_while_other_request_has_work():
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2, 2], 9)
     advance(scheduler, device, 9.0)
-    made = request(scheduler, "again", [1] * 9, 2)
+    created = request(scheduler, "again", [1] * 9, 2)
     step = advance(scheduler, device, 9.0)
     assert (sizes(step), step.loads) == ({"other": 1}, ())
-    assert made.state is RequestState.RUNNING
+    assert created.state is RequestState.RUNNING
     scheduler.cancel(other, 9.0)
     step = advance(scheduler, device, 9.0)
     assert (sizes(step), len(step.loads)) == ({"again": 1}, 1)
-    assert answer(made) == alone((1,) * 9, 1)
+    assert answer(created) == alone((1,) * 9, 1)
 
 
 def test_early_start_allocates_slots_for_all_its_tokens():
     """The request was admitted with slots for the rest of a step. When it runs alone, it computes more tokens."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
-    made = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
+    created = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
     assert sizes(advance(scheduler, device, 9.0)) == {"other": 7}
-    assert (made.state, len(made.allocation.table)) == (RequestState.RUNNING, 3)
+    assert (created.state, len(created.allocation.table)) == (RequestState.RUNNING, 3)
     scheduler.cancel(other, 9.0)
     step = advance(scheduler, device, 9.0)
-    assert (sizes(step), len(step.loads), len(made.allocation.table)) == ({"again": 5}, 1, 4)
+    assert (sizes(step), len(step.loads), len(created.allocation.table)) == ({"again": 5}, 1, 4)
     run(scheduler, device)
-    assert answer(made) == alone((1,) * 8 + (3,) * 5, 2)
+    assert answer(created) == alone((1,) * 8 + (3,) * 5, 2)
 
 
 def test_request_waits_for_load_without_early_start():
     scheduler, device = with_blocks_on_host()
-    made = request(scheduler, "again", [1] * 9, 2)
+    created = request(scheduler, "again", [1] * 9, 2)
     for _ in range(2):
         assert advance(scheduler, device, 9.0).rows == ()
     device.move(scheduler)
     assert sizes(advance(scheduler, device, 9.0)) == {"again": 1}
-    assert made.why_loaded == ""
+    assert created.why_loaded == ""
 
 
 def test_update_before_reports_of_loads_raises():
@@ -742,18 +742,18 @@ def test_request_that_prefetches_again_does_not_block_others():
 @pytest.mark.parametrize("how", ["cancel", "refuse"])
 def test_cancelled_or_refused_request_ends_its_prefetch(how):
     lab, scheduler = with_stored_prompt(20, max_rows=2, max_context=13 if how == "refuse" else 1000)
-    made = Request("ended", stored_prompt(1, 3), 1)
-    scheduler.add(made, 0.0)
+    created = Request("ended", stored_prompt(1, 3), 1)
+    scheduler.add(created, 0.0)
     step = scheduler.schedule(0.0)
     scheduler.update(step, [], 0.0)
     if how == "cancel":
-        assert made.prefetch is not None
-        assert scheduler.cancel(made, 0.0) is True
+        assert created.prefetch is not None
+        assert scheduler.cancel(created, 0.0) is True
     submit(lab, step)
     lab.run_workers()
     if how == "refuse":
         run_step(scheduler, lab, 1.0)
-        assert made.state is RequestState.REFUSED
-    assert made.prefetch is None
+        assert created.state is RequestState.REFUSED
+    assert created.prefetch is None
     assert scheduler.waiting == ()
     assert lab.manager.tree.num_leases == 0

@@ -28,11 +28,11 @@ STORES = {
 
 @pytest.fixture(params=STORES)
 def store(request, tmp_path):
-    made: Store = STORES[request.param](tmp_path / "store")
-    yield made
-    if isinstance(made, DiskStore) and not made._meter.is_closed:
-        check_disk(made)
-    made.close()
+    created: Store = STORES[request.param](tmp_path / "store")
+    yield created
+    if isinstance(created, DiskStore) and not created._meter.is_closed:
+        check_disk(created)
+    created.close()
 
 
 def test_store_keeps_one_copy_of_rewritten_object(store):

@@ -435,7 +435,7 @@ else:
 """
 
 
-def forked(folder, how: str) -> subprocess.Popen[str]:
+def start_forking_process(folder, how: str) -> subprocess.Popen[str]:
     """Start a process that opens a store and forks a child that stays alive."""
     command = [sys.executable, "-c", _FORK, str(folder), how]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -445,7 +445,7 @@ def forked(folder, how: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("how", ["parent-closes", "parent-ends"])
 def test_folder_lock_is_released_although_forked_child_lives(tmp_path, how):
-    with forked(tmp_path / "store", how) as process:
+    with start_forking_process(tmp_path / "store", how) as process:
         if how == "parent-ends":
             process.wait()
         DiskStore(tmp_path / "store", MAX_BYTES, **SMALL).close()
@@ -454,7 +454,7 @@ def test_folder_lock_is_released_although_forked_child_lives(tmp_path, how):
 
 @pytest.mark.parametrize("how", ["nothing", "child-closes"])
 def test_folder_lock_is_held_while_forking_owner_lives(tmp_path, how):
-    with forked(tmp_path / "store", how) as process:
+    with start_forking_process(tmp_path / "store", how) as process:
         with pytest.raises(StoreInUseError, match=f"process {process.pid}"):
             DiskStore(tmp_path / "store", MAX_BYTES)
         process.stdin.close()
