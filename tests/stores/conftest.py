@@ -11,7 +11,7 @@ from kvtier.storage.remote.store import RemoteStore
 from store_faults import Setup
 
 
-def started(make, tmp_path_factory, name):
+def start_server(make, tmp_path_factory, name):
     with contextlib.ExitStack() as stack:
         try:
             yield stack.enter_context(make(tmp_path_factory.mktemp(name)))
@@ -21,34 +21,34 @@ def started(make, tmp_path_factory, name):
 
 @pytest.fixture(scope="session")
 def redis_port(tmp_path_factory):
-    yield from started(store_servers.redis_server, tmp_path_factory, "redis")
+    yield from start_server(store_servers.redis_server, tmp_path_factory, "redis")
 
 
 @pytest.fixture(scope="session")
 def cluster_ports(tmp_path_factory):
-    yield from started(store_servers.redis_cluster, tmp_path_factory, "cluster")
+    yield from start_server(store_servers.redis_cluster, tmp_path_factory, "cluster")
 
 
 @pytest.fixture(scope="session")
 def s3_port(tmp_path_factory):
-    yield from started(store_servers.s3_server, tmp_path_factory, "s3")
+    yield from start_server(store_servers.s3_server, tmp_path_factory, "s3")
 
 
 @pytest.fixture(params=["redis", "s3"])
 def setup(request):
-    """A server behind a proxy."""
+    """A server behind a proxy that injects faults."""
     with contextlib.closing(Setup(request.param, request.getfixturevalue(f"{request.param}_port"))) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def mooncake(tmp_path_factory):
-    yield from started(store_servers.mooncake_master, tmp_path_factory, "mooncake")
+    yield from start_server(store_servers.mooncake_master, tmp_path_factory, "mooncake")
 
 
 @pytest.fixture(scope="session")
 def mooncake_client(mooncake):
-    """Function prefix -> store. All tests share a client, since closing one takes a second."""
+    """Return a function that makes a store with a given prefix. All stores share one client, which is slow to close."""
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
     class SharedClientBucket(MooncakeBucket):

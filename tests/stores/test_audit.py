@@ -27,7 +27,7 @@ def store(request, tmp_path):
     made.close()
 
 
-def test_inventory_counts_by_namespace(store):
+def test_inventory_counts_objects_and_bytes_by_namespace(store):
     assert take_inventory(store).usages == {}
     put(store, *range(5), nbytes=1000)
     store.write([write_of(n, 3000, label=Label(OTHER_NAMESPACE)) for n in range(10, 14)])
@@ -39,13 +39,13 @@ def test_inventory_counts_by_namespace(store):
     assert (found.num_objects, found.nbytes, found.num_unreadable, found.reason) == (9, 17000, 0, "")
 
 
-def test_verify_of_sound_store_reads_all_objects(store):
+def test_verify_of_undamaged_store_reads_all_objects(store):
     put(store, *range(1200), nbytes=900)
     found = verify(store)
     assert (found.ok, found.num_sound, found.nbytes, found.defects) == (True, 1200, 1200 * 900, [])
 
 
-def test_verify_reports_and_quarantines_damage():
+def test_verify_reports_and_quarantines_damaged_object():
     store = MemoryStore(1 << 20)
     put(store, 1, 2, 3)
     store.objects[key_of(2)].payload[0] ^= 1
@@ -56,14 +56,14 @@ def test_verify_reports_and_quarantines_damage():
     assert verify(store).ok
 
 
-def test_failing_store_is_reported_not_taken_as_empty():
+def test_inventory_and_verify_report_the_error_of_the_store():
     store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route")] * 2)
     assert take_inventory(store).reason == "no route"
     found = verify(store)
     assert (found.ok, found.reason) == (False, "no route")
 
 
-def test_unreadable_objects_are_counted(redis_port):
+def test_inventory_and_verify_count_unreadable_objects(redis_port):
     import redis
 
     prefix = uuid.uuid4().hex
@@ -77,7 +77,7 @@ def test_unreadable_objects_are_counted(redis_port):
 
 @pytest.mark.parametrize("claimed", [1 << 40, (1 << 63) - 1])
 def test_verify_reports_record_with_oversized_length(redis_port, claimed):
-    """Any client of the server can write such a record; its CRC is valid."""
+    """Any client of the server can write such a record with a valid CRC."""
     import redis
 
     prefix = uuid.uuid4().hex

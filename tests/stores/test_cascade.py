@@ -1,4 +1,4 @@
-"""Cascade: several stores as one."""
+"""Cascade: several stores that act as one store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from storage_support import LABEL, Clock, Fault, FaultyStore, all_keys, get, has
 ROOM = 1 << 20
 
 
-def test_cascade_reads_stores_in_order_for_missing_keys():
+def test_cascade_reads_missing_keys_from_next_store():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     put(near, 1)
     put(far, 1, 2, version=1)
@@ -28,7 +28,7 @@ def test_cascade_reads_stores_in_order_for_missing_keys():
     assert (store.stats.reads.num_done, store.stats.num_objects) == (2, 3)
 
 
-def test_cascade_write_succeeds_if_one_store_accepts():
+def test_cascade_write_succeeds_if_one_store_succeeds():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     store = Cascade([FaultyStore(near, [Fault(error="no route")]), far])
     outcome = put(store, 1)[0]
@@ -38,7 +38,7 @@ def test_cascade_write_succeeds_if_one_store_accepts():
     assert (has(near, 2), has(far, 2)) == ([True], [True])
 
 
-def test_cascade_read_only_store_is_never_changed():
+def test_cascade_never_writes_to_read_only_store():
     ours, theirs = MemoryStore(ROOM), MemoryStore(ROOM)
     put(theirs, 1)
     store = Cascade([ours, theirs], [True, False])
@@ -47,7 +47,7 @@ def test_cascade_read_only_store_is_never_changed():
     assert (has(theirs, 1, 2), has(ours, 2)) == ([True, False], [False])
 
 
-def test_cascade_miss_with_failed_store_is_failure():
+def test_cascade_miss_is_failure_if_one_store_failed():
     store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(error="no route")] * 4), MemoryStore(ROOM)])
     assert store.contains([key_of(1)])[0].status is ObjectStatus.FAILED
     assert get(store, 1)[0].reason == "no route"
@@ -55,7 +55,7 @@ def test_cascade_miss_with_failed_store_is_failure():
     assert store.scan().reason == "no route"
 
 
-def test_cascade_splits_deadline_over_its_stores():
+def test_cascade_divides_deadline_among_stores():
     clock, far = Clock(), MemoryStore(ROOM)
     put(far, 1)
     store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(hangs=True)], clock), far])
@@ -72,7 +72,7 @@ def test_cascade_reads_damaged_object_from_next_store():
     assert get(store, 1) == (get(far, 1)[0], payload_of(1))
 
 
-def test_cascade_scan_lists_all_stores():
+def test_cascade_scan_lists_objects_of_all_stores():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     put(near, 1, 2, 3)
     put(far, 3, 4)
@@ -82,17 +82,17 @@ def test_cascade_scan_lists_all_stores():
         store.scan("7|")
 
 
-def test_cascade_is_durable_if_one_store_is(tmp_path):
+def test_cascade_write_is_durable_if_one_store_is_durable(tmp_path):
     disk = DiskStore(tmp_path, ROOM, sync=Sync.WRITE, segment_bytes=128 << 10, min_free_bytes=0)
     store = Cascade([MemoryStore(ROOM), disk])
     assert put(store, 1).is_durable
-    assert not store.remove([key_of(1)]).is_durable, "MemoryStore is not durable"
+    assert not store.remove([key_of(1)]).is_durable, "a removal must be durable in all stores"
     store.close()
     assert not put(Cascade([MemoryStore(ROOM)]), 1).is_durable
 
 
 class RegisteringStore(MemoryStore):
-    """A store that records registered memory, or raises StoreError with the text `refuses`."""
+    """A store that records registered memory. If `refuses` is set, it raises StoreError with this text instead."""
 
     def __init__(self, refuses: str = "") -> None:
         super().__init__(ROOM)
@@ -110,15 +110,17 @@ class RegisteringStore(MemoryStore):
         self.memory.remove(memory)
 
 
-@pytest.mark.parametrize("together", [Cascade, lambda stores: ShardStores(tuple(stores))])
-def test_register_reaches_all_stores_despite_errors(together):
+@pytest.mark.parametrize(
+    "combine", [Cascade, lambda stores: ShardStores(tuple(stores))], ids=["Cascade", "ShardStores"]
+)
+def test_register_reaches_all_stores_despite_errors(combine):
     first, last, memory = RegisteringStore(), RegisteringStore(), memoryview(bytearray(16))
-    store = together([first, MemoryStore(ROOM), last])
+    store = combine([first, MemoryStore(ROOM), last])
     store.register(memory)
     assert first.memory == last.memory == [memory]
     store.unregister(memory)
     assert first.memory == last.memory == []
-    store = together([first, RegisteringStore("no memory to lock"), last])
+    store = combine([first, RegisteringStore("no memory to lock"), last])
     with pytest.raises(StoreError, match="no memory to lock"):
         store.register(memory)
     assert first.memory == last.memory == [memory]
@@ -127,7 +129,7 @@ def test_register_reaches_all_stores_despite_errors(together):
     assert first.memory == last.memory == []
 
 
-def test_cascade_without_stores_raises():
+def test_cascade_with_invalid_stores_raises():
     with pytest.raises(ArgumentError):
         Cascade([])
     with pytest.raises(ArgumentError):
@@ -144,7 +146,7 @@ FAULTS = st.builds(
 
 
 @given(st.lists(FAULTS, max_size=8), st.lists(FAULTS, max_size=8))
-def test_cascade_never_serves_wrong_bytes(first, second):
+def test_cascade_never_returns_wrong_bytes(first, second):
     store = Cascade([FaultyStore(MemoryStore(ROOM), first), FaultyStore(MemoryStore(ROOM), second)])
     for version in range(2):
         put(store, 1, 2, version=version)

@@ -1,4 +1,4 @@
-"""Faults of a shared store never change the answers of an engine."""
+"""Faults of a shared store never change the outputs of an engine."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def make_engine(model: Model, store: Store | None = None, *, num_blocks: int = 4
     return Engine(model, config=EngineConfig(4, cache, scheduler), stores={"shared": store})
 
 
-def filled(model: Model, setup, chats, **options) -> None:
-    """Store the blocks of these conversations with another engine."""
+def fill_store(model: Model, setup, chats, **options) -> None:
+    """Run these conversations on another engine, which saves their blocks to the store."""
     engine = make_engine(model, setup.store(**options))
     talk(engine, chats)
     engine.tiers.save_all()
@@ -70,8 +70,8 @@ def num_failed(engine: Engine) -> int:
     return engine.manager.transfers.counts[Route.STORE_TO_HOST].num_failed
 
 
-def test_engine_fetches_blocks_of_other_engine(model, setup, chats, expected):
-    filled(model, setup, chats)
+def test_engine_fetches_blocks_saved_by_another_engine(model, setup, chats, expected):
+    fill_store(model, setup, chats)
     engine = make_engine(model, setup.store())
     assert talk(engine, chats) == expected
     assert num_fetched(engine) > 20
@@ -79,7 +79,7 @@ def test_engine_fetches_blocks_of_other_engine(model, setup, chats, expected):
 
 
 class RandomFaults:
-    """Injects a random fault of the network, the server or its objects before some steps."""
+    """Before some steps, injects a random fault into the network, the server or its objects."""
 
     def __init__(self, setup, seed: int) -> None:
         self._setup, self._rng, self._num_hangs = setup, random.Random(seed), 0
@@ -107,10 +107,10 @@ class RandomFaults:
         self._setup.proxy.set(faults.get(kind, Faults()))
 
 
-def test_answers_do_not_change_under_store_faults(model, setup, chats, expected):
+def test_engine_outputs_do_not_change_under_store_faults(model, setup, chats, expected):
     fetched = failed = 0
     for seed in range(3):
-        filled(model, setup, chats)
+        fill_store(model, setup, chats)
         store = setup.store(breaker=Breaker(retry_s=0), timeout_s=DEADLINE_S)
         engine = make_engine(model, store, num_blocks=20, num_host=16)
         assert talk(engine, chats, RandomFaults(setup, seed)) == expected
@@ -121,46 +121,46 @@ def test_answers_do_not_change_under_store_faults(model, setup, chats, expected)
     assert failed > 0
 
 
-@pytest.mark.parametrize("hangs_at", [0, 5000])  # at the first answer, and in the middle of the seven blocks
-def test_hanging_store_costs_engine_one_deadline(model, setup, chats, expected, hangs_at):
-    filled(model, setup, chats)
+@pytest.mark.parametrize("hangs_at", [0, 5000])  # in the first response, and in the middle of the seven blocks
+def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expected, hangs_at):
+    fill_store(model, setup, chats)
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=DEADLINE_S)
     engine = make_engine(model, store)
     setup.proxy.set(Faults(hangs_at=hangs_at))
     prompt = [*chats[0][0], *expected[0][0], *chats[0][1]]
     engine.add(prompt, greedy(2), request_id="first")
-    while engine.has_work():  # it waits for its blocks until the deadline and is then computed
+    while engine.has_work():  # the request waits for its blocks until the deadline, and is then computed
         engine.step()
     assert engine.explain("first").num_cached_tokens < 7 * 4
     assert (num_failed(engine) > 0) == (hangs_at > 0)
     traffic, refused = (setup.proxy.num_asked, setup.proxy.num_connections), store.stats.num_refused
     assert talk(engine, chats) == expected
-    assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic, "a call reached the store"
+    assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic, "a call reached the server"
     assert store.stats.num_refused > refused
     setup.proxy.set(Faults())
     clock.now = 1000.0
-    reconnected = make_engine(model, store)  # the breaker of the store is closed again
+    reconnected = make_engine(model, store)  # the breaker of the store closes again
     assert talk(reconnected, chats) == expected
     assert num_fetched(reconnected) > 0
     reconnected.close()
     engine.close()
 
 
-def test_engine_never_uses_objects_of_other_model(model, setup, chats, expected):
+def test_engine_never_uses_objects_of_another_model(model, setup, chats, expected):
     other = make_model(4)
     store = setup.store()
-    filled(model, setup, chats)
+    fill_store(model, setup, chats)
     ours = {each.key: each.label for each in all_objects(store)}
-    filled(other, setup, chats)
+    fill_store(other, setup, chats)
     theirs = [each.key for each in all_objects(store) if each.key not in ours]
     assert len(ours) > 20
     assert len(theirs) > 20, "both models use the same keys"
     for number, (mine, label) in enumerate(ours.items()):
         value = setup.raw.get(theirs[number % len(theirs)].hex())
-        if number % 2:  # their object under our name
+        if number % 2:  # the other model's object under our name
             setup.raw.set(mine.hex(), value)
-        else:  # their block with our record except for the namespace
+        else:  # the other model's block, with our record but another namespace
             wrong = Label(OTHER_NAMESPACE, label.token_digest)
             assert store.write([Write(mine, wrong, value[RECORD_BYTES:])])[0].status is ObjectStatus.STORED
     engine = make_engine(model, setup.store())
@@ -169,17 +169,17 @@ def test_engine_never_uses_objects_of_other_model(model, setup, chats, expected)
     engine.close()
 
 
-def test_store_wiped_before_fetch_is_a_miss(model, setup, chats, expected):
-    filled(model, setup, chats)
+def test_engine_recomputes_blocks_of_store_wiped_before_fetch(model, setup, chats, expected):
+    fill_store(model, setup, chats)
     store = setup.store()
     engine = make_engine(model, store)
     read_into = store.read_into
 
-    def wiped(reads, **options):
+    def wipe_and_read(reads, **options):
         setup.raw.wipe()
         return read_into(reads, **options)
 
-    store.read_into = wiped
+    store.read_into = wipe_and_read
     assert talk(engine, chats) == expected
     assert num_failed(engine) > 0
     assert store.stats.reads.num_done == 0

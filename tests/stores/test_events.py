@@ -21,7 +21,7 @@ KEYS = [bytes([n]) * KEY_BYTES for n in range(8)]
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
-    """The fields that subscribers of vLLM decode; those without a default are required."""
+    """The fields that subscribers of vLLM decode. Fields without a default are required."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -51,7 +51,7 @@ class Message(msgspec.Struct, array_like=True):
 
 
 class Subscriber:
-    """Receives the events of a publisher and requests missed ones."""
+    """Receives the events of a publisher and requests missed events."""
 
     def __init__(self, publisher, topic: bytes = b"") -> None:
         self.context = zmq.Context()
@@ -63,7 +63,7 @@ class Subscriber:
         self._join()
 
     def _join(self) -> None:
-        """Publish until the first message arrives; messages before the subscription are lost."""
+        """Publish until the first message arrives, because messages before the subscription are lost."""
         while not self.socket.poll(20):
             self.publisher(IndexCleared())
         while self.socket.poll(100):
@@ -88,7 +88,7 @@ class Subscriber:
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         found = []
         while True:
-            assert socket.poll(10_000), "no answer"
+            assert socket.poll(10_000), "no reply"
             _, topic, number, payload = socket.recv_multipart()
             if not payload:
                 assert int.from_bytes(number, "big", signed=True) == -1
@@ -128,7 +128,7 @@ def test_events_arrive_in_order_in_vllm_format():
         ]
 
 
-def test_events_with_full_keys_and_no_tokens():
+def test_events_can_have_full_keys_and_no_token_ids():
     with subscribed(int_hashes=False, token_ids=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6, 7)))
         assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None)]
@@ -200,8 +200,8 @@ def test_close_sends_queued_events():
         publisher(IndexCleared())
 
 
-def test_subscriber_of_events_matches_tree():
-    """Run a tree that evicts, rebuild its blocks from the received events, and compare."""
+def test_blocks_rebuilt_from_events_match_the_tree():
+    """Run a tree that evicts blocks, rebuild the set of its blocks from the events, and compare both."""
     from index_cases import chain_of, matched, run, tree_of
     from kvtier.messages import KEY_BYTES as WIDTH
 
@@ -233,7 +233,7 @@ def test_subscriber_of_events_matches_tree():
                 )
 
 
-def test_publish_events_failure_raises(monkeypatch):
+def test_publish_events_invalid_config_or_missing_extra_raises(monkeypatch):
     with contextlib.closing(publish_events(EventConfig(**LOCAL))) as publisher:
         with pytest.raises(StateError, match="choose free addresses"):
             publish_events(EventConfig(publisher.endpoint))

@@ -1,4 +1,6 @@
-"""Faults of servers and networks: no wrong bytes, no call past its deadline, none while the breaker is open."""
+"""Faults of servers and networks. Reads never return wrong bytes, every call returns by its deadline, and no request is
+sent while the breaker is open.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def check_read(store, number, nbytes=5000) -> ObjectResult:
 
 
 def wait_until_healthy(store) -> None:
-    """Wait until the store answers; calls that hang must return first."""
+    """Wait until a call succeeds. Calls that hang must return first."""
     wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to answer", 20)
 
 
@@ -62,7 +64,7 @@ def random_faults(rng: random.Random) -> Faults:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIER_SOAK", "1"))))
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_remote_store_never_serves_wrong_bytes(setup, is_sealed, seed):
+def test_remote_store_never_returns_wrong_bytes(setup, is_sealed, seed):
     rng = random.Random(seed)
     store = setup.store(envelope=Envelope(Cipher(bytes(32)) if is_sealed else None), timeout_s=SHORT_S)
     seen = set()
@@ -83,7 +85,7 @@ def test_remote_store_never_serves_wrong_bytes(setup, is_sealed, seed):
     assert [check_read(store, number, 30_000).ok for number in range(6)] == [True] * 6
 
 
-def test_faulty_network_never_corrupts_writes(setup):
+def test_write_over_faulty_network_never_stores_wrong_bytes(setup):
     rng = random.Random(7)
     writer, reader = setup.store(timeout_s=SHORT_S), setup.store()
     for version in range(25):
@@ -96,7 +98,7 @@ def test_faulty_network_never_corrupts_writes(setup):
         assert room in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else room == b"\xee" * 5000
 
 
-def test_hang_costs_one_deadline_then_breaker_is_open(setup):
+def test_hanging_server_takes_one_deadline_and_opens_breaker(setup):
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=SHORT_S)
     put(store, 1)
@@ -139,7 +141,7 @@ def test_errors_are_retried_and_three_failed_calls_open_breaker(setup):
     assert check_read(store, 1).ok
 
 
-def test_broken_connection_is_retried(setup):
+def test_read_is_retried_after_broken_connection(setup):
     store = setup.store()
     put(store, 1)
     setup.proxy.set(Faults(refuses=1))
@@ -161,7 +163,7 @@ def test_batch_round_trips_scale_with_threads_not_keys(redis_port):
         for name, call in calls.items():
             setup.proxy.num_turns = 0
             assert call().ok
-            assert 1 <= setup.proxy.num_turns <= 8, f"{name}: one round trip per thread, two if the request is split"
+            assert 1 <= setup.proxy.num_turns <= 8, f"{name}: more than two round trips per thread"
 
 
 @pytest.mark.parametrize("num_objects", [1, 9, 10, 11, 23, 32, 41, 47])
@@ -179,14 +181,14 @@ def test_each_thread_makes_one_round_trip_per_batch(redis_port, num_objects):
         assert 1 <= setup.proxy.num_turns <= 4
 
 
-def test_slow_answers_are_awaited(setup):
+def test_read_waits_for_slow_response(setup):
     store = setup.store()
     put(store, 1)
     setup.proxy.set(Faults(delay_s=0.02))
     assert check_read(store, 1).ok
 
 
-def test_wiped_store_is_empty(setup):
+def test_store_is_empty_but_usable_after_wipe(setup):
     store = setup.store()
     put(store, 1, 2)
     setup.raw.wipe()
@@ -226,8 +228,8 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
-def test_object_with_inconsistent_lengths_is_not_served(setup, nbytes):
-    """It would be copied past the end of the memory of the caller, or leave the end unwritten."""
+def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
+    """Copying such an object would write past the end of the caller's memory, or would not fill the memory."""
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
@@ -239,7 +241,7 @@ def test_object_with_inconsistent_lengths_is_not_served(setup, nbytes):
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_object_under_other_key_is_not_served(setup, is_sealed):
+def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
     envelope = Envelope(Cipher(bytes(32)) if is_sealed else None)
     store = setup.store(envelope=envelope)
     put(store, 1, 2)
@@ -271,7 +273,7 @@ class OvertakenBucket:
         return getattr(self._bucket, name)
 
 
-def overtaken(setup, wrong: dict[int, int], times: int = 1, event: Callable[[str], object] = lambda _: None):
+def overtaken_store(setup, wrong: dict[int, int], times: int = 1, event: Callable[[str], object] = lambda _: None):
     store = setup.store()
     names = {key_of(number).hex(): key_of(other).hex() for number, other in wrong.items()}
     store._bucket = OvertakenBucket(store._bucket, names, times, event)
@@ -290,7 +292,9 @@ def test_read_overtaken_by_removal_is_repeated(setup):
     other = setup.store()
     put(other, 1, 2, 3)
     removed = key_of(2)
-    store = overtaken(setup, {1: 3, 2: 3, 3: 1}, event=lambda name: name == removed.hex() and other.remove([removed]))
+    store = overtaken_store(
+        setup, {1: 3, 2: 3, 3: 1}, event=lambda name: name == removed.hex() and other.remove([removed])
+    )
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [
         ObjectStatus.FOUND,
         ObjectStatus.MISSING,
@@ -300,15 +304,15 @@ def test_read_overtaken_by_removal_is_repeated(setup):
 
 
 def test_object_damaged_in_both_reads_is_deleted(setup):
-    store = overtaken(setup, {1: 4, 2: 4, 3: 4}, times=2)  # damaged objects are deleted during other reads; 4 is not
+    store = overtaken_store(setup, {1: 4, 2: 4, 3: 4}, times=2)  # object 4 is not damaged, so it is not deleted
     put(store, 1, 2, 3, 4)
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [ObjectStatus.CORRUPT] * 3
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 
 
-def test_server_failure_at_second_read_fails_doubtful_only(redis_port):
-    with contextlib.closing(Setup("redis", redis_port)) as setup:  # one request reads all three
-        store = overtaken(setup, {})
+def test_failure_of_second_read_fails_only_suspect_objects(redis_port):
+    with contextlib.closing(Setup("redis", redis_port)) as setup:  # one request reads all three objects
+        store = overtaken_store(setup, {})
         put(store, 1, 2, 3)
         name = Envelope().name(key_of(2))
         setup.raw.set(name, flip(setup.raw.get(name), 5000))
@@ -327,7 +331,7 @@ def test_server_failure_at_second_read_fails_doubtful_only(redis_port):
         ]
 
 
-def test_mixed_halves_of_sealed_versions_are_corrupt(setup):
+def test_mixed_parts_of_two_sealed_versions_are_corrupt(setup):
     envelope = Envelope(Cipher(bytes(32)))
     store, name = setup.store(envelope=envelope), envelope.name(key_of(1))
     put(store, 1)
@@ -340,7 +344,7 @@ def test_mixed_halves_of_sealed_versions_are_corrupt(setup):
     assert check_read(store, 1).status is ObjectStatus.CORRUPT
 
 
-def test_objects_of_other_model_are_misses_and_kept(setup):
+def test_object_of_other_model_is_missing_but_not_deleted(setup):
     store = setup.store()
     theirs = Label(OTHER_NAMESPACE)
     store.write([write_of(1, label=theirs)])
@@ -349,7 +353,7 @@ def test_objects_of_other_model_are_misses_and_kept(setup):
     assert get(store, 1, label=theirs)[0].ok
 
 
-def test_objects_of_newer_format_are_misses_and_kept(setup):
+def test_object_of_newer_format_is_missing_but_not_deleted(setup):
     store, name = setup.store(), key_of(1).hex()
     put(store, 1)
     value = setup.raw.get(name)
@@ -360,12 +364,12 @@ def test_objects_of_newer_format_are_misses_and_kept(setup):
     assert setup.raw.get(name) == newer
 
 
-def test_other_secret_finds_no_objects(setup):
+def test_store_with_other_secret_finds_no_objects(setup):
     ours, theirs = (setup.store(envelope=Envelope(Cipher(bytes([n]) * 32))) for n in (1, 2))
     put(ours, 1)
     assert check_read(theirs, 1).status is ObjectStatus.MISSING
     pages = [theirs.scan()]
-    while pages[-1].cursor:  # a page before the last may be empty
+    while pages[-1].cursor:  # pages before the last may be empty
         pages.append(theirs.scan(pages[-1].cursor))
     assert not any(page.objects for page in pages)
     assert sum(page.num_unreadable for page in pages) == 1
@@ -383,7 +387,7 @@ def test_sealed_object_reveals_no_key_tokens_or_payload(setup):
     assert setup.raw.get(key_of(1).hex()) is None
 
 
-def test_token_ids_are_never_sent(setup):
+def test_token_ids_are_never_sent_to_server(setup):
     store = setup.store()
     label = Label.of(LABEL.namespace, b"some tokens", keep_ids=True)
     store.write([write_of(1, label=label)])
@@ -391,7 +395,7 @@ def test_token_ids_are_never_sent(setup):
     assert get(store, 1, label=label)[0].ok
 
 
-def test_expired_objects_are_not_served_and_deleted(setup):
+def test_expired_objects_are_missing_and_deleted(setup):
     clock = Clock()
     clock.now = 1e9
     store = setup.store(envelope=Envelope(ttl_s=100, clock=clock))

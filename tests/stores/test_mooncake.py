@@ -21,7 +21,7 @@ from store_servers import NotInstalled, mooncake_master
 from support import stop_process
 
 
-def test_mooncake_url_without_admin_port_has_no_inventory(mooncake):
+def test_mooncake_scan_without_admin_port_fails(mooncake):
     with contextlib.closing(open_store(f"mooncake://127.0.0.1:{mooncake.port}?prefix={uuid.uuid4().hex}")) as store:
         assert put(store, 1).ok
         assert get(store, 1)[1] == payload_of(1)
@@ -35,15 +35,15 @@ def bucket(mooncake):
     return MooncakeBucket(f"127.0.0.1:{mooncake.port}", prefix=uuid.uuid4().hex, timeout_s=20)
 
 
-def pretend_rdma(bucket):
-    """Make the bucket register and copy as for RDMA; the client still sends over TCP."""
+def simulate_rdma(bucket):
+    """Make the bucket register and copy memory as for RDMA. The client still sends over TCP."""
     bucket._is_tcp = False
 
 
-@pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "pretended rdma"])
-def test_mooncake_batch_with_registered_memory(bucket, is_rdma):
+@pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "simulated rdma"])
+def test_mooncake_round_trip_with_registered_memory(bucket, is_rdma):
     if is_rdma:
-        pretend_rdma(bucket)
+        simulate_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 16 << 20))
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
         assert isinstance(store, UsesMemory)
@@ -72,31 +72,31 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
         pieces = bucket._pieces(values, scratch)
         assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
         room = address_of(scratch.take(1))
-        names = {room: "in scratch memory", address_of(other): "where it was"}
+        names = {room: "start of scratch", address_of(other): "original"}
         where = [[address_of(part) for part in parts] for parts in pieces]
         return [
-            ["host" if 0 <= at - address_of(host) < len(host) else names.get(at, "behind") for at in each]
+            ["host" if 0 <= at - address_of(host) < len(host) else names.get(at, "scratch") for at in each]
             for each in where
         ]
 
     with contextlib.closing(bucket):
         bucket.register(host)
-        assert places() == [["where it was", "host"], ["host", "host"]], "over TCP"
-        pretend_rdma(bucket)
-        assert places() == [["in scratch memory", "behind"], ["behind", "behind"]]
+        assert places() == [["original", "host"], ["host", "host"]], "TCP needs no copies"
+        simulate_rdma(bucket)
+        assert places() == [["start of scratch", "scratch"], ["scratch", "scratch"]]
         bucket.register(host)
-        assert places() == [["in scratch memory", "host"], ["host", "host"]]
+        assert places() == [["start of scratch", "host"], ["host", "host"]]
         bucket.unregister(host)
-        assert places() == [["in scratch memory", "behind"], ["behind", "behind"]]
+        assert places() == [["start of scratch", "scratch"], ["scratch", "scratch"]]
 
 
-def test_mooncake_refused_registration_raises_and_copies(bucket):
-    pretend_rdma(bucket)
+def test_mooncake_failed_registration_raises_but_writes_work(bucket):
+    simulate_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 4 << 20))
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
         store.register(host[1 << 20 : 2 << 20])
         with pytest.raises(StoreError, match="registering 4194304 bytes failed"):
-            store.register(host)  # overlaps
+            store.register(host)  # overlaps the memory registered before
         store.unregister(host)
         bucket._client.unregister_buffer(address_of(host[1 << 20 :]))
         with pytest.raises(StoreError, match="unregistering 1048576 bytes failed"):
@@ -106,7 +106,7 @@ def test_mooncake_refused_registration_raises_and_copies(bucket):
         assert get(store, 1)[1] == payload_of(1)
 
 
-def test_mooncake_full_pool_fails_writes(tmp_path):
+def test_mooncake_write_to_full_pool_fails(tmp_path):
     with contextlib.ExitStack() as stack:
         try:
             place = stack.enter_context(mooncake_master(tmp_path, segment_bytes=16 << 20))
@@ -121,7 +121,7 @@ def test_mooncake_full_pool_fails_writes(tmp_path):
             assert room == (payload_of(number, 3 << 20) if found.ok else b"\xee" * (3 << 20))
 
 
-def test_mooncake_hanging_master_costs_one_deadline(tmp_path):
+def test_mooncake_hanging_master_takes_one_deadline(tmp_path):
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Store URLs: the stores that they open, and errors for invalid ones."""
+"""Store URLs: the stores that they open, and the errors for invalid URLs."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ from store_servers import free_ports
         ("memory:?bytes", "invalid store URL"),
     ],
 )
-def test_invalid_store_url_raises_with_the_problem(url, message):
+def test_open_store_invalid_url_raises_with_reason(url, message):
     with pytest.raises(ArgumentError) as refused:
         open_store(url)
     assert message in str(refused.value)
     assert "hunter2" not in str(refused.value)
 
 
-def test_no_url_or_wrong_secret_length_raises():
+def test_open_store_without_url_or_with_short_secret_raises():
     with pytest.raises(ArgumentError, match="at least one URL"):
         open_store([])
     with pytest.raises(ArgumentError, match="secret of 32 bytes, got 5"):
         open_store("redis://host", secret=b"short")
 
 
-def test_disk_and_memory_url_options(tmp_path):
+def test_disk_and_memory_urls_set_store_options(tmp_path):
     folder = tmp_path / "a folder"
     url = f"disk:{str(folder).replace(' ', '%20')}?bytes=1MiB&segment=128KiB&free=0&sync=write&direct=no&threads=2"
     with contextlib.closing(open_store(url)) as store:
@@ -73,7 +73,7 @@ def test_disk_and_memory_url_options(tmp_path):
         assert store.stats.max_bytes == 1500
 
 
-def test_several_urls_open_cascade_with_read_only_store(tmp_path):
+def test_open_store_with_several_urls_returns_cascade(tmp_path):
     first, second = (f"disk:{tmp_path / name}?bytes=1MiB&free=0" for name in ("first", "second"))
     with contextlib.closing(open_store([first, second])) as store:
         assert isinstance(store, Cascade)
@@ -88,7 +88,7 @@ def test_several_urls_open_cascade_with_read_only_store(tmp_path):
         assert put(store, 3)[0].reason == "no store is writable"
 
 
-def test_failed_open_closes_earlier_stores(tmp_path):
+def test_open_store_failure_closes_earlier_stores(tmp_path):
     url = f"disk:{tmp_path}?bytes=1MiB&free=0"
     with pytest.raises(ArgumentError):
         open_store([url, "ftp://host"])
@@ -96,7 +96,7 @@ def test_failed_open_closes_earlier_stores(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3", "mooncake"])
-def test_unreachable_server_raises_with_advice(scheme):
+def test_open_store_unreachable_server_raises_with_advice(scheme):
     pytest.importorskip({"redis": "redis", "s3": "obstore", "mooncake": "mooncake.store"}[scheme], exc_type=ImportError)
     (port,) = free_ports(1)
     place = f"redis://user:hunter2@127.0.0.1:{port}?"
@@ -113,7 +113,7 @@ def test_unreachable_server_raises_with_advice(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3"])
-def test_hanging_server_raises_after_deadline(scheme, request):
+def test_open_store_hanging_server_raises_after_deadline(scheme, request):
     upstream = Proxy(request.getfixturevalue(f"{scheme}_port"))
     upstream.set(Faults(hangs=True))
     place = f"redis://127.0.0.1:{upstream.port}?"
@@ -127,7 +127,7 @@ def test_hanging_server_raises_after_deadline(scheme, request):
     ("url", "module", "extra"),
     [("redis://host", "redis", "redis"), ("s3://b", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
 )
-def test_missing_extra_is_named(url, module, extra, monkeypatch):
+def test_open_store_without_extra_raises_with_its_name(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.remote.{extra}"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -135,7 +135,7 @@ def test_missing_extra_is_named(url, module, extra, monkeypatch):
         open_store(url)
 
 
-def test_missing_crypto_extra_is_named(monkeypatch):
+def test_open_store_without_crypto_extra_raises_with_its_name(monkeypatch):
     pytest.importorskip("redis")
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[crypto\]'"):
@@ -152,7 +152,7 @@ def test_importing_storage_imports_no_extra():
     assert done.returncode == 0, done.stderr
 
 
-def test_secret_file_equals_secret_argument(redis_port, tmp_path):
+def test_secret_file_is_equivalent_to_secret_argument(redis_port, tmp_path):
     file = tmp_path / "secret"
     file.write_bytes(bytes(range(32)))
     url = f"redis://127.0.0.1:{redis_port}?prefix={tmp_path.name}"

@@ -1,4 +1,4 @@
-"""Engines of one and of two ranks that share blocks on a server."""
+"""Engines with one rank and with two ranks share blocks on a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = Model(SHAPE, random_weights(SHAPE, torch.float32, torch.device("cpu"), s
 
 
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1)])
-def test_blocks_are_shared_between_rank_counts(redis_port, num_writers, num_readers):
+def test_engines_with_different_rank_counts_share_blocks(redis_port, num_writers, num_readers):
     url = f"redis://127.0.0.1:{redis_port}?prefix=ranks-{num_writers}:"
     store = StoreConfig("shared", wait=WaitPolicy.WAIT, is_shared=True)
     cache = CacheConfig(64, host=HostConfig(64), stores=(store,), always_load=True)

@@ -29,17 +29,17 @@ def server(folder, *options):
         yield port
 
 
-def works(store) -> bool:
+def round_trip_works(store) -> bool:
     assert put(store, 1).ok
     return get(store, 1)[1] == payload_of(1)
 
 
-def test_redis_users_and_passwords(tmp_path):
+def test_redis_url_needs_valid_user_and_password(tmp_path):
     options = ["--requirepass", "a-secret", "--user", "kv", "on", ">p@ss:word", "~kvtier:*", "+@all"]
     with server(tmp_path, *options) as port:
         for user in (":a-secret", "default:a-secret", "kv:p%40ss%3Aword"):
             with contextlib.closing(open_store(f"redis://{user}@127.0.0.1:{port}")) as store:
-                assert works(store)
+                assert round_trip_works(store)
         with pytest.raises(StoreError, match=r"cannot open .*: access denied"):
             open_store(f"redis://127.0.0.1:{port}")
         with pytest.raises(StoreError, match="access denied") as refused:
@@ -78,7 +78,7 @@ def make_certificates(folder):
     write("server", key, build("server", "ca", key, ca_key, local))
 
 
-def test_redis_tls_with_client_certificates(tmp_path):
+def test_redis_tls_needs_known_ca_and_client_certificate(tmp_path):
     make_certificates(tmp_path)
     files = [f"{name}.{kind}" for name, kind in (("server", "crt"), ("server", "key"), ("ca", "crt"))]
     names = ("--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
@@ -89,7 +89,7 @@ def test_redis_tls_with_client_certificates(tmp_path):
         with contextlib.closing(
             open_store(f"rediss://127.0.0.1:{port}?ca={ca}&cert={cert}&cert_key={key}&timeout=20s")
         ) as store:
-            assert works(store)
+            assert round_trip_works(store)
         with pytest.raises(StoreError, match="cannot open"):  # unknown CA
             open_store(f"rediss://127.0.0.1:{port}?cert={cert}&cert_key={key}")
         with pytest.raises(StoreError, match="cannot open"):  # no client certificate
@@ -111,7 +111,7 @@ def test_redis_ttl_is_set_on_server(redis_port):
 
 
 @pytest.mark.parametrize("options", ["", "&compression=zlib"])
-def test_redis_read_of_grown_values_transfers_no_more_than_asked(redis_port, options):
+def test_redis_read_of_grown_value_transfers_only_wanted_bytes(redis_port, options):
     import redis
 
     prefix, raw = uuid.uuid4().hex, redis.Redis(port=redis_port)
@@ -127,7 +127,7 @@ def test_redis_read_of_grown_values_transfers_no_more_than_asked(redis_port, opt
 
 
 @pytest.mark.parametrize("kind", ["redis_port", "cluster_ports"])
-def test_redis_key_of_wrong_type_is_corrupt_and_alone(request, kind):
+def test_redis_key_of_wrong_type_does_not_affect_other_keys(request, kind):
     import redis
 
     port, prefix = request.getfixturevalue(kind), uuid.uuid4().hex
@@ -152,7 +152,7 @@ def test_redis_key_of_wrong_type_is_corrupt_and_alone(request, kind):
         assert store.stats.num_refused == 0
 
 
-def test_redis_full_server_fails_writes_without_breaker(tmp_path):
+def test_redis_write_to_full_server_fails_without_breaker(tmp_path):
     with (
         server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as port,
         contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
@@ -168,7 +168,7 @@ def test_redis_full_server_fails_writes_without_breaker(tmp_path):
         assert store.stats.num_refused == 0
 
 
-def test_redis_evicting_server_loses_only_objects(tmp_path):
+def test_redis_evicted_objects_are_missing_and_others_intact(tmp_path):
     with (
         server(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as port,
         contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
@@ -183,7 +183,7 @@ def test_redis_evicting_server_loses_only_objects(tmp_path):
 
 
 def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
-    """A sleeping server accepts one socket buffer; the rest of the request is sent when it wakes."""
+    """A sleeping server accepts one socket buffer. The client sends the rest of the request when the server wakes."""
     import redis
 
     from kvtier.storage.remote.bucket import RequestSize
@@ -191,7 +191,7 @@ def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
 
     with server(tmp_path, "--enable-debug-command", "yes") as port:
         bucket = RedisBucket(port=port, num_connections=2, timeout_s=60.0)
-        bucket.request_size = RequestSize(max_names=64, max_put_bytes=64 << 20)  # all in one request
+        bucket.request_size = RequestSize(max_names=64, max_put_bytes=64 << 20)  # all writes in one request
         store = RemoteStore(bucket, "redis", num_threads=1, breaker=Breaker(retry_s=0))
         memory = [bytearray(payload_of(number, 1 << 20)) for number in range(40)]
         writes = [Write(key_of(number), LABEL, each) for number, each in enumerate(memory)]
@@ -223,13 +223,13 @@ def test_redis_cluster_spreads_objects_over_nodes(cluster_ports):
         assert all(get(store, n, 1000)[1] == payload_of(n, 1000) for n in range(60))
 
 
-def test_redis_cluster_node_without_cluster_option_says_so(cluster_ports):
+def test_redis_error_of_cluster_node_names_cluster_option(cluster_ports):
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}")) as store:
         reasons = {outcome.reason for outcome in put(store, *range(20), nbytes=100) if not outcome.ok}
         assert any("cluster=yes" in reason for reason in reasons), reasons
 
 
-def test_redis_moved_slots_are_found(cluster_ports):
+def test_redis_cluster_client_follows_moved_slots(cluster_ports):
     import redis
 
     prefix = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""State machine of a store on a server with two clients, damage and expiry, against a dictionary."""
+"""A state machine that compares a server's store, with two clients, damage and expiry, with a dictionary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = st.integers(0, 5)
 TTL_S = 100
 
 
-def machine(port: int) -> type[RuleBasedStateMachine]:
+def make_machine(port: int) -> type[RuleBasedStateMachine]:
     import redis
 
     from kvtier.storage.remote.redis import RedisBucket
@@ -103,7 +103,7 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
             for store in getattr(self, "stores", ()):
                 store.close()
             if hasattr(self, "there"):
-                self.wipe()  # a scan visits the objects of earlier examples too
+                self.wipe()  # otherwise scans would visit the objects of earlier examples
 
     return Machine
 
@@ -111,5 +111,5 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
 def test_remote_store_machine_matches_dictionary(redis_port):
     soak = int(os.environ.get("KVTIER_SOAK", "1"))
     run_state_machine_as_test(
-        machine(redis_port), settings=settings(max_examples=150 * soak, stateful_step_count=15, deadline=None)
+        make_machine(redis_port), settings=settings(max_examples=150 * soak, stateful_step_count=15, deadline=None)
     )

@@ -1,4 +1,4 @@
-"""S3 only: conditional puts and signatures."""
+"""S3 only: conditional puts, signatures and foreign objects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_s3_object_past_half_of_ttl_is_uploaded_again(s3_port):
         assert put(long, 1)[0].reason == "already stored"
 
 
-def test_s3_wrong_credentials_raise_without_showing_them(s3_port):
+def test_s3_error_for_wrong_credentials_hides_the_secret(s3_port):
     with pytest.raises(StoreError, match="cannot open") as refused:
         open_store(url_of(s3_port, "p", secret="another-secret"))
     assert "another-secret" not in str(refused.value)

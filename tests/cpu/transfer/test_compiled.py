@@ -1,4 +1,4 @@
-"""Copy tables: staged and direct ones move the same bytes, chunks fit the ring, touching parts are joined."""
+"""Copy tables: staged and direct tables move the same bytes, chunks fit into the ring, adjacent parts are joined."""
 
 import ctypes
 from dataclasses import replace
@@ -29,8 +29,8 @@ from kvtier.transfer.strategy import FIRST_CHUNK_BYTES
 from transfer_support import FORMS, SMALL, device_bytes, filled_cache, groups, host_bytes, layout_of, ready_host
 
 
-def carry_out(table, row=None, base=0):
-    """Make the copies of a table. Addresses of `row` count from `base`."""
+def run_copies(table, row=None, base=0):
+    """Execute the copies of a table. Addresses in `row` are relative to `base`."""
     for copy in table.T.tolist():
         if row is not None:
             copy[row] += base
@@ -39,7 +39,7 @@ def carry_out(table, row=None, base=0):
 
 @given(data=st.data(), group=groups(), form=st.sampled_from(FORMS), direction=st.sampled_from(Direction))
 @settings(max_examples=60, deadline=None)
-def test_staged_and_direct_tables_equal_numpy(data, group, form, direction):
+def test_staged_and_direct_tables_move_same_bytes_as_numpy(data, group, form, direction):
     first = data.draw(st.integers(0, group.num_layers - 1))
     layers = range(first, data.draw(st.integers(first + 1, group.num_layers)))
     span = group.span(layers)
@@ -65,23 +65,23 @@ def test_staged_and_direct_tables_equal_numpy(data, group, form, direction):
                 ends = table[row] + table[2]
                 assert table[row].min() >= 0
                 assert ends.max() <= stage.size
-                carry_out(table, row, stage.ctypes.data)
+                run_copies(table, row, stage.ctypes.data)
         else:
             copies, within = _direct_tables(moves, chosen, cache.part(layers), host, direction)
             assert within is None
-            carry_out(copies)
+            run_copies(copies)
         assert np.array_equal(device_bytes(group, views), expected[0])
         assert np.array_equal(host_bytes(host), expected[1])
 
 
 @given(st.integers(1, 1 << 20))
-def test_stage_stride_is_aligned_and_tight(span_bytes):
+def test_stage_stride_is_rounded_up_to_alignment(span_bytes):
     assert _stage_stride(span_bytes) % _STAGE_ALIGNMENT == 0
     assert span_bytes <= _stage_stride(span_bytes) < span_bytes + _STAGE_ALIGNMENT
 
 
 @given(st.integers(1, 3000), st.integers(1, 1 << 21), st.integers(1, 40), st.booleans())
-def test_staged_chunks_are_even_and_the_first_is_small(count, span_bytes, per_chunk, ramp):
+def test_staged_chunks_are_equal_except_a_small_first_chunk(count, span_bytes, per_chunk, ramp):
     stride = _stage_stride(span_bytes)
     sizes = _staged_chunks(count, span_bytes, per_chunk * stride + stride - 1, ramp=ramp)
     assert sum(sizes) == count
@@ -105,7 +105,7 @@ def test_staged_chunks_block_larger_than_chunk_raises():
 
 @given(st.integers(1, 20), st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
-def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
+def test_compile_fills_bulk_slices_up_to_slice_bytes(count, sixths):
     cache, _ = filled_cache(SMALL, 20, "block-first", CPU, 1)
     host = ready_host(SMALL, 20, CPU)
     slice_bytes = sixths * SMALL.block_bytes // 6
@@ -117,8 +117,8 @@ def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
     assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
     assert [each.nbytes for each in compiled.slices] == [size * SMALL.block_bytes for size in sizes]
     assert compiled.nbytes == count * SMALL.block_bytes
-    assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()  # by destination
-    assert compiled.num_copies == 0  # tables are made when a slice is submitted
+    assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()  # sorted by destination
+    assert compiled.num_copies == 0  # a table is made when its slice is submitted
     assert [each.made for each in compiled.slices] == [None] * len(sizes)
     assert compiled.slices[0].tables is compiled.slices[0].tables is compiled.slices[0].made
     assert compiled.num_copies == compiled.slices[0].tables[0].shape[1]
@@ -141,18 +141,18 @@ def view_of(memory, start, stride, nbytes, blocks=3):
 
 
 def other_allocation(memory, start, stride, nbytes):
-    """The same addresses as another tensor with a storage of its own."""
+    """Return a tensor at the same addresses with a separate storage."""
     base = Buffer.from_pointer(memory.data_ptr(), memory.numel(), "u8", CPU, owner=memory).numpy()
     return torch.from_numpy(np.lib.stride_tricks.as_strided(base[start:], (3, nbytes), (stride, 1)))
 
 
-def test_device_cache_joins_touching_parts():
+def test_device_cache_joins_adjacent_parts():
     memory = torch.zeros(256, dtype=torch.uint8)
     key = view_of(memory, 64, 24, 8)
     cases = {
-        "touch": (view_of(memory, 72, 24, 16), 1),
-        "a gap between": (view_of(memory, 73, 25, 16), 2),
-        "in the other order": (view_of(memory, 48, 24, 16), 2),
+        "adjacent": (view_of(memory, 72, 24, 16), 1),
+        "gap between the parts": (view_of(memory, 73, 25, 16), 2),
+        "reverse order": (view_of(memory, 48, 24, 16), 2),
         "other stride": (view_of(memory, 72, 32, 16), 2),
         "other allocation": (other_allocation(memory, 72, 24, 16), 2),
     }
@@ -166,11 +166,11 @@ def test_device_cache_joins_touching_parts():
 
 
 def test_device_cache_on_two_devices_raises():
-    planes = [BlockView.of(torch.zeros(3, nbytes, dtype=torch.uint8)) for nbytes in (8, 16)]
-    pinned = replace(planes[1], holding=MemoryRef(planes[1].pointer, 48, PINNED))
-    DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, planes[1])])
+    views = [BlockView.of(torch.zeros(3, nbytes, dtype=torch.uint8)) for nbytes in (8, 16)]
+    pinned = replace(views[1], holding=MemoryRef(views[1].pointer, 48, PINNED))
+    DeviceCache(PAIR, [(0, 0, views[0]), (0, 8, views[1])])
     with pytest.raises(ArgumentError, match="one device"):
-        DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, pinned)])
+        DeviceCache(PAIR, [(0, 0, views[0]), (0, 8, pinned)])
 
 
 def test_register_cache_overlapping_host_memory_raises():
@@ -191,25 +191,25 @@ def test_register_cache_overlapping_host_memory_raises():
             register(start)
 
 
-# ---- planes ----
+# ---- block views ----
 
 
 def test_block_view_end_is_after_the_last_block():
     tensor = torch.zeros(5, 4, 6, dtype=torch.int16)[:, :2]
-    plane = BlockView.of(tensor)
-    assert (plane.stride, plane.block_bytes, plane.num_blocks) == (48, 24, 5)
-    assert plane.end - plane.pointer == 4 * 48 + 24
-    assert plane.addresses(np.array([2, 0])).tolist() == [plane.pointer + 96, plane.pointer]
+    view = BlockView.of(tensor)
+    assert (view.stride, view.block_bytes, view.num_blocks) == (48, 24, 5)
+    assert view.end - view.pointer == 4 * 48 + 24
+    assert view.addresses(np.array([2, 0])).tolist() == [view.pointer + 96, view.pointer]
     assert BlockView.of(tensor[:0]).end == 0
-    assert BlockView.of(plane) is plane
+    assert BlockView.of(view) is view
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 4), (2, 1, 5, 1)], ids=str)
-def test_block_view_takes_dense_tensors_of_any_shape(shape):
+def test_block_view_accepts_dense_tensors_of_any_shape(shape):
     tensor = torch.zeros(shape, dtype=torch.float32)
-    plane = BlockView.of(tensor)
-    assert plane.block_bytes * shape[0] == tensor.nbytes
-    assert plane.num_blocks == shape[0]
+    view = BlockView.of(tensor)
+    assert view.block_bytes * shape[0] == tensor.nbytes
+    assert view.num_blocks == shape[0]
 
 
 def test_block_view_of_invalid_tensor_raises():
@@ -228,7 +228,7 @@ def test_block_view_of_invalid_tensor_raises():
 
 
 @pytest.mark.parametrize(("nbytes", "block_bytes"), [(10, 4), (10, None), (10, 0)])
-def test_block_view_of_buffer_not_divisible_raises(nbytes, block_bytes):
+def test_block_view_of_buffer_with_partial_block_raises(nbytes, block_bytes):
     with pytest.raises(ArgumentError, match="does not consist of blocks"):
         BlockView.of(Buffer(nbytes, "u8"), block_bytes)
     assert BlockView.of(Buffer(12, "u8"), 4).num_blocks == 3

@@ -18,7 +18,7 @@ from kvtier.transfer import GrowthState, HostMemory
 from support import new_stream
 from transfer_support import WatchedCondition
 
-GROUP = CacheGroup.mla("main", 3, 100, "u8", 16)  # 4,800 bytes: two pages
+GROUP = CacheGroup.mla("main", 3, 100, "u8", 16)  # a block has 4,800 bytes, so a slot has two pages
 DEVICES = [CPU, *([Placement("cuda", 0)] if torch.cuda.is_available() else [])]
 
 
@@ -27,7 +27,7 @@ def device(request):
     return request.param
 
 
-def test_host_memory_slots_keep_their_bytes(device):
+def test_host_memory_slots_store_independent_bytes(device):
     host = HostMemory(GROUP, 11, device, piece_bytes=3 * GROUP.slot_bytes)
     assert host.wait_ready(timeout=60) == host.num_ready == 11
     assert (host.growth, host.piece_slots) == (GrowthState.READY, 3)
@@ -39,7 +39,7 @@ def test_host_memory_slots_keep_their_bytes(device):
         assert cuda.placement_of(host.block(10).data()) == PINNED
 
 
-def test_host_memory_slots_are_contiguous_pages():
+def test_host_memory_slots_are_contiguous_and_page_aligned():
     host = HostMemory(GROUP, 4, background=False)
     starts = [host.block(slot).data() for slot in range(4)]
     assert starts[0] % 4096 == 0
@@ -48,7 +48,7 @@ def test_host_memory_slots_are_contiguous_pages():
 
 
 class StuckMemory(MappedMemory):
-    """Memory whose pages are touched when the test opens the gate."""
+    """Memory whose `touch` waits until the test opens the gate."""
 
     def touch(self, offset, nbytes):
         self.reached.set()
@@ -94,7 +94,7 @@ def test_host_memory_keeps_slots_when_growth_fails(stuck):
     host.block(1).fill(1)
 
 
-def test_host_memory_free_ends_growth(stuck):
+def test_host_memory_free_stops_growth(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
     stuck.reached.wait(60)
     host.free()
@@ -104,7 +104,7 @@ def test_host_memory_free_ends_growth(stuck):
         host.block_view()
 
 
-def test_host_memory_without_references_ends_growth(stuck):
+def test_host_memory_growth_stops_without_references(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
     seen = weakref.ref(host)
     stuck.reached.wait(60)
@@ -117,7 +117,7 @@ def test_host_memory_without_references_ends_growth(stuck):
     assert seen() is None
 
 
-def test_host_memory_freed_raises_and_held_blocks_stay_valid(device):
+def test_host_memory_free_invalidates_all_but_held_blocks(device):
     host = HostMemory(GROUP, 2, device)
     host.wait_ready(timeout=60)
     held = host.block(0)
@@ -128,7 +128,7 @@ def test_host_memory_freed_raises_and_held_blocks_stay_valid(device):
         with pytest.raises(ClosedError, match="freed"):
             use()
     assert host.num_ready == 0
-    assert set(held.tolist()) == {3}  # a held block keeps the memory
+    assert set(held.tolist()) == {3}  # a held block keeps the memory alive
 
 
 def test_host_memory_is_released_with_its_last_user():
@@ -143,7 +143,7 @@ def test_host_memory_is_released_with_its_last_user():
     assert memory() is None
 
 
-def test_host_memory_keeps_the_cpu_affinity_of_the_caller(device):
+def test_host_memory_does_not_change_cpu_affinity_of_caller(device):
     before = os.sched_getaffinity(0)
     host = HostMemory(GROUP, 2, device, background=False)
     assert host.num_ready == 2
@@ -151,7 +151,7 @@ def test_host_memory_keeps_the_cpu_affinity_of_the_caller(device):
 
 
 @pytest.mark.parametrize("arguments", [{"num_slots": 0}, {"num_slots": 1, "piece_bytes": 0}])
-def test_host_memory_without_slots_raises(arguments):
+def test_host_memory_with_zero_slots_or_piece_bytes_raises(arguments):
     with pytest.raises(ArgumentError, match="at least one slot"):
         HostMemory(GROUP, **arguments)
 
@@ -169,7 +169,7 @@ def test_host_memory_of_one_slot_has_one_piece():
     assert HostMemory(GROUP, 3, piece_bytes=1 << 30, background=False).piece_slots == 3
 
 
-def test_host_memory_slots_and_view_equal_the_blocks():
+def test_host_memory_slots_and_view_contain_the_blocks():
     host = HostMemory(GROUP, 3, background=False)
     for slot in range(3):
         host.block(slot).fill(slot + 1)
@@ -187,12 +187,12 @@ def test_host_memory_slots_and_view_equal_the_blocks():
         with pytest.raises(ClosedError, match="freed"):
             use()
     with new_stream() as stream:
-        host.used_by(stream, stream.record())  # nothing is left to keep
+        host.used_by(stream, stream.record())  # has no effect after free()
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Give host memory a condition that reports waiting threads, and a clock that only the test moves."""
+    """Give host memory a condition that reports waiting threads, and a clock that only the test advances."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     names = SimpleNamespace(Condition=WatchedCondition, Thread=threading.Thread)
     monkeypatch.setattr("kvtier.transfer.host_memory.threading", names)
@@ -200,14 +200,14 @@ def watched(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize("end", ["grown", "refused", "freed", "late"])
-def test_wait_ready_returns_at_every_end_of_growth(stuck, watched, end):
+@pytest.mark.parametrize("end", ["grown", "out of memory", "freed", "timeout"])
+def test_wait_ready_ends_with_growth_or_at_its_timeout(stuck, watched, end):
     host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
-    stuck.refuses = end == "refused"
+    stuck.refuses = end == "out of memory"
     waiters = [host._changed.start_waiter(lambda each=each: host.wait_ready(each, 1.0)) for each in (2, None)]
     if end == "freed":
         host.free()
-    elif end == "late":
+    elif end == "timeout":
         watched.now += 1.0
         with host._changed:
             host._changed.notify_all()
@@ -218,7 +218,7 @@ def test_wait_ready_returns_at_every_end_of_growth(stuck, watched, end):
         assert not waiters[1].done()
         stuck.gate.release()
         assert waiters[1].result(30) == 4
-    elif end == "late":
+    elif end == "timeout":
         for waiter in waiters:
             with pytest.raises(TransferTimeoutError, match="0 of"):
                 waiter.result(30)

@@ -32,7 +32,7 @@ def lane_threads():
     return {each for each in threading.enumerate() if each.name in ("kvtier-d2h", "kvtier-h2d")}
 
 
-def has_status(transfer, status):
+def wait_for_status(transfer, status):
     """Wait until a transfer has this status."""
     with transfer._changed:
         assert transfer._changed.wait_for(lambda: transfer.status is status, 60)
@@ -43,7 +43,7 @@ def has_status(transfer, status):
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=6), st.sampled_from(["h2d", "d2h"]))
 @settings(max_examples=25, deadline=None)
-def test_lane_runs_urgent_first_and_each_kind_in_order(requests, direction):
+def test_lane_runs_urgent_first_then_bulk_in_submission_order(requests, direction):
     manager, mover, _ = stepped(max_urgent_bytes=3 * SIZE)
     with manager:
         submitted, at = [], 2
@@ -63,7 +63,7 @@ def test_lane_runs_urgent_first_and_each_kind_in_order(requests, direction):
     assert {str(job) for job in mover.jobs} == {"cpu to cpu"}
 
 
-def test_bulk_in_flight_reaches_and_never_exceeds_its_bound():
+def test_bulk_bytes_in_flight_reach_but_never_exceed_the_limit():
     manager, mover, _ = stepped(max_in_flight_bytes=3 * SIZE)
     with manager:
         save = manager.save(range(9), range(9))
@@ -79,7 +79,7 @@ def test_bulk_in_flight_reaches_and_never_exceeds_its_bound():
 
 
 @pytest.mark.parametrize(("urgent", "count"), [(False, 2), (True, 5)])
-def test_transfer_within_bounds_starts_no_thread(urgent, count):
+def test_transfer_within_limits_starts_no_thread(urgent, count):
     before = lane_threads()
     manager, mover, _ = stepped(max_urgent_bytes=5 * SIZE)
     with manager:
@@ -91,14 +91,14 @@ def test_transfer_within_bounds_starts_no_thread(urgent, count):
         assert save.wait(60).status is save.status is TransferStatus.DONE
 
 
-def test_urgent_transfers_are_not_cut_into_slices():
+def test_urgent_transfers_are_not_split_into_slices():
     manager, _, _ = stepped()
     with manager:
         assert [each.nbytes for each in manager.compile("d2h", [1, 2], [3, 4], urgent=True).slices] == [2 * SIZE]
         assert [each.nbytes for each in manager.compile("d2h", [1, 2], [3, 4]).slices] == [SIZE, SIZE]
 
 
-def test_save_without_event_follows_the_current_stream():
+def test_save_without_event_waits_for_the_current_stream():
     manager, mover, views = stepped()
     mover.open()
     with manager, new_stream() as compute:
@@ -119,14 +119,14 @@ def test_idle_lane_runs_transfers_queued_later():
     assert mover.slots == [[slot] for slot in range(18)]
 
 
-# ---- layers of a load in several slices ----
+# ---- loads of several slices ----
 
 
 def test_bulk_load_layers_are_done_with_their_last_slice():
     manager, mover, _ = stepped(form="layer-first", min_layer_groups=2, group_piece_bytes=1 << 30)
     with manager:
         compiled = manager.compile("h2d", [0, 1, 2, 3, 4], [5, 6, 7, 8, 9], layer_wise=True)
-        assert [each.layer_group for each in compiled.slices] == [0, 0, 0, 1, 1, 1]  # of 2, 2, 1 blocks
+        assert [each.layer_group for each in compiled.slices] == [0, 0, 0, 1, 1, 1]  # slices of 2, 2 and 1 blocks
         load = manager.submit(compiled)
         for layer in (0, 2):
             mover.permits.release(2)
@@ -160,7 +160,7 @@ def test_report_waits_for_every_slice():
 # ---- closing ----
 
 
-def test_close_cancels_the_queue_and_ends_every_thread():
+def test_close_cancels_the_queue_and_stops_every_thread():
     before = {*threading.enumerate()}
     manager, mover, _ = stepped()
     with manager:
@@ -173,7 +173,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
         compiled = manager.compile("d2h", [0], [0])
         closing = run_in_thread(manager.close)
         for transfer in (save, load):
-            has_status(transfer, TransferStatus.CANCELLED)
+            wait_for_status(transfer, TransferStatus.CANCELLED)
             assert transfer.report is None  # two slices are in flight
         mover.open()
         closing.result(60)
@@ -184,7 +184,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
     assert {each for each in threading.enumerate() if not each.name.startswith("Thread-")} <= before
 
 
-def test_manager_closes_on_exit_and_last_reference():
+def test_manager_closes_on_exit_or_without_references():
     managers = [stepped()[0] for _ in range(2)]
     caches = [manager._caches["main"][0] for manager in managers]
     with managers[0]:
@@ -202,25 +202,25 @@ def test_free_and_release_wait_for_copies_in_flight(action):
         save = manager.save([1], [2], urgent=True)
         source = device_bytes(SMALL, views)[1]
 
-        def give_up():
+        def free_or_release():
             (mover.host.free if action == "free" else manager.release)()
             order.append((action, list(mover.slots)))
 
         slot = mover.host.slots()[2, :SIZE]
         keep = mover.host.keep()
-        given_up = run_in_thread(give_up)
+        freeing = run_in_thread(free_or_release)
         if action == "free":
             with mover.host._changed:
                 assert mover.host._changed.wait_for(lambda: mover.host.growth is GrowthState.FREED, 60)
         mover.open()
-        given_up.result(60)
+        freeing.result(60)
         assert order == [(action, [[2]])]
         assert save.wait(60).status is TransferStatus.DONE
         assert (slot.numpy() == source).all()
         del keep
 
 
-def test_release_of_one_group_keeps_the_other():
+def test_release_of_one_group_keeps_the_other_group():
     window = CacheGroup.mla("window", 2, 32, "f16", 4)
     manager = TransferManager(layout_of(SMALL, window), CPU)
     for group in (SMALL, window):

@@ -1,4 +1,4 @@
-"""LayerDoneCounter: when threads are woken, which layers count as arrived, and timeouts."""
+"""LayerDoneCounter: waking of threads, arrival of layers, and timeouts."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ GROUPS = [range(1, 3), range(3, 6)]
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Give the counter a clock that only the test moves."""
+    """Give the counter a clock that only the test advances."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(layers, "time", clock)
     return clock
@@ -43,7 +43,7 @@ def test_wait_for_a_pending_layer_raises_once_failed():
     with pytest.raises(TransferError, match="layer 1 did not arrive: first"):
         waiter.result(30)
     with new_stream() as compute:
-        counter.wait(1, compute)  # the stream is not held for a layer that will not arrive
+        counter.wait(1, compute)  # the stream does not wait for a layer that will not arrive
         compute.synchronize()
 
 
@@ -63,7 +63,7 @@ def test_wait_on_the_host_returns_when_the_copy_ends():
 
 
 @pytest.mark.parametrize("wait_all", [True, False])
-def test_wait_raises_at_its_deadline_and_not_before(clock, wait_all):
+def test_wait_for_a_pending_layer_raises_at_its_deadline(clock, wait_all):
     changed = WatchedCondition()
     counter = LayerDoneCounter(GROUPS, changed)
     wait = counter.wait_all if wait_all else lambda timeout: counter.wait(1, timeout=timeout)
@@ -86,7 +86,7 @@ def test_wait_for_a_submitted_layer_raises_at_its_deadline(wait_all):
             wait(timeout=0.01)
 
 
-def test_wait_all_holds_a_stream_for_every_layer():
+def test_wait_all_makes_a_stream_wait_for_every_layer():
     counter = LayerDoneCounter(GROUPS)
     order = []
     with new_stream() as first, new_stream() as second, new_stream() as compute:

@@ -1,4 +1,4 @@
-"""Block ids of transfers: the native code sorts them and makes copies in the same way as its numpy twins."""
+"""Block ids of transfers. Native code and its numpy twins return the same orders and the same copies."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ ids_of_both = st.integers(1, 5000).flatmap(
 
 
 def in_numpy(function, *arguments):
-    """Call a function with its numpy twin, as on a machine without a compiler."""
+    """Call a function without native code, as on a machine without a compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "native", lambda: Native(None, "a test"))
         return function(*arguments)
@@ -31,13 +31,13 @@ def test_sort_moves_sorts_by_destination_or_raises(ids, direction):
     device, host = [a for a, _ in pairs], [b for _, b in pairs]
     targets = host if direction is Direction.D2H else device
     if len({*targets}) < len(targets):
-        for call in (sort_moves, lambda *them: in_numpy(sort_moves, *them)):
+        for call in (sort_moves, lambda *arguments: in_numpy(sort_moves, *arguments)):
             with pytest.raises(ArgumentError, match="twice"):
                 call(device, host, direction, num_blocks, num_blocks)
         return
     actual, twin = (
         call(device, host, direction, num_blocks, num_blocks)
-        for call in (sort_moves, lambda *t: in_numpy(sort_moves, *t))
+        for call in (sort_moves, lambda *arguments: in_numpy(sort_moves, *arguments))
     )
     assert actual.device_ids.tolist() == device
     assert actual.host_ids.tolist() == host
@@ -79,7 +79,7 @@ def test_sort_moves_invalid_ids_raise(device, host, error, match, direction):
     st.integers(1, 5),
     st.sampled_from(Direction),
 )
-def test_check_moves_accepts_exactly_the_ids_in_range(device, host, num_device, num_host, direction):
+def test_check_moves_accepts_exactly_the_valid_ids(device, host, num_device, num_host, direction):
     targets = host if direction is Direction.D2H else device
     bad_device = next((k for k, each in enumerate(device) if not 0 <= each < num_device), None)
     bad_host = next((k for k, each in enumerate(host) if not 0 <= each < num_host), None)
@@ -105,7 +105,7 @@ def test_check_moves_accepts_exactly_the_ids_in_range(device, host, num_device, 
             call(device, host, direction, num_device, num_host)
 
 
-def test_sort_moves_takes_ids_of_any_integer_type():
+def test_sort_moves_accepts_ids_of_any_integer_type():
     for ids in (range(3), np.array([0, 1, 2], np.int32), np.arange(6)[::-2] // 2, (0, 1, 2), np.arange(3)[::-1]):
         frozen = np.array(ids)
         frozen.flags.writeable = False
@@ -158,8 +158,8 @@ def test_block_copies_equal_the_numpy_twin(host, random, run, near_gap, far_gap,
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(("run", "sizes"), [(0, [10]), (1, [1] * 10), (4, [2, 4, 4]), (5, [3, 5, 2]), (20, [10])])
-def test_block_copies_join_neighbours_within_a_run(run, sizes, direction):
+def test_block_copies_join_adjacent_blocks_within_a_run(run, sizes, direction):
     ids = np.arange(10)
-    for call in (block_copies, lambda *them: in_numpy(block_copies, *them)):
+    for call in (block_copies, lambda *arguments: in_numpy(block_copies, *arguments)):
         table = call(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)
         assert (table[2] // 64).tolist() == sizes

@@ -1,4 +1,4 @@
-"""Ends of transfers: deadlines, cancellation, failures, and the figures of the report."""
+"""Completion of transfers: deadlines, cancellation, failures, and the contents of the report."""
 
 import time
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ SIZE = SMALL.block_bytes
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Give deadlines a clock that only the test moves."""
+    """Give deadlines a clock that only the test advances."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(handle, "time", clock)
     monkeypatch.setattr(manager, "time", clock)
@@ -27,7 +27,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(handle, "threading", SimpleNamespace(Condition=WatchedCondition))
 
 
-def in_flight(save, count):
+def wait_for_slices(save, count):
     """Wait until `count` slices of a queued transfer are in flight."""
     with save._changed:
         assert save._changed.wait_for(lambda: len(save._ends) >= count, 60)
@@ -37,11 +37,11 @@ def in_flight(save, count):
 
 
 def test_queued_transfer_is_late_at_its_deadline(clock):
-    moving, mover, _ = stepped()
-    with moving:
-        ahead = moving.save(range(4), range(4))
-        in_flight(ahead, 2)
-        late = moving.save([5, 6], [5, 6], timeout=2.0)
+    transfers, mover, _ = stepped()
+    with transfers:
+        ahead = transfers.save(range(4), range(4))
+        wait_for_slices(ahead, 2)
+        late = transfers.save([5, 6], [5, 6], timeout=2.0)
         clock.now += 1.5
         assert (late.report, late.status) == (None, TransferStatus.QUEUED)
         clock.now += 0.5
@@ -52,12 +52,12 @@ def test_queued_transfer_is_late_at_its_deadline(clock):
 
 
 def test_late_transfer_is_skipped_by_the_lane():
-    moving, mover, _ = stepped()
-    with moving:
-        ahead = moving.save(range(4), range(4))
-        in_flight(ahead, 2)
-        late = moving.save([5], [5], timeout=0.0)
-        behind = moving.save([7], [7], timeout=3600)
+    transfers, mover, _ = stepped()
+    with transfers:
+        ahead = transfers.save(range(4), range(4))
+        wait_for_slices(ahead, 2)
+        late = transfers.save([5], [5], timeout=0.0)
+        behind = transfers.save([7], [7], timeout=3600)
         mover.open()
         assert behind.wait(60).status is TransferStatus.DONE
         assert mover.slots == [[0], [1], [2], [3], [7]]
@@ -65,22 +65,22 @@ def test_late_transfer_is_skipped_by_the_lane():
 
 
 def test_wait_returns_when_the_transfer_deadline_passes():
-    moving, mover, _ = stepped()
-    with moving:
-        in_flight(moving.save(range(4), range(4)), 2)
-        late = moving.save([5], [5], timeout=0.05)
+    transfers, mover, _ = stepped()
+    with transfers:
+        wait_for_slices(transfers.save(range(4), range(4)), 2)
+        late = transfers.save([5], [5], timeout=0.05)
         assert late.wait(3600).status is TransferStatus.LATE
-        assert moving.save([6], [6], timeout=0.05).wait().status is TransferStatus.LATE
+        assert transfers.save([6], [6], timeout=0.05).wait().status is TransferStatus.LATE
         mover.open()
 
 
 def test_wait_raises_at_its_own_timeout_and_not_before(clock):
-    moving, mover, _ = stepped()
-    with moving:
-        save = moving.save([0], [0])
+    transfers, mover, _ = stepped()
+    with transfers:
+        save = transfers.save([0], [0])
         with pytest.raises(TransferTimeoutError, match="still running after 0 seconds"):
             save.wait(0)
-        waiters = [run_in_thread(lambda: save.wait(1.0)), run_in_thread(lambda: moving.wait_all(1.0))]
+        waiters = [run_in_thread(lambda: save.wait(1.0)), run_in_thread(lambda: transfers.wait_all(1.0))]
         mover.open()
         assert waiters[0].result(60).status is TransferStatus.DONE
         waiters[1].result(60)
@@ -89,12 +89,12 @@ def test_wait_raises_at_its_own_timeout_and_not_before(clock):
 
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("timeout", [None, 3600])
-def test_waiter_of_a_queued_transfer_is_woken(timeout):
-    moving, mover, _ = stepped()
-    with moving:
-        ahead = moving.save(range(3), range(3))
-        in_flight(ahead, 2)
-        cancelled, moved = moving.save([5], [5]), moving.save([6], [6])
+def test_cancel_or_copy_wakes_the_waiter_of_a_queued_transfer(timeout):
+    transfers, mover, _ = stepped()
+    with transfers:
+        ahead = transfers.save(range(3), range(3))
+        wait_for_slices(ahead, 2)
+        cancelled, moved = transfers.save([5], [5]), transfers.save([6], [6])
         waiters = [each._changed.start_waiter(lambda each=each: each.settle(timeout)) for each in (cancelled, moved)]
         layer = moved._changed.start_waiter(lambda: moved.layers.wait(0, timeout=3600))
         assert cancelled.cancel()
@@ -108,10 +108,10 @@ def test_waiter_of_a_queued_transfer_is_woken(timeout):
 
 
 def test_failed_status_takes_precedence_over_cancelled():
-    moving, mover, _ = stepped()
-    with moving:
-        save = moving.save(range(6), range(6))
-        in_flight(save, 2)
+    transfers, mover, _ = stepped()
+    with transfers:
+        save = transfers.save(range(6), range(6))
+        wait_for_slices(save, 2)
         save.failed(1, CopyError("the copy failed"))
         save.failed(1, CopyError("and again"))
         assert save.cancel()
@@ -124,7 +124,7 @@ def test_failed_status_takes_precedence_over_cancelled():
     assert [type(each.error) for each in report.failures[1:]] == [CancelledTransferError] * 4
 
 
-def test_report_has_the_time_of_all_slices():
+def test_report_has_time_strategy_and_number_of_copies():
     times = []
 
     class TimedMover:
@@ -134,21 +134,21 @@ def test_report_has_the_time_of_all_slices():
             times.append(time.perf_counter())
             return done
 
-    moving, mover, _ = stepped(around=TimedMover())
+    transfers, mover, _ = stepped(around=TimedMover())
     mover.open()
-    with moving:
+    with transfers:
         start = time.perf_counter()
-        report = moving.save(range(9), range(9)).wait(60)
+        report = transfers.save(range(9), range(9)).wait(60)
         assert times[-1] - times[0] <= report.seconds <= time.perf_counter() - start
         assert (report.choice.strategy, report.choice.why) == ("direct", "the only strategy between host memories")
         assert report.num_copies == 9
-        forced = moving.save([0], [0], strategy="kernel").wait(60)
+        forced = transfers.save([0], [0], strategy="kernel").wait(60)
         assert forced.choice.why.startswith("kernel was forced, but there is no GPU")
 
 
 def test_strategy_argument_overrides_the_config():
-    moving, _, _ = stepped(strategy="staged")
-    with moving:
-        assert moving.compile("d2h", [0], [0]).choice.why.startswith("staged was forced")
-        assert moving.compile("d2h", [0], [0], strategy="kernel").choice.why.startswith("kernel was forced")
-        assert moving.compile("d2h", [0], [0], strategy="direct").choice.why == "forced"
+    transfers, _, _ = stepped(strategy="staged")
+    with transfers:
+        assert transfers.compile("d2h", [0], [0]).choice.why.startswith("staged was forced")
+        assert transfers.compile("d2h", [0], [0], strategy="kernel").choice.why.startswith("kernel was forced")
+        assert transfers.compile("d2h", [0], [0], strategy="direct").choice.why == "forced"

@@ -1,4 +1,4 @@
-"""The price of each strategy, from a made-up calibration: link time plus the slowdown of the model."""
+"""The price of each strategy for a made-up calibration. A price is link time plus the slowdown of the model."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def cheapest(shape, table=TABLE):
 
 
 @pytest.mark.parametrize(("parts", "best"), [(32, "direct"), (32 * 64, "staged"), (32 * 512, "staged")])
-def test_large_parts_are_direct_and_small_parts_staged(parts, best):
+def test_cheapest_strategy_depends_on_the_size_of_parts(parts, best):
     assert cheapest(TransferShape(GPU, PINNED, 64 * MIB, parts, 32)) == best
 
 
@@ -80,7 +80,7 @@ def test_prices_of_each_strategy_follow_from_the_calibration():
     assert (prices["direct"], prices["kernel"]) == pytest.approx((times["direct"], 2 * times["kernel"]))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("sides", [(GPU, PINNED), (PINNED, GPU)], ids=str)
 def test_choose_without_driver_is_direct_with_reasons(sides):
     choice = choose(TransferShape(*sides, MIB, 64, 1))
@@ -112,7 +112,7 @@ def test_choose_between_host_memories_is_direct(forced):
     assert choice.why
 
 
-def test_transfer_config_bound_of_one_is_accepted():
+def test_transfer_config_accepts_minimum_values():
     config = TransferConfig("staged", 1, 1, 1, chunk_bytes=1, num_chunks=1)
     assert (config.slice_bytes, config.num_chunks) == (1, 1)
 

@@ -1,4 +1,4 @@
-"""The swap operators against numpy, on every placement this machine has."""
+"""The swap operators give the same results as numpy, on every placement that this machine has."""
 
 import threading
 
@@ -73,7 +73,7 @@ def test_swap_moves_exactly_the_given_blocks(data):
     assert np.array_equal(cache.numpy(), expected[0])
     assert np.array_equal(host.numpy(), expected[1])
     assert result.num_calls == count
-    assert result.num_entries == (1 if count else 0)  # neighbours on both sides are one copy, in any order
+    assert result.num_entries == (1 if count else 0)  # adjacent blocks are one copy, in any order
 
 
 def test_swap_all_layers_uses_one_batch(device):
@@ -102,7 +102,7 @@ def test_swap_with_block_view_of_host_memory(group):
     assert np.array_equal(host_bytes(host), expected)
 
 
-def test_swap_buffer_takes_block_size_of_the_other_side():
+def test_swap_buffer_uses_the_block_size_of_the_other_side():
     host = Buffer(40, "u8")
     host.numpy()[:] = np.arange(40)
     cache = torch.zeros(4, 10, dtype=torch.uint8)
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_swap_invalid_arguments_raise_and_move_nothing(name):
+def test_swap_invalid_arguments_raise_before_any_copy(name):
     arguments, kind, message = BAD[name]
     cache, host = torch.ones(4, 8, dtype=torch.uint8), torch.zeros(6, 8, dtype=torch.uint8)
     with pytest.raises(kind, match=message):
@@ -160,7 +160,7 @@ def test_swap_invalid_arguments_raise_and_move_nothing(name):
     assert int(cache.sum()) == 32
 
 
-def test_swap_may_read_a_source_twice():
+def test_swap_can_copy_one_source_to_two_destinations():
     cache, host = torch.tensor([[5], [6]], dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)
     swap_cache_per_layer(cache, host, [1, 1], [0, 2], "d2h")
     assert host.flatten().tolist() == [6, 0, 6]

@@ -1,4 +1,4 @@
-"""TransferManager: every byte of every tensor arrives, with any layout, traffic and failures."""
+"""TransferManager: every byte of every tensor arrives, for any layout, with concurrent transfers and failures."""
 
 import gc
 import random
@@ -51,7 +51,7 @@ from transfer_support import (
 )
 
 DEVICES = [CPU, *([Placement("cuda", 0)] if torch.cuda.is_available() else [])]
-STRATEGIES = [None, "direct", "kernel", "staged"]  # on the CPU all are direct
+STRATEGIES = [None, "direct", "kernel", "staged"]  # on the CPU, all of them copy directly
 SMALL = CacheGroup.attention("main", 4, 2, 8, "bf16", 4)
 
 
@@ -61,7 +61,7 @@ def device(request):
 
 
 def managed(group, device, *, form="layer-first", num_blocks=12, num_slots=17, seed=0, config=None, **options):
-    """A manager of one group with random bytes on both sides. Returns it, the tensors, and the host memory."""
+    """Return a manager of one group with random bytes on both sides, the tensors, and the host memory."""
     manager = TransferManager(layout_of(group), device, config, **options)
     cache, views = filled_cache(group, num_blocks, form, device, seed)
     host = ready_host(group, num_slots, device, seed, piece_bytes=group.slot_bytes * 5)
@@ -140,8 +140,8 @@ def test_compiled_transfer_can_run_again(device):
             assert set(host_bytes(host)[[3, 4]].flatten().tolist()) == {value}
 
 
-def test_neighbours_are_one_copy_within_a_registered_piece(device):
-    group = CacheGroup.mla("main", 2, 128, "u8", 16)  # 4,096 bytes: slots without padding
+def test_adjacent_blocks_in_a_pinned_piece_are_one_copy(device):
+    group = CacheGroup.mla("main", 2, 128, "u8", 16)  # a block has 4,096 bytes, so a slot has no padding
     manager, _, _ = managed(group, device, form="block-first", num_blocks=17)
     with manager:
         assert manager.save(range(17), range(17)).wait(60).num_copies == 4  # pieces of 5 slots
@@ -153,7 +153,7 @@ def test_neighbours_are_one_copy_within_a_registered_piece(device):
 
 
 class FaultyMover:
-    """A mover that fails a random share of the copies, and those that touch an address in `broken`."""
+    """A mover that fails a random share of the copies, and all copies that touch an address in `broken`."""
 
     def __init__(self, share=0.0, seed=0):
         self.broken, self._share, self._random, self._lock = [], share, random.Random(seed), threading.Lock()
@@ -173,7 +173,7 @@ class FaultyMover:
 @pytest.mark.parametrize("share", [0.0, 0.2])
 @pytest.mark.parametrize("form", FORMS)
 def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
-    """Each thread moves known bytes between its own blocks and slots; failures affect only the reported blocks."""
+    """Each thread moves known bytes between its own blocks and slots. Failures affect only the reported blocks."""
     mover = FaultyMover(share)
     config = TransferConfig(slice_bytes=2 * SMALL.block_bytes, max_in_flight_bytes=4 * SMALL.block_bytes)
     manager, views, host = managed(
@@ -196,7 +196,7 @@ def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
                 blocks, kept = zip(*saved.moved, strict=True)
                 loaded = manager.load(blocks, kept, urgent=not urgent, layer_wise=turn % 2 == 0).wait(60)
                 num_failed[0] += len(saved.failures) + len(loaded.failures)
-                for failure in loaded.failures:  # its bytes are undefined: load it until that succeeds
+                for failure in loaded.failures:  # the block is undefined until a load succeeds
                     while manager.load([failure.device_id], [failure.host_id]).wait(60).failures:
                         num_failed[0] += 1
         except BaseException as error:
@@ -234,7 +234,7 @@ def test_failed_copy_is_reported_only_for_its_blocks(device):
         assert {each.id for each in manager.poll()} <= {broken.id, fine.id}
 
 
-def test_save_after_failed_compute_fails_alone():
+def test_save_after_failed_compute_fails_but_next_save_works():
     manager, _, _ = managed(SMALL, CPU)
     with manager, new_stream() as compute:
         compute.enqueue(lambda: int("not a number"))
@@ -279,7 +279,7 @@ def test_urgent_load_overtakes_bulk_transfers():
         assert bulk.wait(60).status is save.wait(60).status is TransferStatus.DONE
 
 
-def test_urgent_beyond_its_bound_is_queued_first():
+def test_urgent_load_beyond_the_limit_is_queued():
     gate = threading.Event()
 
     def mover(path, job, pieces):
@@ -292,7 +292,7 @@ def test_urgent_beyond_its_bound_is_queued_first():
     with manager:
         bulk = manager.save(range(12), range(12))
         first, second = manager.load([0], [13]), manager.load([1, 2], [14, 15])
-        assert in_flight_bytes(manager, "h2d", urgent=True) == size  # both together exceed the bound
+        assert in_flight_bytes(manager, "h2d", urgent=True) == size  # both loads together exceed the limit
         assert second.status is TransferStatus.QUEUED
         assert in_flight_bytes(manager, "d2h", urgent=False) <= 3 * size
         gate.set()
@@ -300,11 +300,11 @@ def test_urgent_beyond_its_bound_is_queued_first():
         assert in_flight_bytes(manager, "d2h", urgent=False) == 0
 
 
-# ---- ends ----
+# ---- completion ----
 
 
 def blocked_manager(**options):
-    """A manager on the CPU whose copies wait for the gate."""
+    """Return a gate and a manager on the CPU whose copies wait for the gate, the tensors, and the host memory."""
     gate = threading.Event()
 
     def mover(path, job, pieces):
@@ -316,18 +316,18 @@ def blocked_manager(**options):
     return gate, manager, views, host
 
 
-def submitted_slices(transfer, count):
+def wait_for_slices(transfer, count):
     """Wait until `count` slices of a queued transfer are in flight."""
     with transfer._changed:
         assert transfer._changed.wait_for(lambda: len(transfer._ends) >= count, 60)
 
 
-def test_cancel_stops_queued_slices_and_waits_for_the_rest():
+def test_cancel_drops_queued_slices_and_finishes_submitted_ones():
     gate, manager, views, host = blocked_manager()
     before, source = host_bytes(host), device_bytes(SMALL, views)
     with manager:
         save = manager.save(range(8), range(8))
-        submitted_slices(save, 2)
+        wait_for_slices(save, 2)
         assert save.cancel()
         assert save.report is None  # two slices are in flight and may still write
         gate.set()
@@ -345,7 +345,7 @@ def test_late_transfer_reports_the_blocks_not_moved():
     gate, manager, _, _ = blocked_manager()
     with manager:
         ahead = manager.save(range(4), range(4))
-        submitted_slices(ahead, 2)
+        wait_for_slices(ahead, 2)
         late = manager.save([5, 6], [5, 6], timeout=0.0)
         report = late.wait(60)
         assert (report.status, report.moved) == (TransferStatus.LATE, ())
@@ -365,7 +365,7 @@ def test_poll_reports_each_transfer_once(device):
         assert len(manager._live) == 0
 
 
-def test_poll_only_urgent_leaves_the_others(device):
+def test_poll_only_urgent_keeps_bulk_reports_for_later(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         save, load = manager.save([0, 1], [0, 1]), manager.load([2, 3], [2, 3])
@@ -375,7 +375,7 @@ def test_poll_only_urgent_leaves_the_others(device):
         assert [report.id for report in manager.poll()] == [save.id]
 
 
-def test_waited_transfers_need_no_poll(device):
+def test_waited_for_transfers_need_no_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         for _ in range(20):
@@ -383,7 +383,7 @@ def test_waited_transfers_need_no_poll(device):
         assert len(manager._live) <= 1
 
 
-def test_empty_transfer_is_done_with_all_layers(device):
+def test_empty_load_has_all_layers_done(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         load = manager.load([], [], layer_wise=True)
@@ -396,7 +396,7 @@ def test_empty_transfer_is_done_with_all_layers(device):
 def test_close_cancels_the_queue_and_refuses_new_transfers():
     gate, manager, _, _ = blocked_manager()
     save = manager.save(range(8), range(8))
-    submitted_slices(save, 2)
+    wait_for_slices(save, 2)
     gate.set()
     manager.close()
     manager.close()
@@ -423,7 +423,7 @@ def test_manager_release_drops_tensors_and_keeps_host_blocks(device):
             manager.submit(compiled)
         with pytest.raises(StateError, match="no cache"):
             manager.save([0], [0])
-        cache, views = filled_cache(SMALL, 6, "block-first", device, 7)  # it wakes, with another form of cache
+        cache, views = filled_cache(SMALL, 6, "block-first", device, 7)  # the engine wakes with another cache layout
         manager.register(cache, host)
         manager.load([5, 2], [3, 4]).wait(60)
         assert np.array_equal(device_bytes(SMALL, views)[[5, 2]], kept[[3, 4]])
@@ -460,13 +460,13 @@ def test_device_cache_of_mismatched_tensors_raises():
         DeviceCache.block_first(SMALL, key)
 
 
-def test_block_first_cache_is_one_piece_per_block():
+def test_block_first_cache_has_one_segment_per_block():
     tensor = torch.zeros(5, 4, 2, 4, 2, 8, dtype=torch.bfloat16)
     cache = DeviceCache.block_first(SMALL, tensor)
     assert len(cache.part(range(4))) == 1
     assert len(cache.part(range(1, 3))) == 1
     views = [{"key": tensor[:, layer, 0], "value": tensor[:, layer, 1]} for layer in range(4)]
-    assert len(DeviceCache.layer_first(SMALL, views).part(range(4))) == 1  # touching parts are joined
+    assert len(DeviceCache.layer_first(SMALL, views).part(range(4))) == 1  # adjacent parts are joined
 
 
 def test_register_cache_in_host_memory_raises():
@@ -496,12 +496,12 @@ def test_queued_save_completes_after_host_memory_free():
     expected = device_bytes(SMALL, views)[:8]
     with manager:
         save = manager.save(range(8), range(8))
-        submitted_slices(save, 2)  # six are queued, without tables
+        wait_for_slices(save, 2)  # the other six are queued and have no tables yet
         freed = threading.Thread(target=host.free)
         freed.start()
         with host._changed:
             assert host._changed.wait_for(lambda: host.growth is GrowthState.FREED, 60)
-        keep = save._keep[-1]  # keeps the memory for the comparison below
+        keep = save._keep[-1]  # keeps the memory alive for the comparison below
         gate.set()
         assert save.wait(60).status is TransferStatus.DONE
         assert np.array_equal(slots[:8, : SMALL.block_bytes].numpy(), expected)
@@ -540,7 +540,7 @@ def test_stream_compute_starts_when_its_layer_arrives():
     with manager, new_stream() as compute:
         load = manager.load([2], [5], layer_wise=True)
         for layer in range(4):
-            load.layers.wait(layer, compute)  # returns at once
+            load.layers.wait(layer, compute)  # returns immediately
             compute.enqueue(lambda layer=layer: seen.update({layer: views[layer, "key"][2].numpy().copy()}))
         assert not seen
         gates[0].set()
@@ -565,7 +565,7 @@ def test_failed_layer_raises_in_host_wait():
         load.layers.wait(0, timeout=60)
         with pytest.raises(TransferError, match="layer 3 did not arrive"):
             load.layers.wait(3, timeout=60)
-        load.layers.wait(3, compute)  # the model continues; the report has the blocks to recompute
+        load.layers.wait(3, compute)  # the stream continues, and the report names the failed block
         compute.synchronize()
         assert num_layers_done(load) == 2
         report = load.wait(60)
@@ -576,7 +576,7 @@ def test_cancelled_load_wakes_layer_waiters():
     gate, manager, _, _ = blocked_manager()
     with manager:
         ahead = manager.load(range(4), range(4), urgent=False)
-        submitted_slices(ahead, 2)
+        wait_for_slices(ahead, 2)
         queued = manager.load([5], [5], urgent=False, layer_wise=True)
         with pytest.raises(LayerSwapTimeoutError, match="not been submitted"):
             queued.layers.wait(0, timeout=0)
