@@ -213,7 +213,7 @@ def test_batch_copy_keeps_buffers_until_run():
 def test_batch_copy_with_invalid_arguments_raises():
     src, dst = Buffer(8, "u8"), Buffer(4, "u8")
     batch = BatchCopy()
-    with pytest.raises(RangeError, match=r"5 elements from a Buffer of 8 into one of 4"):
+    with pytest.raises(RangeError, match=r"5 elements from a Buffer of 8 into a Buffer of 4"):
         batch(src, 5, dst)
     with pytest.raises(RangeError, match="-1"):
         batch(src, -1, dst)

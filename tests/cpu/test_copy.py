@@ -213,7 +213,7 @@ def test_copy_between_dtypes_raises(source, target, placement):
 @pytest.mark.parametrize(("sizes", "n"), [((8, 4), 5), ((4, 8), 5), ((4, 4), -1), ((4, 4), 1 << 62), ((0, 4), 1)])
 def test_copy_count_out_of_range_raises(sizes, n, placement, make, read):
     source, target = Buffer(sizes[0], "u8", placement), make(placement, b"\xff" * sizes[1])
-    with pytest.raises(RangeError, match=rf"{n} elements from a Buffer of {sizes[0]} into one of {sizes[1]}"):
+    with pytest.raises(RangeError, match=rf"{n} elements from a Buffer of {sizes[0]} into a Buffer of {sizes[1]}"):
         copy(source, n, target)
     assert read(target).tobytes() == b"\xff" * sizes[1]
 

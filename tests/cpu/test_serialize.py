@@ -393,7 +393,7 @@ def test_load_of_damaged_record_raises_on_every_placement(placement):
 def test_save_to_small_target_raises_without_writing(missing):
     buffer = numbers()
     target = bytearray(saved_nbytes(buffer) - missing)
-    with pytest.raises(RangeError, match=rf"needs {saved_nbytes(buffer)} bytes, the target has {len(target)}"):
+    with pytest.raises(RangeError, match=rf"needs {saved_nbytes(buffer)} bytes, but the target has {len(target)}"):
         save(buffer, target)
     assert not any(target)
 

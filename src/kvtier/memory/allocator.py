@@ -23,9 +23,9 @@ class AllocatorStats:
     allocated_bytes: int
     peak_bytes: int
     num_live: int
-    """Allocations not yet freed."""
+    """Number of allocations that are not yet freed."""
     num_allocations: int
-    """Allocations since the start."""
+    """Number of allocations since the allocator was created."""
 
 
 def _nothing(*_: object) -> None:
@@ -118,7 +118,7 @@ class Allocator:
 # Scattered 4 KiB reads over 4 KiB pages always miss the TLB, so large host allocations use huge pages.
 _HUGE_PAGE_BYTES = 2 << 20
 # torch's pinned pool rounds up to a power of two and never shrinks by itself. This suits staging memory, but not a host
-# tier of 33 GiB. Larger allocations than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
+# tier of 33 GiB. Allocations larger than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
 _PINNED_POOL_BYTES = 32 << 20
 
 

@@ -76,12 +76,12 @@ def rest(dst: Buffer, n: int) -> Buffer:
 
 
 def check_copy(src: Buffer, n: int, dst: Buffer) -> None:
-    """Raise unless the first `n` elements of `src` can be copied over the first `n` of `dst`."""
+    """Raise if the first `n` elements of `src` cannot be copied to the first `n` elements of `dst`."""
     if src.dtype != dst.dtype:
         raise DTypeError(f"cannot copy {src.dtype} elements into a Buffer of {dst.dtype}; view() one of them first")
     src.data_or(0)  # raises if closed
     if not 0 <= n <= min(src.size, dst.size):
-        raise RangeError(f"cannot copy {n} elements from a Buffer of {src.size} into one of {dst.size}")
+        raise RangeError(f"cannot copy {n} elements from a Buffer of {src.size} into a Buffer of {dst.size}")
 
 
 def clear(buffer: Buffer, stream: Stream | None = None) -> None:
@@ -199,7 +199,7 @@ class BatchCopy:
     def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
         """Add many copies of n elements each, from offsets `src_at` in `src` to offsets `dst_at` in `dst`.
 
-        The offsets are arrays (numpy, torch, list); n is one number or an array. Adjacent pieces merge, in any order.
+        The offsets are arrays (numpy, torch, list); n is one number or an array. Adjacent pieces are merged.
         """
         check_copy(src, 0, dst)
         table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")
@@ -374,7 +374,7 @@ class BatchCopy:
         if n * src.dtype.bits % 8 and not at_the_end:
             raise ArgumentError(
                 f"{n} elements of {src.dtype} end inside a byte that other elements may share; "
-                f"copy a multiple of {src.dtype.per_byte}, or use kvtier.memory.batch_copy"
+                f"copy a multiple of {src.dtype.per_byte}, or use kvtier.memory.copy()"
             )
 
 

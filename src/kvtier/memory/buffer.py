@@ -117,7 +117,7 @@ class Buffer:
             raise DTypeError(f"pack() needs {element} elements of ml_dtypes or their bits as uint8, got {array.dtype}")
         codes = array.view(np.uint8)
         if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
-            raise RangeError(f"{element} holds bits 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
+            raise RangeError(f"the bits of {element} are 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
         packed = torch_types.pack_codes(element, codes)
         return cls._make(interop.adopt(packed)[0], 0, codes.size, element, CPU)
 
@@ -165,7 +165,7 @@ class Buffer:
         return f"Buffer({self.size}, {self.dtype.name!r}, {str(self.placement)!r}{', ' + state if state else ''})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Buffer is not pickled: use kvtier.memory.save and load, which are versioned and checked")
+        raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
         """Close this Buffer and every slice and view. Exports and copies in flight still keep the memory alive."""

@@ -110,7 +110,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, because copy_steps uses it as a cache key
 class CostTable:
-    """Costs by direction ("cuda>pinned") and path, in ascending size. `origin` names the GPU and the driver."""
+    """Costs by direction ("cuda>pinned") and path, sorted by piece size. `origin` names the GPU and the driver."""
 
     origin: str
     costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]

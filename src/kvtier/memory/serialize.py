@@ -89,7 +89,7 @@ class _Header:
             raise FormatError("this record has format version 0, which does not exist")
         if version > VERSION:
             raise VersionError(
-                f"this record has format version {version}, this kvtier reads up to {VERSION}: upgrade kvtier"
+                f"this record has format version {version}, but this kvtier reads up to {VERSION}; upgrade kvtier"
             )
         blanked = bytearray(block)
         struct.pack_into("<I", blanked, _HEADER_CRC_AT, 0)
@@ -128,7 +128,7 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
         if space.readonly:
             raise ArgumentError("cannot save into read-only memory")
         if len(space) < len(header) + len(payload):
-            raise RangeError(f"saving needs {len(header) + len(payload)} bytes, the target has {len(space)}")
+            raise RangeError(f"saving needs {len(header) + len(payload)} bytes, but the target has {len(space)}")
         space[: len(header)] = header
         space[len(header) : len(header) + len(payload)] = payload
     elif isinstance(target, str | os.PathLike):

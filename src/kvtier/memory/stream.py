@@ -53,7 +53,7 @@ class HostMark:
         elif not self.reached.wait(timeout):
             return False
         if self.error is not None:
-            raise self.error.with_traceback(self.traceback)  # else it would grow with each waiter
+            raise self.error.with_traceback(self.traceback)  # else the traceback would grow with each waiter
         return True
 
     def elapsed_time(self, end: HostMark) -> float:
@@ -244,7 +244,7 @@ class Stream:
 
 
 class Event:
-    """A recorded position in a stream. Other streams and the host can wait for it, and measure the time between two."""
+    """A recorded position in a stream, for which other streams and the host can wait. Two events measure a time."""
 
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 

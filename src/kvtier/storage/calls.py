@@ -125,7 +125,7 @@ class Breaker:
         self.num_refused = 0
 
     def refusal(self, *, is_try: bool = True) -> str:
-        """Return the reason for refusing a call, or an empty string if the call is admitted. `record` must follow then.
+        """Return the reason for refusing a call, or an empty string to admit it. `record` must follow an admitted call.
 
         `is_try` is False for a call that is answered from memory. Such a call is not counted and needs no `record`.
         """

@@ -1,7 +1,7 @@
 """Open stores by URL: one store for all shards, or one store per shard.
 
 A server stores all shards of a block. A folder belongs to one process at a time, and the number of ranks determines the
-process of a shard. A disk store of S shards is therefore S folders, and each rank opens the folders of its shards.
+owner of a shard. A disk store of S shards is therefore S folders, and each rank opens the folders of its shards.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|
@@ -43,7 +43,7 @@ _S3_THREADS = 16  # each request has one object and mostly waits for the network
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store at a URL. Several URLs make a Cascade, which reads in order and writes to all without `write=no`.
+    """Open the store at a URL. Several URLs make a Cascade, which reads in order and writes to all but `write=no`.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 

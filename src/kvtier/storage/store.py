@@ -2,7 +2,7 @@
 
 Every call accepts a batch and returns one result per object: found, stored, removed, missing, corrupt or failed, with a
 reason. A miss is not an exception; exceptions are for invalid calls. Every call returns by its deadline. Objects that
-are not done by then are failed, and memory passed to `read_into` is not written after the call has returned.
+are not done by then are reported as FAILED, and memory passed to `read_into` is not written after the call returned.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class Meter:
         self._name = name
         self._lock = threading.Lock()
         self.stats = StoreStats()
-        """Counts of calls. The store adds figures about its contents."""
+        """Counts of calls. The store adds the numbers about its contents."""
         self.is_closed = False
 
     def begin(self, keys: Sequence[bytes] = ()) -> float:

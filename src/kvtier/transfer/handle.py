@@ -128,7 +128,7 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report like `wait`, but let the manager's poll() return it again."""
+        """Wait for the report like `wait`, but keep the report for the manager's poll()."""
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -175,7 +175,7 @@ class TransferHandle:
             return self._next_slice - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
-        """Record that slice `index` was submitted, or after an error a part of it. `end` follows the last copy."""
+        """Record that slice `index` was submitted (if there is an error, maybe in part). `end` follows its copies."""
         with self._changed:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:
@@ -229,7 +229,7 @@ class TransferHandle:
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
-        """Return the end event of the slice submitted as number `step`, or wait for a change and return None."""
+        """Return end event number `step`. If it does not exist yet, wait for a change and return None."""
         with self._changed:
             if step < len(self._ends):
                 return self._ends[step]

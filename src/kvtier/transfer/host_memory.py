@@ -57,7 +57,7 @@ class HostMemory:
         background: bool = True,
     ) -> None:
         if num_slots < 1 or piece_bytes < 1:
-            raise ArgumentError(f"host memory needs at least one slot, got {num_slots}, in pieces of {piece_bytes}")
+            raise ArgumentError(f"num_slots and piece_bytes must be positive, got {num_slots} and {piece_bytes}")
         self.group = group
         self.slot_bytes = group.slot_bytes
         self.num_slots = num_slots

@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT = 30.0
 
 
 class LayerDoneCounter:
-    """Lets layer l of the model start when its blocks have arrived, while later layers still load. Thread-safe.
+    """Lets each layer of the model start when its blocks have arrived, while later layers still load. Thread-safe.
 
         for layer in layers:
             counter.wait(layer, stream)      # the stream waits, the host does not

@@ -32,9 +32,9 @@ class TransferManager:
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
         for report in manager.poll(): ...                         # transfers that ended since the last poll
 
-    Copies wait for the event `after`. None means all work on the current stream, an unrecorded Event() no wait. If a
-    transfer fails in part, is cancelled, or misses its `timeout`, the report names the blocks that did not arrive; the
-    other blocks are valid. Thread-safe.
+    Copies wait for the event `after` (default: all work on the current stream), but not for an unrecorded Event(). If
+    a transfer fails in part, is cancelled, or misses its `timeout`, the report names the blocks that did not arrive;
+    the other blocks are valid. Thread-safe.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the device. With `layer_wise`, the `layers` of the handle allow waits for single layers."""
+        """Copy blocks to the device. With `layer_wise`, `TransferHandle.layers` can wait for single layers."""
         compiled = self.compile(
             Direction.H2D, device_ids, host_ids, group=group, layer_wise=layer_wise, urgent=urgent, strategy=strategy
         )

@@ -57,9 +57,10 @@ class TransferConfig:
                 raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# The link is idle during the gather of the first chunk (or the scatter of the last chunk), so this chunk is small. But
-# copying it should take longer than the gather of the next chunk. With 4 MiB, transfers of 64 MiB in the worst shape
-# reach 0.969 of the link rate on an idle GPU; with 8 or 12 MiB, 0.963 (H200, 2026-11-15).
+# Size of the first chunk of a save (or the last of a load). It is small, because the link is idle while this chunk is
+# gathered (or scattered). But its copy should take longer than the gather of the next chunk, which may wait for a busy
+# GPU. On an idle GPU, transfers of 64 MiB in the worst shape reach 0.969 of the link rate with 4 MiB, 0.963 with 8 MiB,
+# and 0.962 with 12 MiB. During matrix products, there is no difference (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 

@@ -1,6 +1,6 @@
 """Catalog: the metadata of a disk store (objects, slots, holds, eviction order). It does no I/O and has no lock.
 
-A slot is in one of these states. Only free slots are handed out, so the bytes of a held object do not change:
+A slot is in one of these states. Only free slots are allocated, so the bytes of a held object do not change:
 
     free --take()--> held by a writer --publish()--> published --discard(), evict() or replaced--> gone
      ^                    |                                                                          |

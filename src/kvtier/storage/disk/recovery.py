@@ -51,7 +51,7 @@ class FolderLock:
             if mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise StoreError(
                     f"{folder!r} is writable by other users (mode {stat.S_IMODE(mode):o}), who could insert blocks; "
-                    f"chmod 700 it, or use a folder of your own"
+                    f"run chmod 700 on it, or use a folder of your own"
                 )
             self._lock_folder()
             self._lock_file()

@@ -83,7 +83,7 @@ class SlotAllocator:
             assert coldest is not None, "no segment is held yet"
             self._drop(coldest)
 
-    # --- finding
+    # --- lookups
 
     def find(self, key: bytes) -> Record | None:
         with self._lock:
@@ -116,7 +116,7 @@ class SlotAllocator:
         with self._lock:
             return list(islice(self._catalog.after(segment, slot), limit))
 
-    # --- changing
+    # --- changes
 
     def next_sequences(self, count: int) -> range:
         with self._lock:
@@ -251,7 +251,7 @@ class SlotAllocator:
         self._segments.clear()
         self._folder_lock.release()
 
-    # --- figures
+    # --- statistics
 
     def fill_in(self, calls: StoreStats) -> StoreStats:
         return replace(

@@ -34,7 +34,7 @@ _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # su
 _ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, ValueError, TypeError, IndexError)
 """Errors that the client raises. It raises the last three if a reply violates the protocol."""
 _SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are sent in place
-_READ_BYTES = 1 << 18  # per recv; 1 MiB values arrive at 576 MiB/s, but at 493 with 64 KiB (2026-11-15, loopback)
+_READ_BYTES = 1 << 18  # per recv; values of 1 MiB arrive at 576 MiB/s (64 KiB: 493 MiB/s; 2026-11-15, loopback)
 
 
 # A server runs one command at a time, so parallel puts only take CPU cores from it. For 32 x 1 MiB on two cores, one of

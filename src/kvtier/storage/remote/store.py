@@ -117,7 +117,7 @@ class RemoteStore:
         return self._meter.end("reads", self._run([len(view) for view in views], load, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects. If an equal object exists, the object may not be sent."""
+        """Store objects. An object need not be sent if an equal object exists."""
         begin = self._meter.begin([write.key for write in writes])
         last = last_writes(writes)
         chosen = [writes[index] for index in last.values()]
