@@ -304,7 +304,7 @@ def test_urgent_load_beyond_the_limit_is_queued():
 
 
 def blocked_manager(**options):
-    """Return a gate and a manager on the CPU whose copies wait for the gate, the tensors, and the host memory."""
+    """Return (gate, manager, tensors, host memory) on the CPU. The copies of the manager wait for the gate."""
     gate = threading.Event()
 
     def mover(path, job, pieces):
