@@ -50,7 +50,9 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
             f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or a "
             f"multiple for kernel blocks; got shape {tuple(view.shape)}"
         )
-    split = view.unflatten(0, (num_blocks, -1))  # [block, kernel block, head, token, content]
+    has_kernel_blocks = view.shape[0] != num_blocks
+    split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view
+    head = 2 if has_kernel_blocks else 1  # [block, kernel block, head, token, content] or [block, head, token, content]
     # Outermost axis first. A single head per rank has the stride of the axis around it, which comes first then.
     order = sorted(range(1, split.ndim), key=lambda axis: (-split.stride(axis), -split.shape[axis]))
     pages = split.permute(0, *order)
@@ -64,4 +66,4 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
         expected *= size
     if order[-1] != split.ndim - 1:
         raise ArgumentError(f"layer {name}: the content of a token must be innermost, got strides {view.stride()}")
-    return pages.view(torch.uint8), order.index(2)
+    return pages.view(torch.uint8), order.index(head)

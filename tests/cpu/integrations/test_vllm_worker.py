@@ -1,0 +1,132 @@
+"""The worker side of the vLLM connector over vLLM's memory layouts, driven by steps that were recorded in vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtier.errors import ArgumentError
+from kvtier.index import Namespace
+from kvtier.integrations.vllm.config import ConnectorConfig
+from kvtier.integrations.vllm.layouts import device_cache_of
+from kvtier.integrations.vllm.worker_side import Load, StepPlan, WorkerSide, failed_blocks
+from kvtier.memory.copy_paths import run_path
+from kvtier.messages import Route, TransferResult
+from kvtier.worker.sharding import Sharding
+from vllm_views import LAYOUTS, NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS, cache_views, recorded_steps
+
+SIZES = {"L": 3, "B": NUM_DEVICE_BLOCKS, "H": 2, "N": 32, "C": 16}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+    ),
+]
+
+
+def make_worker(layout="LBHNC", device="cpu", dtype=torch.float32, sizes=SIZES, *, has_heads=True, **options):
+    views = cache_views(layout, sizes, dtype, device)
+    cache, pages = device_cache_of(views, list(views), sizes["B"], has_heads=has_heads)
+    config = ConnectorConfig(host_bytes=cache.group.slot_bytes * NUM_HOST_SLOTS)
+    namespace = Namespace("model", block_tokens=sizes["N"])
+    return WorkerSide(config, namespace, cache, Sharding(), **options), views, pages
+
+
+def run(worker: WorkerSide, step: StepPlan) -> tuple[set[str], set[int]]:
+    """Run a step and wait for its transfers. Return the requests whose load has ended, and the failed blocks."""
+    worker.begin_step(step)
+    worker.start_loads(step)
+    worker.start_others(step)
+    expected = {transfer.id for transfer in step.plan.transfers}
+    loaded, failed = set(), set()
+    while expected:
+        results = worker.poll(is_idle=True)
+        loaded |= results.loaded
+        failed |= results.failed_blocks
+        expected -= {result.transfer_id for report in results.reports for result in report.results}
+    return loaded, failed
+
+
+def block_bytes(views: dict[str, torch.Tensor], block: int) -> bytes:
+    """Return the content of a device block, independent of the layout in memory."""
+    return b"".join(view[block].cpu().contiguous().view(torch.uint8).numpy().tobytes() for view in views.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "MLA"])
+def test_worker_recorded_steps_are_bit_exact(layout, device):
+    """Compare every loaded block with the content that the saved block had."""
+    is_mla = layout == "MLA"
+    sizes = {**SIZES, "H": 1, "C": 72} if is_mla else SIZES
+    dtype = torch.bfloat16 if is_mla else torch.float32
+    worker, views, _ = make_worker("LBNHC" if is_mla else layout, device, dtype, sizes, has_heads=not is_mla)
+    saved: dict[int, bytes] = {}
+    num_loaded = 0
+    for step in recorded_steps():
+        by_route = {route: [each for each in step.plan.transfers if each.route is route] for route in Route}
+        for transfer in by_route[Route.DEVICE_TO_HOST]:
+            for block, slot in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
+                for view in views.values():  # the forward pass of this step computes the block
+                    view[block].copy_(torch.randn(view[block].shape).to(view.dtype))
+                saved[slot] = block_bytes(views, block)
+        loaded, failed = run(worker, step)
+        assert loaded == {load.request_id for load in step.loads.values()}
+        assert not failed
+        for transfer in by_route[Route.HOST_TO_DEVICE]:
+            for slot, block in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
+                assert block_bytes(views, block) == saved[slot]
+                num_loaded += 1
+    assert num_loaded > 100
+    worker.close()
+
+
+def test_worker_failed_copy_names_blocks_and_does_not_raise():
+    is_broken = True
+
+    def mover(*arguments):
+        if is_broken:
+            raise RuntimeError("the link is down")
+        return run_path(*arguments)
+
+    worker, _, _ = make_worker(mover=mover)
+    steps = list(recorded_steps())
+    load = next(step for step in steps if step.loads)
+    loaded, failed = run(worker, load)
+    assert loaded == {each.request_id for each in load.loads.values()}
+    assert failed == {block for each in load.loads.values() for block in each.blocks}
+    is_broken = False
+    assert run(worker, load) == (loaded, set())
+    worker.close()
+
+
+def test_verifier_changed_host_block_fails_the_load():
+    worker, _, pages = make_worker()
+    worker.verify_loads(pages)
+    steps = list(recorded_steps())
+    at = next(number for number, step in enumerate(steps) if step.loads)
+    for step in steps[:at]:
+        run(worker, step)
+    transfer = next(each for each in steps[at].plan.transfers if each.route is Route.HOST_TO_DEVICE)
+    worker.controller._hosts[0].block(int(transfer.sources[0])).numpy()[3] ^= 1
+    _, failed = run(worker, steps[at])
+    assert failed == {int(transfer.targets[0])}
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (TransferResult(1, True, 0, 0.0), set()),
+        (TransferResult(1, False, 0, 0.0), {7, 8, 9}),
+        (TransferResult(1, False, 0, 0.0, "", b"\1\0\1"), {8}),
+    ],
+)
+def test_failed_blocks_follow_the_mask_of_the_result(result, expected):
+    assert failed_blocks(Load("a", (7, 8, 9)), result) == expected
+
+
+def test_worker_host_bytes_below_one_block_raises():
+    views = cache_views("LBHNC", SIZES, torch.float32, "cpu")
+    cache, _ = device_cache_of(views, list(views), SIZES["B"], has_heads=True)
+    with pytest.raises(ArgumentError, match="raise host_bytes"):
+        WorkerSide(ConnectorConfig(host_bytes=100), Namespace("model", block_tokens=32), cache, Sharding())
