@@ -1,6 +1,6 @@
 """Check and compile JSON schemas with llguidance (extra `structured`), and constrain outputs to them.
 
-Imports torch only when a constraint is applied, because server processes without torch use this module too.
+Imports numpy and torch only when a constraint is applied, because server processes without them use this module too.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvtier.errors import ArgumentError, StateError, UnavailableError
 
@@ -108,6 +106,7 @@ class JsonConstraint:
 
     def forbid(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf. Raises StateError if all are forbidden or a limit is exceeded."""
+        import numpy as np
         import torch
 
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

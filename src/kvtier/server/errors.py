@@ -1,19 +1,17 @@
 """Errors in OpenAI's format. They name the field, and contain neither prompts nor internal details.
 
-This module does not import fastapi, because worker processes import it.
+This module imports neither pydantic nor starlette, because the engine and the worker processes import it.
 """
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from typing import Any
-
-from pydantic import ValidationError
-from starlette.responses import JSONResponse
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ArgumentError, ClosedError, KvtierError, StateError
-from kvtier.server.protocol import ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -32,6 +30,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        from starlette.responses import JSONResponse
+
         headers = {"retry-after": str(self.retry_after)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -46,16 +46,3 @@ def from_engine(error: KvtierError) -> ApiError:
     if isinstance(error, StateError):
         return ApiError(409, str(error), code="wrong_state")
     return ApiError(500, str(error), code="engine_error")
-
-
-def from_validation(error: ValidationError) -> ApiError:
-    """Convert the first error that pydantic reports. The input is not quoted, because it may be a prompt."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
-    where = ".".join(path) or None
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-        near = difflib.get_close_matches(path[-1], known, 1)
-        message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
-    return ApiError(400, f"{where or 'the body'}: {message}", where, str(first["type"]))

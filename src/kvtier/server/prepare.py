@@ -6,6 +6,7 @@ same code in a worker process (worker.py).
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from kvtier.engine import schemas
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.server.errors import ApiError, from_validation
+from kvtier.server.errors import ApiError
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -200,7 +201,19 @@ def _validate(model: type[Body], data: bytes | bytearray) -> Body:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise _from_validation(error) from error
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """Convert the first error that pydantic reports. The input is not quoted, because it may be a prompt."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"])) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+        message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
+    return ApiError(400, f"{where or 'the body'}: {message}", where, str(first["type"]))
 
 
 def _schema_text(body: Sampling) -> str | None:

@@ -7,8 +7,6 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from kvtier.metrics import Registry
 
 _RECENT = 100
@@ -81,7 +79,12 @@ class RequestLog:
     def ttft(self) -> dict[str, Any]:
         """Return percentiles of the time to first token in the last 5 minutes; None without requests."""
         since = time.monotonic() - _WINDOW_SECONDS
-        values = [seconds for at, seconds in self._ttfts if at >= since]
-        points = np.percentile(values, (50, 90, 99)).tolist() if values else (None, None, None)
-        names = ("p50_seconds", "p90_seconds", "p99_seconds")
-        return {"window_seconds": _WINDOW_SECONDS, "count": len(values), **dict(zip(names, points, strict=True))}
+        values = sorted(seconds for at, seconds in self._ttfts if at >= since)
+        points = {f"p{percent}_seconds": _percentile(values, percent) if values else None for percent in (50, 90, 99)}
+        return {"window_seconds": _WINDOW_SECONDS, "count": len(values), **points}
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    """Interpolate between the nearest of the sorted values, as numpy does; importing numpy takes 0.1 s of CPU time."""
+    whole, rest = divmod((len(values) - 1) * percent, 100)
+    return values[whole] + (values[min(whole + 1, len(values) - 1)] - values[whole]) * rest / 100
