@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
@@ -32,16 +31,20 @@ def fuzzed(tiny_model, tmp_path_factory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def spec(fuzzed):
+    import schemathesis
+
     return schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json").exclude(path_regex=LEFT_OUT)
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_fuzzed_requests_never_get_5xx(spec, mode):
+    from schemathesis import GenerationMode
+
     num_sent = 0
     for result in spec.get_all_operations():
         operation = result.ok()
 
-        @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
+        @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
         @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[*HealthCheck], database=None)
         def send(case):
             nonlocal num_sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ def many(item, count=COUNT):
     return ",".join([item] * count)
 
 
+@functools.cache
 def fields(count=200_000):
     return ",".join(f'"{number}":0' for number in range(count))
 

@@ -4,7 +4,6 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_driver import Driver, greedy
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
@@ -26,6 +25,8 @@ def model():
 @pytest.fixture(scope="module")
 def oracle():
     """Return transformers' model with weights read by the gguf package, without code of kvtier."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     reader = gguf.GGUFReader(resolve("smollm2"))
     config = LlamaConfig(
         vocab_size=49152,

