@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from server_support import ServerProcess
 from tiny_model import CONTEXT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -192,18 +193,37 @@ def test_killed_worker_loses_no_request(server):
     assert server.post("/tokenize", {"prompt": "é" * 1100}).json()["count"] == 2200
 
 
-def test_tokenize_counts_against_quotas(start, tmp_path):
-    config = tmp_path / "tenants.toml"
-    config.write_text('[[tenants]]\nname = "a"\nkey = "a-key-a-key"\ntokens_per_minute = 100\n')
-    server = start("--config", str(config))
-    first, second = (server.post("/tokenize", {"prompt": "x" * 1500}, "a-key-a-key") for _ in range(2))
+TENANTS = """
+[[tenants]]
+name = "limited"
+key = "limited-key"
+tokens_per_minute = 100
+
+[[tenants]]
+name = "other"
+key = "other-key"
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model, tmp_path_factory):
+    """Yield a server with a tenant that has a quota, and with buffers of 200,000 bytes."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "tenants.toml").write_text(TENANTS)
+    limits = ("--config", str(folder / "tenants.toml"), "--max-buffered-bytes", "200000")
+    process = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", *limits)
+    yield process
+    assert process.stop() == 0
+
+
+def test_tokenize_counts_against_quotas(small):
+    first, second = (small.post("/tokenize", {"prompt": "x" * 1500}, "limited-key") for _ in range(2))
     assert first.status_code == 200
     assert (second.status_code, second.json()["error"]["code"]) == (429, "tenant_tokens")
 
 
-def test_bodies_beyond_the_buffer_are_refused(start):
-    server = start("--max-buffered-bytes", "200000")
-    answer = server.post("/tokenize", {"prompt": "x" * 1_000_000})
+def test_bodies_beyond_the_buffer_are_refused(small):
+    answer = small.post("/tokenize", {"prompt": "x" * 1_000_000}, "other-key")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "buffers")
-    assert server.post("/tokenize", {"prompt": "x" * 2010}).status_code == 200
-    assert json.loads(server.post("/tokenize", {"prompt": "x"}).text)["count"] == 1
+    assert small.post("/tokenize", {"prompt": "x" * 2010}, "other-key").status_code == 200
+    assert json.loads(small.post("/tokenize", {"prompt": "x"}, "other-key").text)["count"] == 1

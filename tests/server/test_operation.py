@@ -159,15 +159,23 @@ def test_stopped_engine_makes_health_503_and_sigterm_kills(start):
     process.wait(10)
 
 
-def test_control_call_timeout_is_504(start):
-    server = start("--control-seconds", "0.5")
-    stop_process(engine := server.engine_pid)
+@pytest.fixture(scope="module")
+def narrow(tiny_model, tmp_path_factory):
+    """Yield a server with one row and one place in the queue, whose control calls time out after 0.5 s."""
+    options = ("--model", str(tiny_model), "--threads", "1", "--max-rows", "1", "--max-waiting", "1")
+    process = ServerProcess(tmp_path_factory.mktemp("narrow") / "log", *options, "--control-seconds", "0.5")
+    yield process
+    assert process.stop() == 0
+
+
+def test_control_call_timeout_is_504(narrow):
+    stop_process(engine := narrow.engine_pid)
     try:
-        answer = server.get("/state")
+        answer = narrow.get("/state")
     finally:
         os.kill(engine, signal.SIGCONT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-    wait_until(lambda: server.get("/state").status_code == 200)
+    wait_until(lambda: narrow.get("/state").status_code == 200)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -263,20 +271,19 @@ def strict(tiny_model, tmp_path_factory):
     assert process.stop() == 0
 
 
-def test_full_queue_is_429_with_retry_after(start):
-    server = start("--max-rows", "1", "--max-waiting", "1")
-    client, answer, _ = stream(server)
-    stop_process(engine := server.engine_pid)  # the first request stays in progress on any machine
+def test_full_queue_is_429_with_retry_after(narrow):
+    client, answer, _ = stream(narrow)
+    stop_process(engine := narrow.engine_pid)  # the first request stays in progress on any machine
 
     def ask(prompt):
-        return server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
+        return narrow.client().completions.create(model=narrow.model, prompt=prompt, max_tokens=1)
 
     with ThreadPoolExecutor(2) as threads:
         try:
             futures = [threads.submit(ask, "me too"), threads.submit(ask, "and me")]
             (refused,), (waiting,) = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
             error = refused.exception()
-            assert server.post(CHAT, {"model": server.model, "messages": MESSAGES, "n": 3}).status_code == 429
+            assert narrow.post(CHAT, {"model": narrow.model, "messages": MESSAGES, "n": 3}).status_code == 429
         finally:
             os.kill(engine, signal.SIGCONT)
             answer.close()
