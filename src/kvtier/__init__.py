@@ -1,6 +1,6 @@
 """kvtier: a tiered KV-cache runtime for LLM inference.
 
-Importing this package imports nothing else, so that the deciding side (index, scheduler, replay) stays free of torch.
+This module imports no submodules, so that the index, the scheduler and the replay can be used without torch.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m kvtier` is the `kvtier` command."""
+"""Run the `kvtier` command with `python -m kvtier`."""
 
 from kvtier.cli import main
 

@@ -1,7 +1,7 @@
-"""Element types of KV data, torch-free. `kvtier.memory` holds the mapping to torch.
+"""Element types of KV data. This module does not import torch; `kvtier.memory` maps the types to torch types.
 
-A type is a name and a number of bits. Types below 8 bits are packed, with the first element in the lowest bits of a
-byte. Sizes in bytes are rounded up, and an offset into packed data must fall on a byte boundary.
+Types with fewer than 8 bits are packed, with the first element in the lowest bits of a byte. Sizes in bytes are rounded
+up. An offset into packed data must be at a byte boundary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError, UnavailableErro
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type. `dtype("bf16")` finds one by any of its names."""
+    """An element type. `dtype("bf16")` returns a type by name."""
 
     name: str
     """The name in messages and files."""
@@ -36,48 +36,48 @@ class DType:
 
     @property
     def per_byte(self) -> int:
-        """Elements in one byte of a packed type; 1 for the others."""
+        """Number of elements in one byte of a packed type. 1 for all other types."""
         return max(1, 8 // self.bits)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of the smallest addressable unit: one element, or one byte of packed elements."""
+        """Size of the smallest addressable unit, which is one element or one byte of packed elements."""
         return max(1, self.bits // 8)
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes of `count` elements, rounded up."""
+        """Return the size of `count` elements in bytes, rounded up."""
         if count < 0:
             raise RangeError(f"a count of {self} elements cannot be negative, got {count}")
         return (count * self.bits + 7) // 8
 
     def offset_bytes(self, count: int) -> int:
-        """Return the byte offset of element `count`. ArgumentError if the element starts inside a byte."""
+        """Return the byte offset of element `count`. Raise ArgumentError if the element starts inside a byte."""
         if count * self.bits % 8:
             raise ArgumentError(
-                f"element {count} of {self} starts at bit {count * self.bits}, inside a byte: "
+                f"element {count} of {self} starts inside a byte, at bit {count * self.bits}; "
                 f"{self} data can only be addressed every {self.per_byte} elements"
             )
         return self.nbytes(count)
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy type of one element (for packed types: of one *unpacked* element)."""
+        """The numpy type of one element. For packed types, this is the type of an unpacked element."""
         try:
             return np.dtype(self.numpy_name)
         except TypeError:
-            pass  # not in numpy: bf16, fp8, packed
+            pass  # numpy lacks bf16, fp8 and packed types
         try:
             import ml_dtypes
         except ImportError as error:
             raise UnavailableError(
-                f"numpy has no type for {self}; the ml_dtypes package does: pip install 'kvtier[numpy]'"
+                f"numpy has no type for {self}; install the ml_dtypes package: pip install 'kvtier[numpy]'"
             ) from error
         element: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
         return element
 
 
 null = DType("null", 8, "void")
-"""The type of an empty Buffer that was made without a type. No memory has this type."""
+"""The type of an empty Buffer that was created without a type. No memory has this type."""
 bool_ = DType("bool", 8, "bool")
 u8, u16, u32, u64 = (DType(f"u{bits}", bits, f"uint{bits}") for bits in (8, 16, 32, 64))
 i8, i16, i32, i64 = (DType(f"i{bits}", bits, f"int{bits}") for bits in (8, 16, 32, 64))
@@ -108,7 +108,7 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
 
 
 def _numpy_name(name: object) -> str:
-    """Return numpy's name of a type. If numpy does not have the type, return a text that matches no type name."""
+    """Return numpy's name of a type, or a description that matches no type name if numpy lacks the type."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

@@ -1,4 +1,4 @@
-"""Every exception that kvtier raises on purpose.
+"""The exceptions of kvtier.
 
 KvtierError
 ├── ArgumentError (ValueError)       invalid argument
@@ -16,12 +16,12 @@ KvtierError
 │   └── TransferTimeoutError (TimeoutError)  a transfer, or a wait for it, timed out
 │       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
 ├── StoreError (RuntimeError)        a store could not be opened or closed
-│   └── StoreInUseError              another process has it open
+│   └── StoreInUseError              another process has the store open
 ├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version
 
-A message says what happened, with numbers, and what to do.
+A message describes the problem with numbers, and the remedy.
 """
 
 
@@ -46,7 +46,7 @@ class StateError(KvtierError, RuntimeError):
 
 
 class ClosedError(StateError):
-    """The object is closed, or the memory it borrowed was released."""
+    """The object is closed, or the memory that it borrowed was released."""
 
 
 class UnavailableError(KvtierError, RuntimeError):
@@ -66,7 +66,7 @@ class CopyError(KvtierError, RuntimeError):
 
 
 class TransferError(KvtierError, RuntimeError):
-    """A transfer of blocks is incomplete; its report lists the missing blocks."""
+    """A transfer of blocks is incomplete. The report of the transfer lists the missing blocks."""
 
 
 class CancelledTransferError(TransferError):
@@ -82,7 +82,7 @@ class LayerSwapTimeoutError(TransferTimeoutError):
 
 
 class StoreError(KvtierError, RuntimeError):
-    """A store could not be opened or closed. Failed reads and writes are results, not exceptions."""
+    """A store could not be opened or closed. Failed reads and writes are reported as results, not as exceptions."""
 
 
 class StoreInUseError(StoreError):
@@ -94,11 +94,11 @@ class CheckpointError(KvtierError, ValueError):
 
 
 class LoadError(KvtierError, RuntimeError):
-    """Cached blocks could not be loaded to the device; compute them instead."""
+    """Cached blocks could not be loaded to the device. The caller should compute the blocks instead."""
 
 
 class EngineError(KvtierError, RuntimeError):
-    """The engine cannot continue: one of its processes died or does not reply."""
+    """The engine cannot continue, because one of its processes died or does not reply."""
 
 
 class FormatError(KvtierError, ValueError):

@@ -13,25 +13,25 @@ BytesLike = bytes | bytearray | memoryview
 
 
 def cache_dir() -> Path:
-    """Return the cache directory: $KVTIER_CACHE_DIR, else $XDG_CACHE_HOME/kvtier, else ~/.cache/kvtier.
+    """Return the cache directory: $KVTIER_CACHE_DIR, $XDG_CACHE_HOME/kvtier or ~/.cache/kvtier, in this order.
 
-    Create the directory if it is missing. UnavailableError if that fails.
+    Create the directory if it does not exist. Raise UnavailableError if that fails.
     """
     named = os.environ.get("KVTIER_CACHE_DIR")
     try:
         path = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
+    except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError without a home directory
         raise UnavailableError(f"cannot create the cache directory: {error}; set KVTIER_CACHE_DIR") from error
     return path
 
 
 def distrust(path: Path) -> str:
-    """Return why another user (except root) could have changed this path; empty if none could.
+    """Return the reason to distrust a path that other users could have changed. Empty if the path is trusted.
 
     The path and all parent folders must belong to this user or root, and only the owner may have write permission. A
-    parent folder with the sticky bit, such as /tmp, may be writable, because users cannot replace each other's entries
-    there. A symbolic link is rejected; call `Path.resolve` on the folder first.
+    parent folder with the sticky bit, such as /tmp, may be writable, because its users cannot replace each other's
+    entries. A symbolic link is rejected, so callers pass resolved folders.
     """
     trusted = (0, os.geteuid())
     for each in (path, *path.parents):
@@ -39,7 +39,7 @@ def distrust(path: Path) -> str:
         if stat.S_ISLNK(status.st_mode):
             return f"{each} is a symbolic link"
         if status.st_uid not in trusted:
-            return f"{each} belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+            return f"{each} belongs to user {status.st_uid}, but this process runs as user {os.geteuid()}"
         is_sticky = each != path and status.st_mode & stat.S_ISVTX
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
             return f"{each} can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
@@ -47,7 +47,7 @@ def distrust(path: Path) -> str:
 
 
 def write_atomically(path: Path, *parts: BytesLike) -> None:
-    """Write a file atomically: it is complete and on disk when this returns, and unchanged if this raises."""
+    """Write a file atomically and wait until it is on disk. If an error is raised, the old file is unchanged."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:

@@ -1,4 +1,4 @@
-"""Digest of a model's weights, part of the namespace that cached blocks are stored under.
+"""Digest of a model's weights. The digest is part of the namespace of cached blocks.
 
 The hashed elements and their order are part of the on-disk format. Changing them makes stored blocks unreachable.
 """
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 NUM_SAMPLES = 1000
-"""Elements hashed per tensor, evenly spaced. A sample is enough, because fine-tuning or merging an adapter changes
-nearly every element of a matrix."""
+"""Number of elements to hash per tensor. A sample is enough, because fine-tuning or merging an adapter changes nearly
+every element of a matrix."""
 
 
 def update_digest(digest: _Hash, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,15 +1,15 @@
-"""The layout of a block of KV data: sizes and offsets of its layers and tensors. Torch-free.
+"""The layout of a block of KV data: sizes and offsets of its layers and tensors. This module does not import torch.
 
-A *cache group* is a set of layers that share block tables. A block holds `block_tokens` tokens of all these layers:
+A cache group is a set of layers that share block tables. A block holds `block_tokens` tokens of all these layers:
 
     block of "main"   [ layer 0              | layer 1              | ... | draft layer          ]
                         key | value | scales   key | value | scales         key | value
                         tensor_offset(0, "value") ^
     host slot         [ block, then padding up to a multiple of 4 KiB ]
 
-In host memory, on disk and on the wire, a block has this order without gaps, whatever the layout of the device cache.
-The layers of a group may differ in size (a draft layer, an indexer). Layers with separate block tables (a sliding
-window) form another group, with another slot size.
+In host memory, on disk and on the network, a block has this order without gaps, regardless of the order in the device
+cache. The layers of a group may have different sizes, for example a draft layer or an indexer. Layers with separate
+block tables, for example with a sliding window, form another group with another slot size.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from kvtier.dtype import DType, dtype
 from kvtier.errors import ArgumentError, RangeError
 
 SLOT_ALIGNMENT = 4096
-"""Host slots are page-aligned, for direct disk I/O and memory registration."""
+"""Alignment of host slots in bytes. Direct disk I/O and memory registration need page-aligned slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a layer, for the tokens of one block."""
+    """One tensor of a layer for the tokens of one block."""
 
     name: str
     """Role of the tensor: "key", "value", "latent", "key_scale", ..."""
     dtype: DType
     shape: tuple[int, ...]
-    """Shape of the part in one block, such as (tokens, heads, head size)."""
+    """Shape in one block, such as (tokens, heads, head size)."""
     head_axis: int | None = None
-    """The axis of KV heads, which is split among tensor-parallel ranks. None if every rank has the whole tensor."""
+    """Axis of the KV heads, which are divided among tensor-parallel ranks. None if every rank has the whole tensor."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape or min(self.shape) <= 0:
             raise ArgumentError(f"a tensor of a layer needs a name and positive sizes, got {self.name!r} {self.shape}")
         if self.head_axis is not None and not 0 <= self.head_axis < len(self.shape):
-            raise RangeError(f"{self.name!r} of shape {self.shape} has no axis {self.head_axis} for its heads")
+            raise RangeError(f"{self.name!r} has the shape {self.shape} and therefore no head axis {self.head_axis}")
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +68,11 @@ class LayerSpec:
     def __post_init__(self) -> None:
         names = [each.name for each in self.tensors]
         if not names or len({*names}) < len(names):
-            raise ArgumentError(f"a layer needs tensors of different names, got {names}")
+            raise ArgumentError(f"a layer needs tensors with different names, got {names}")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this layer in one block."""
+        """Size of this layer in one block, in bytes."""
         return sum(each.nbytes for each in self.tensors)
 
 
@@ -99,7 +99,7 @@ class CacheGroup:
     window_tokens: int | None = None
     """Length of the sliding window in tokens; None for full attention."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Offset of each layer in a block, followed by the size of the block. Cached, because each transfer needs it."""
+    """Offset of each layer in a block, followed by the size of the block. Cached for transfers."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -144,12 +144,12 @@ class CacheGroup:
         return replace(self, layers=(*self.layers, *layers))
 
     def of_rank(self, num_ranks: int) -> CacheGroup:
-        """Return the group that each of `num_ranks` tensor-parallel ranks stores: all layers, a part of the heads."""
+        """Return the part of this group on each of `num_ranks` ranks, which has all layers and a share of the heads."""
         layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
         return replace(self, layers=layers)
 
     def kept_whole(self) -> CacheGroup:
-        """Return this group without head axes, so that ranks do not split it."""
+        """Return this group without head axes, so that every rank has the whole group."""
         layers = [LayerSpec(tuple(replace(each, head_axis=None) for each in layer.tensors)) for layer in self.layers]
         return replace(self, layers=tuple(layers))
 
@@ -163,11 +163,11 @@ class CacheGroup:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes from one host slot to the next."""
+        """Distance between the starts of consecutive host slots, in bytes."""
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def check_layers(self, layers: range | None) -> range:
-        """Return `layers`, or all layers if None. RangeError unless they are consecutive layers of this group."""
+        """Return `layers`, or all layers for None. Raise RangeError unless they are consecutive and in this group."""
         if layers is None:
             return range(self.num_layers)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
@@ -175,13 +175,13 @@ class CacheGroup:
         return layers
 
     def span(self, layers: range | None = None) -> Span:
-        """Return the position of `layers` (None: all layers) in a block."""
+        """Return the position of `layers` in a block. None stands for all layers."""
         chosen = self.check_layers(layers)
         start, stop = self._starts[chosen.start], self._starts[chosen.stop]
         return Span(start, stop - start)
 
     def tensors(self) -> Iterator[tuple[int, TensorSpec, Span]]:
-        """Yield the layer, spec and position of every tensor, in the order of the block."""
+        """Yield the layer number, spec and position of every tensor, in the order of the block."""
         offset = 0
         for index, layer in enumerate(self.layers):
             for each in layer.tensors:
@@ -193,13 +193,13 @@ class CacheGroup:
         for index, each, span in self.tensors():
             if index == layer and each.name == name:
                 return span
-        raise ArgumentError(f"group {self.name!r} has no tensor {name!r} in a layer {layer}")
+        raise ArgumentError(f"group {self.name!r} has no tensor {name!r} in layer {layer}")
 
     def layer_groups(self, layers: range | None, piece_bytes: int, min_groups: int) -> list[range]:
         """Split layers into consecutive runs of about equal size.
 
-        There is one run per `piece_bytes` of a block, but at least `min_groups` runs and at most one per layer. The
-        model waits for the first run, so this run does not exceed an equal share, unless it is a single layer.
+        There is one run per `piece_bytes` bytes of a block, but at least `min_groups` runs and at most one per layer.
+        The model waits for the first run. It is therefore not larger than an equal share, unless it is a single layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes
@@ -208,7 +208,7 @@ class CacheGroup:
         start, done = chosen.start, 0
         for index in chosen:
             size = self.layers[index].nbytes
-            # a layer that would make the run exceed its share begins the next run
+            # If the layer would make the run exceed its share, it begins the next run.
             if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
                 groups.append(range(start, index))
                 start = index
@@ -227,7 +227,7 @@ class KVLayout:
         names = [group.name for group in self.groups]
         if self.block_tokens <= 0 or not names or len({*names}) < len(names):
             raise ArgumentError(
-                f"a layout needs tokens per block and groups of different names, got {self.block_tokens} and {names}"
+                f"a layout needs tokens in a block and groups with different names, got {self.block_tokens}, {names}"
             )
 
     def group(self, name: str) -> CacheGroup:
@@ -245,7 +245,7 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:
-        """Return plain values that are equal if and only if blocks have the same layout."""
+        """Return a description as plain values. It is equal for two layouts if and only if their blocks are equal."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [

@@ -1,11 +1,11 @@
-"""Immutable messages between the CacheManager, which decides, and the CacheController, which moves bytes.
+"""Immutable messages between the CacheManager, which makes decisions, and the CacheController, which moves blocks.
 
-    CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to do, in this order
+    CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to execute, in this order
     CacheManager <--Report-- CacheController                     results of transfers and probes
 
-The transfers of a plan do not depend on each other or on transfers in flight: a transfer that needs the result of
-another is planned after the report of the other. To keep messages small, slots are sent as bytes (little-endian int32)
-and so are keys (32 bytes each).
+The transfers in a plan are independent of each other and of all transfers in flight. A transfer that needs the result
+of an earlier transfer is planned after the earlier transfer was reported. To keep messages small, slots are sent as
+bytes (little-endian int32), and keys are concatenated (32 bytes per key).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEY_BYTES = 32
 
 
 class Route(StrEnum):
-    """Source and target of a transfer. Requests wait for loads and fetches, not for saves and stores."""
+    """Source and target of a transfer. Requests wait only for "load" and "fetch"."""
 
     HOST_TO_DEVICE = "load"
     DEVICE_TO_HOST = "save"
@@ -34,7 +34,7 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Copy blocks from one tier to another, the i-th source to the i-th target. A store has keys instead of slots."""
+    """Request to copy blocks between tiers, from the i-th source to the i-th target. Stores have keys, not slots."""
 
     id: int
     route: Route
@@ -43,7 +43,7 @@ class TransferRequest:
     source_slots: bytes = b""
     target_slots: bytes = b""
     keys: bytes = b""
-    """Keys of the blocks if source or target is a store."""
+    """Keys of the blocks if the source or the target is a store."""
 
     def __post_init__(self) -> None:
         sources, targets, keys = len(self.source_slots), len(self.target_slots), len(self.keys)
@@ -56,7 +56,7 @@ class TransferRequest:
 
     @property
     def store(self) -> str:
-        """Name of the store that is source or target, or empty."""
+        """Name of the store that is the source or the target. Empty if there is none."""
         if self.route is Route.STORE_TO_HOST:
             return self.source
         return self.target if self.route is Route.HOST_TO_STORE else ""
@@ -76,7 +76,7 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Look up keys in a store, or list all keys of the store if `keys` is empty."""
+    """Request to look up keys in a store, or to list all keys of the store if `keys` is empty."""
 
     id: int
     store: str
@@ -85,7 +85,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Remove keys from a store, or all keys of this cache if `keys` is empty."""
+    """Request to remove keys from a store, or all keys of this cache if `keys` is empty."""
 
     store: str
     keys: bytes = b""
@@ -93,7 +93,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Work for one step: drops, then probes, then transfers. Ids rise; the epoch changes with every reset."""
+    """Work for one step. Drops run first, then probes, then transfers. The epoch increases with every reset."""
 
     id: int
     epoch: int
@@ -127,36 +127,36 @@ class TransferResult:
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """One byte per block, 1 if the block arrived. Empty if all blocks arrived (`ok`) or none (not `ok`)."""
+    """One byte per block, which is 1 if the block arrived. Empty if all blocks arrived or if no block arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLookup:
-    """Keys present in a store and keys absent from it: the result of a probe, or of a read that missed keys."""
+    """Keys that are present in a store and keys that are absent. Result of a probe, or of a read that missed keys."""
 
     store: str
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Id of the probe, or 0 for a read. Each rank answers a probe exactly once, even if the lookup failed."""
+    """Id of the probe, or 0. Each rank sends exactly one lookup with the id of a probe, even if the probe failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of one rank since its last report."""
+    """Results from one rank since its previous report."""
 
     epoch: int
     rank: int
     results: tuple[TransferResult, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()
     num_host_slots: int = 0
-    """Number of usable host slots, which grows while host memory is being allocated; 0 means no change."""
+    """Number of usable host slots, which increases while host memory is being allocated. 0 means no change."""
     damaged: bytes = b""
-    """Host slots whose content changed unexpectedly."""
+    """Host slots whose contents are corrupt."""
 
 
 def slot_bytes(slots: I32) -> bytes:
-    """Return slots as the bytes that messages contain."""
+    """Convert slots to the bytes in messages."""
     return slots.astype("<i4", copy=False).tobytes()
 
 

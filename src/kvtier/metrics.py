@@ -1,13 +1,13 @@
-"""Metrics: counters, gauges and histograms, and their Prometheus text format.
+"""Metrics: counters, gauges and histograms in the Prometheus text format.
 
     registry = Registry()
-    hits = registry.counter("kvtier_hit_tokens_total", "Tokens that were found, by tier.", ("tier",))
-    host_hits = hits.of("host")                     # keep it to avoid lookups
+    hits = registry.counter("kvtier_hit_tokens_total", "Tokens found in a tier.", ("tier",))
+    host_hits = hits.of("host")                     # keep the series to avoid lookups
     host_hits.add(48)
     registry.render()                               # kvtier_hit_tokens_total{tier="host"} 48
 
-A registry is passed explicitly; there is no global one. Threads may count and read at the same time: every series has a
-lock, so no count is lost, and the counts and the sum of a histogram always match.
+A registry is passed explicitly; there is no global registry. Several threads may update and read metrics. Every series
+has a lock, so no update is lost, and the counts and the sum of a histogram are always consistent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, Generic, TypeVar
 from kvtier.errors import ArgumentError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of an HTTP response with `Registry.render()`."""
+"""Content type for HTTP responses with the output of `Registry.render()`."""
 
 _METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(?<!_bucket)(?<!_sum)(?<!_count)")
 _LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
 
-# 1, 2, 5 in every decade, from the copy of one block to the waiting time of a prompt.
+# 1, 2 and 5 in every decade, from 10 us (the copy of one block) to 500 s (the wait of a prompt).
 SECONDS = tuple(float(f"{digit}e{decade}") for decade in range(-5, 3) for digit in (1, 2, 5))
 
 
@@ -42,12 +42,12 @@ class Counter:
 
     def add(self, amount: float = 1) -> None:
         if not amount >= 0:
-            raise ArgumentError(f"a counter cannot change by {amount}; use a gauge for values that fall")
+            raise ArgumentError(f"a counter cannot change by {amount}; use a gauge for values that decrease")
         with self._lock:
             self.value += amount
 
     def raise_to(self, total: float) -> None:
-        """Set the counter to a total counted elsewhere; a smaller total has no effect."""
+        """Set the counter to a total from elsewhere. A total below the current value has no effect."""
         with self._lock:
             self.value = max(self.value, total)
 
@@ -67,9 +67,9 @@ class Distribution:
     """Contents of a histogram at one time."""
 
     bounds: tuple[float, ...]
-    """Inclusive upper bounds of the buckets; the last bucket has none."""
+    """Inclusive upper bounds of the buckets. The last bucket has no bound."""
     counts: tuple[int, ...]
-    """Number of values in each bucket. There is one more bucket than bounds."""
+    """Number of values in each bucket, including the last bucket."""
     total: float
 
     @property
@@ -97,7 +97,7 @@ class Histogram:
 
     @property
     def value(self) -> Distribution:
-        """Consistent copy of the contents."""
+        """A consistent copy of the contents."""
         with self._lock:
             return Distribution(self._bounds, tuple(self._counts), self._total)
 
@@ -106,9 +106,9 @@ Series = TypeVar("Series", bound=Counter | Gauge | Histogram)
 
 
 class Family(Generic[Series]):
-    """The series of one metric, one for each combination of label values. Made by a Registry.
+    """The series of one metric, one for each combination of label values. Created by a Registry.
 
-    Series are never removed, so use labels with few values (tiers, causes), never request ids.
+    Series are never removed, so use labels with few values, such as tiers, and never request ids.
     """
 
     def __init__(self, kind: str, name: str, text: str, labels: tuple[str, ...], make: Callable[[], Series]) -> None:
@@ -118,7 +118,7 @@ class Family(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *values: str) -> Series:
-        """Return the series of these label values, in the order of the labels."""
+        """Return the series for these label values, which are in the order of the labels."""
         if len(values) != len(self.labels):
             raise ArgumentError(f"{self.name} has the labels {self.labels}, got {values}")
         with self._lock:
@@ -128,7 +128,7 @@ class Family(Generic[Series]):
 
     @property
     def series(self) -> dict[tuple[str, ...], Series]:
-        """All series by their label values."""
+        """Label values -> series."""
         with self._lock:
             return dict(self._series)
 
@@ -142,7 +142,7 @@ class Registry:
         self._tasks: list[Callable[[], object]] = []
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Counter]:
-        """Declare a counter; its name must end in _total."""
+        """Declare a counter. The name of a counter must end in _total."""
         return self._declare(Family("counter", name, text, tuple(labels), Counter))
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Gauge]:
@@ -152,7 +152,7 @@ class Registry:
         self, name: str, text: str, labels: Sequence[str] = (), bounds: Sequence[float] = SECONDS
     ) -> Family[Histogram]:
         """Declare a histogram with these upper bounds."""
-        Histogram(bounds)  # raises for wrong bounds now, not at the first value
+        Histogram(bounds)  # raises now if the bounds are invalid, not at the first value
         return self._declare(Family("histogram", name, text, tuple(labels), lambda: Histogram(bounds)))
 
     def _declare(self, family: Family[Series]) -> Family[Series]:
@@ -160,17 +160,17 @@ class Registry:
         is_named_well = _METRIC_NAME.fullmatch(name) and (family.kind == "counter") == name.endswith("_total")
         if not is_named_well or len(set(labels)) < len(labels) or not all(map(_LABEL_NAME.fullmatch, labels)):
             raise ArgumentError(
-                f"{name!r} with the labels {labels} is not a valid {family.kind} name: only letters, digits and _; "
-                "_total ends counters and nothing else; _bucket, _sum, _count and le belong to histograms"
+                f"{name!r} with the labels {labels} is not a valid {family.kind}: names consist of letters, digits and "
+                "_; only counters end in _total; _bucket, _sum, _count and le are reserved for histograms"
             )
         with self._lock:
             if name in self._families:
-                raise ArgumentError(f"{name} is declared already, as {self._families[name].kind}: use that one")
+                raise ArgumentError(f"{name} is already declared as a {self._families[name].kind}")
             self._families[name] = family
         return family
 
     def before_render(self, task: Callable[[], object]) -> None:
-        """Run a task before each rendering, on the rendering thread, for example to copy values counted elsewhere."""
+        """Run a task before each `render`, in the same thread, for example to update metrics."""
         with self._lock:
             self._tasks.append(task)
 
@@ -195,7 +195,7 @@ def _lines(name: str, labels: list[str], value: float | Distribution) -> list[st
     if not isinstance(value, Distribution):
         return [f"{name}{_braces(labels)} {_number(value)}"]
     bounds = [f'le="{_number(bound)}"' for bound in (*value.bounds, math.inf)]
-    counts = accumulate(value.counts)  # buckets of the text format are cumulative
+    counts = accumulate(value.counts)  # buckets are cumulative in the text format
     lines = [f"{name}_bucket{_braces([*labels, le])} {count}" for le, count in zip(bounds, counts, strict=True)]
     rest = {"_sum": value.total, "_count": value.count}
     return lines + [f"{name}{part}{_braces(labels)} {_number(number)}" for part, number in rest.items()]
@@ -211,7 +211,7 @@ def _escape(text: str, *, quote: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number for Prometheus. Whole numbers have no decimal point if the float is exact."""
+    """Format a number for Prometheus. Integers up to 2**53 have no decimal point."""
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     if math.isnan(value):

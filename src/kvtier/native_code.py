@@ -1,7 +1,7 @@
-"""Compile kvtier's C code with the machine's compiler on first use, and keep the library in the cache directory.
+"""Compile kvtier's C code with the local compiler on first use, and keep the library in the cache directory.
 
-The wheel is pure Python. Without a compiler, or if the library does not work, `load` returns the reason instead of
-code, and callers use Python equivalents.
+The wheel is pure Python. If there is no compiler, or if the library does not work, `load` returns the reason, and
+callers use Python equivalents.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvtier.errors import UnavailableError
 from kvtier.files import cache_dir, distrust
 
 Code = TypeVar("Code")
-_SECONDS = 120  # compiler timeout: longer than any compilation took here
+_SECONDS = 120  # compiler timeout
 
 
 @dataclass(frozen=True, slots=True)
 class Native(Generic[Code]):
-    """The compiled functions, or the reason why there are none."""
+    """The compiled functions, or None and the reason."""
 
     code: Code | None
     reason: str
@@ -39,10 +39,10 @@ def load(
 ) -> Native[Code]:
     """Compile the first of `files` in a package, and return the object that `make` creates from the library.
 
-    `made_for` names other things that the library depends on, such as processor features, because several machines may
-    share a home directory. `make` raises OSError or AttributeError if the library is incomplete (it is then compiled
-    again), and UnavailableError if this machine cannot run it. A library that another user could have written is not
-    loaded, because it would have all rights of this process. The code is then compiled for this process alone.
+    `made_for` names other dependencies of the library, such as processor features, because several machines may share a
+    cache directory. `make` raises UnavailableError if this machine cannot run the library. If `make` raises OSError or
+    AttributeError, the cached library is incomplete and is compiled again. A library that another user could have
+    written is not loaded, because it would have all rights of this process. A private copy is compiled instead.
     """
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
     texts = {name: resources.files(package).joinpath(name).read_text() for name in files}
@@ -70,12 +70,12 @@ def load(
 
 
 def _load_cached(path: Path, make: Callable[[Path], Code]) -> Code | None:
-    """Load the library that an earlier process compiled, if it exists, is trusted and is complete."""
+    """Load the library of an earlier process. Return None if it does not exist, is not trusted or is incomplete."""
     if not path.exists() or distrust(path):
         return None
     try:
         return make(path)
-    except (OSError, AttributeError):  # truncated by a full disk or a crash
+    except (OSError, AttributeError):  # the file was truncated by a full disk or a crash
         return None
 
 
@@ -84,8 +84,8 @@ def _load_privately(
 ) -> Native[Code]:
     """Compile in a temporary folder, which is deleted after loading."""
     warnings.warn(
-        f"compiled code is not cached: {refusal}; every process compiles again until KVTIER_CACHE_DIR names a folder "
-        f"that belongs to this user or root and that only its owner can write (chmod 700)",
+        f"compiled code is not cached: {refusal}; to avoid a compilation in every process, set KVTIER_CACHE_DIR to a "
+        f"folder that belongs to this user or root and that only its owner can write (chmod 700)",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -102,5 +102,5 @@ def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: P
         built = Path(folder) / "built.so"
         command = [*compiler.split(), str(Path(folder) / next(iter(texts))), *flags, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-        built.chmod(0o755)  # whatever the umask is: a group-writable library would not be loaded again
+        built.chmod(0o755)  # independent of the umask, because a group-writable library would not be loaded again
         os.replace(built, path)  # atomic for other processes

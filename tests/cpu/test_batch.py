@@ -96,7 +96,7 @@ def test_batch_data_reports_its_sizes():
 
 
 def test_batch_data_with_invalid_arguments_raises():
-    with pytest.raises(ArgumentError, match="must not be negative"):
+    with pytest.raises(ArgumentError, match="must be at least 0"):
         BatchData(-1)
     with pytest.raises(ArgumentError, match="2 rows needs 2 requests, got 1"):
         BatchData(0).begin(0, Permutation.identity(2), ["a"], [1])

@@ -353,7 +353,7 @@ def test_native_code_in_folder_of_another_user_is_not_loaded(monkeypatch, plante
     if os.geteuid():
         pytest.skip("only root can give a folder to another user")
     os.chown(library.parent, 12345, 12345)
-    with pytest.warns(RuntimeWarning, match="belongs to user 12345, and this is user 0"):
+    with pytest.warns(RuntimeWarning, match="belongs to user 12345, but this process runs as user 0"):
         loaded = load_as_new_process(monkeypatch)
     assert_copies(loaded)
     assert not mark.exists()

@@ -70,7 +70,7 @@ def test_permutation_equality_ignores_new_row_numbers():
 
 
 def test_permutation_with_invalid_rows_raises():
-    with pytest.raises(RangeError, match="new row 1 names old row -1"):
+    with pytest.raises(RangeError, match="row 1 has the index -1"):
         Permutation([0, -1], 3)
     with pytest.raises(RangeError, match="-2 rows"):
         Permutation([], -2)

@@ -221,11 +221,11 @@ def test_warp_with_mismatched_rows_raises(placement):
     rows = tensor([[1, 2], [3, 4]], placement)
     functor = BatchCopy()
     perm = Permutation([1, 0], 2)
-    with pytest.raises(RangeError, match="a0 has 2 rows, the old order needs 3"):
+    with pytest.raises(RangeError, match="a0 has 2 rows, but the old order needs 3"):
         warp(rows, Permutation([0], 3), tensor([[0, 0]], placement), functor)
-    with pytest.raises(RangeError, match="b1 has 1 rows, the new order needs 2"):
+    with pytest.raises(RangeError, match="b1 has 1 rows, but the new order needs 2"):
         warp(rows, perm, tensor([[0, 0]], placement), functor)
-    with pytest.raises(ArgumentError, match=r"rows of a0 are \(2,\), those of b1 \(3,\)"):
+    with pytest.raises(ArgumentError, match=r"rows of a0 are \(2,\), but rows of b1 \(3,\)"):
         warp(rows, perm, tensor([[0] * 3] * 2, placement), functor)
     with pytest.raises(DTypeError, match=r"int32.*int64"):
         warp(rows, perm, tensor([[0, 0]] * 2, placement, torch.int64), functor)
@@ -254,18 +254,18 @@ def test_invalid_offsets_and_capacities_raise(placement):
     flat, out, functor = tensor([1, 2, 3], placement), tensor([0, 0, 0], placement), BatchCopy()
     perm = Permutation([1, 0], 2)
     given = {"new": flat, "new_offset": [0, 0, 0]}
-    with pytest.raises(ArgumentError, match="offset0 must not decrease, but is 2 and then 1 at 1"):
+    with pytest.raises(ArgumentError, match="offset0 must not decrease, but 1 follows 2 at index 1"):
         warp_ragged(flat, [0, 2, 1], perm, out, functor, **given)
-    with pytest.raises(RangeError, match="offset0 reaches 9, there are 3"):
+    with pytest.raises(RangeError, match="offset0 ends at 9, but there are 3"):
         warp_ragged(flat, [0, 2, 9], perm, out, functor, **given)
-    with pytest.raises(ArgumentError, match="3 whole numbers"):
+    with pytest.raises(ArgumentError, match="3 integers"):
         warp_ragged(flat, [0, 2], perm, out, functor, **given)
-    with pytest.raises(RangeError, match="out has 2 rows, the new order needs 3"):
+    with pytest.raises(RangeError, match="out has 2 rows, but the new order needs 3"):
         warp_ragged(flat, [0, 2, 3], perm, out[:2], functor, **given)
     full = tensor([[1, 2], [3, 4]], placement)
-    with pytest.raises(RangeError, match="new row 0 would hold 3 elements, its capacity is 2"):
+    with pytest.raises(RangeError, match="row 0 would have 3 elements, but its capacity is 2"):
         append(full, [1, 2], flat, flat, [0, 0, 0], perm, tensor([[0, 0]] * 2, placement), functor)
-    with pytest.raises(ArgumentError, match="one capacity"):
+    with pytest.raises(ArgumentError, match="equal row capacities"):
         append(full, [1, 2], flat, flat, [0, 0, 0], perm, tensor([[0] * 3] * 2, placement), functor)
     with pytest.raises(RangeError, match=r"a0_size\[0\] is negative"):
         append(full, [-1, 1], flat, flat, [0, 0, 0], perm, tensor([[0, 0]] * 2, placement), functor)

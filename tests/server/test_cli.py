@@ -198,7 +198,7 @@ def test_generate_and_chat_report_refused_prompts(tiny_model):
     small, long = ("--model", str(tiny_model), "--blocks", "2", "--max-tokens", "4", "--json"), "x" * 100
     done = run("generate", *small, "short", long)
     assert done.returncode == 1
-    assert "kvtier: refused: 100 tokens and one to generate do not fit" in done.stderr
+    assert "kvtier: refused: 100 tokens and one generated token do not fit" in done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert rows[0]["finish_reason"] in ("length", "stop")
     assert rows[1]["finish_reason"] == "refused"

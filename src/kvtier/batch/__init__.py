@@ -1,4 +1,4 @@
-"""Batches and their pipeline: eight ops per batch, run by modules, with several batches in flight."""
+"""A pipeline of batches. Modules implement the ops of a batch, and several batches may be in flight."""
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Environment, Key, Module, check_modules
 from kvtier.batch.executor import InlineExecutor, ThreadExecutor

@@ -1,9 +1,9 @@
-"""A batch and its parts.
+"""Batches, their operations and the modules that run them.
 
-BatchOp       the eight operations of a batch
-BatchData     one batch in progress
-Environment   values that modules exchange, by typed name (TurboMind's TensorMap)
-Module        base of input processors, the model, samplers, output processors
+BatchOp       one of the eight operations of a batch
+BatchData     state of one batch in progress
+Environment   values that modules exchange, by name and type (called TensorMap in TurboMind)
+Module        base class of input processors, models, samplers and output processors
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Side = Literal["engine", "executor"]
 
 
 class BatchOp(Enum):
-    """The operations of a batch, in this order. Each op is one method of a Module.
+    """The operations of a batch, in order of execution. Each op is one method of a Module.
 
     | op      | TurboMind| data flow                                          | where         | side     |
     |---------|----------|----------------------------------------------------|---------------|----------|
@@ -53,7 +53,7 @@ class BatchOp(Enum):
 
     @property
     def per_batch(self) -> bool:
-        """True if the op runs once per step for a batch, False if once per request."""
+        """True if the op runs once per step for a batch. False if the op runs once per request."""
         return self not in (BatchOp.ADD, BatchOp.REMOVE)
 
 
@@ -72,7 +72,7 @@ class Key(Generic[T]):
 
 
 class Environment:
-    """Entries by key. An entry is produced once and read any number of times."""
+    """Values by key. A value is produced once and can be read any number of times."""
 
     __slots__ = ("_entries",)
 
@@ -80,16 +80,16 @@ class Environment:
         self._entries: dict[str, tuple[Key[Any], Any]] = {}
 
     def produce(self, key: Key[T], value: T) -> T:
-        """Add an entry and return the value. StateError if the entry exists."""
+        """Add an entry and return the value. Raise StateError if the entry exists."""
         if key.name in self._entries:
-            raise StateError(f"{key} already exists: an entry is produced once")
+            raise StateError(f"{key} already exists; an entry can be produced only once")
         if not isinstance(value, key.type):
             raise ArgumentError(f"{key} cannot hold a {type(value).__name__}")
         self._entries[key.name] = (key, value)
         return value
 
     def at(self, key: Key[T]) -> T:
-        """Return the value of an entry. If it does not exist, StateError lists the existing entries."""
+        """Return the value of an entry. Raise StateError if the entry does not exist."""
         entry = self._entries.get(key.name)
         if entry is None:
             known = ", ".join(str(known) for known, _ in self._entries.values()) or "nothing"
@@ -100,7 +100,7 @@ class Environment:
         return value
 
 
-# States of a slot. An op is legal in one state only; abandon() leads from any state to free:
+# States of a slot. Each op is allowed in exactly one state. abandon() changes any state to free.
 #
 #   free --begin()--> begun --SETUP--> ready                                    engine
 #   ready --PREPARE--> prepared --FORWARD--> forwarded --UNPREP--> done         executor
@@ -118,19 +118,19 @@ _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 
 
 class BatchData:
-    """The slot of one phase: filled for a step, passed through the ops, and free again after UPDATE.
+    """The slot of one phase, which holds one batch from SETUP to UPDATE and is then reused.
 
-    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this one. The engine records `ready` after it
-    has enqueued the copies of SETUP; the executor records `done` after it has enqueued all of its work.
+    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine records `ready` after
+    the copies of SETUP are enqueued. The executor records `done` after all of its work is enqueued.
     """
 
     def __init__(self, phase: int) -> None:
         if phase < 0:
-            raise ArgumentError(f"a phase must not be negative, got {phase}")
+            raise ArgumentError(f"a phase must be at least 0, got {phase}")
         self.phase = phase
         self.state = "free"
         self.sequence = -1
-        """Number of the step, counted over all phases. Set by the engine."""
+        """Number of the step, counted over all phases."""
         self.ready, self.done = Event(), Event()
         self._clear()
 
@@ -139,14 +139,14 @@ class BatchData:
         self.requests: Sequence[Any] = ()
         self.local_token_num: Sequence[int] = ()
         self.error: BaseException | None = None
-        """Error on the device side. Set by the executor."""
+        """Error in a device op of this batch or of an earlier batch. Set by the executor."""
         self.failed_itself = False
-        """True if the error is from this batch, not from an earlier one."""
+        """True if the error occurred in this batch."""
         self._environment = Environment()
 
     @property
     def bs0(self) -> int:
-        """Rows of the previous batch."""
+        """Number of rows in the previous batch."""
         return self.perm.size0
 
     @property
@@ -155,13 +155,13 @@ class BatchData:
 
     @property
     def global_token_num(self) -> int:
-        """Tokens of this step over all ranks."""
+        """Number of tokens in this step, summed over all ranks."""
         return sum(self.local_token_num)
 
     def begin(self, sequence: int, perm: Permutation, requests: Sequence[Any], local_token_num: Sequence[int]) -> None:
-        """Fill a free slot for a step, with one request per row of the new order and one token count per rank."""
+        """Fill a free slot for a step. Pass one request per row of the new order and one token count per rank."""
         if self.state != "free":
-            raise StateError(f"phase {self.phase} is {self.state}: step {self.sequence} is not finished")
+            raise StateError(f"phase {self.phase} is {self.state}, because step {self.sequence} is not finished")
         if len(requests) != len(perm):
             raise ArgumentError(f"a batch of {len(perm)} rows needs {len(perm)} requests, got {len(requests)}")
         if sequence <= self.sequence:
@@ -172,7 +172,7 @@ class BatchData:
         self.state = "begun"
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment of an op. The executor's three ops share one, and so do FETCH and UPDATE."""
+        """Return the environment of an op. The executor's three ops share one environment, as do FETCH and UPDATE."""
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
@@ -180,65 +180,65 @@ class BatchData:
         return self._environment
 
     def check(self, op: BatchOp) -> None:
-        """Raise unless `op` is the next one."""
+        """Raise if `op` is not the next op of this batch."""
         if not op.per_batch:
-            raise ArgumentError(f"{op.name} is done to requests, not to a batch")
+            raise ArgumentError(f"{op.name} runs per request, not per batch")
         if self.state != _BEFORE[op]:
-            raise StateError(f"{op.name} needs a batch that is {_BEFORE[op]}, phase {self.phase} is {self.state}")
+            raise StateError(f"{op.name} needs a batch that is {_BEFORE[op]}, but phase {self.phase} is {self.state}")
 
     def finish(self, op: BatchOp) -> None:
-        """Record that `op` is done (on the device: enqueued)."""
+        """Record that `op` has run. The work of a device op may still be queued."""
         self.check(op)
         self.state = _AFTER[op]
 
     def abandon(self) -> None:
-        """Give up the step after an error, in any state."""
+        """Free the slot after an error, in any state."""
         self.state = "free"
 
 
 BATCH = Key("batch", BatchData)
-"""The BatchData of the step, in every environment of a batch."""
+"""Key of the step's BatchData, which is in every environment of the batch."""
 COPY = Key("copy", BatchCopy)
-"""The BatchCopy of the op, which runs after all modules."""
+"""Key of the op's BatchCopy, which runs after all modules."""
 
 
 class Module:
-    """One method per BatchOp; each does nothing unless overridden.
+    """Base class with one method per BatchOp. By default, a method does nothing.
 
-    `reads` and `writes` name the entries of the environment that a module uses and produces, so that a missing producer
-    is found before the first step. The executor runs PREPARE, FORWARD and UNPREP, the engine thread the others.
+    `reads` and `writes` list the entries of the environment that a module uses and produces, so that a missing producer
+    is found before the first step. The executor runs PREPARE, FORWARD and UNPREP. The engine thread runs the other ops.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset()
     writes: ClassVar[frozenset[Key[Any]]] = frozenset()
 
     def add(self, requests: Sequence[Any]) -> None:
-        """Add new requests; raise to reject them. Host."""
+        """Add new requests on the host. An exception rejects the requests."""
 
     def setup(self, env: Environment) -> None:
-        """Enqueue copies of the step's inputs. Host to device."""
+        """Enqueue copies of the step's inputs from host to device."""
 
     def prepare(self, env: Environment) -> None:
-        """Bring per-sequence state into the order of this batch. Device; copies run after all modules."""
+        """Enqueue copies on the device that reorder per-sequence state for this batch. They run after all modules."""
 
     def forward(self, env: Environment) -> None:
-        """Run the model or sampler. Device."""
+        """Run the model or sampler on the device."""
 
     def unprep(self, env: Environment) -> None:
-        """Save the data that FETCH reads, before the next batch overwrites it. Device."""
+        """Save the data for FETCH on the device, before the next batch overwrites it."""
 
     def fetch(self, env: Environment) -> None:
-        """Enqueue copies of the results. Device to host."""
+        """Enqueue copies of the results from device to host."""
 
     def update(self, env: Environment) -> None:
-        """Use the results, which have arrived. Host."""
+        """Process the results on the host. All copies have finished."""
 
     def remove(self, requests: Sequence[Any]) -> None:
-        """Remove requests that are in no batch in flight, including requests that a module rejected in `add`. Host."""
+        """Remove requests that are in no batch in flight, including requests that a module rejected in `add`."""
 
 
 def check_modules(modules: Sequence[Module], given: Sequence[Key[Any]]) -> None:
-    """Raise unless each entry that a module reads is in `given` or written by a module, and none is written twice."""
+    """Raise ArgumentError if a module reads an entry that is neither given nor written, or if one is written twice."""
     producers: dict[str, str] = {key.name: "the pipeline" for key in given}
     for module in modules:
         for key in sorted(module.writes, key=str):

@@ -1,4 +1,4 @@
-"""Executors run the device side of batches. Streams has a stream for each side and records the events between them."""
+"""Executors run the device ops of batches. Streams holds one stream for the engine and one for the executor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.memory import Placement, Stream, context
 
 
 class Streams:
-    """One stream for each side. Without threads and GPU there are no streams, and all work is done at once."""
+    """One stream for each side. Without threads and without a GPU there are no streams, and work runs immediately."""
 
     def __init__(self, placement: Placement, *, threads: bool) -> None:
         wanted = threads or placement.is_device
@@ -30,7 +30,7 @@ class Streams:
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
-        """Inside the block, the executor's stream is current. It waits for `ready` before, and records `done` after."""
+        """Make the executor's stream current, which waits for `ready` before the block and records `done` after it."""
         if self._executor is not None:
             self._executor.wait(batch.ready)
         with _current(self._executor):
@@ -39,28 +39,28 @@ class Streams:
             self._executor.record(batch.done)
 
     def record_ready(self, batch: BatchData) -> None:
-        """Record the end of the work that SETUP enqueued."""
+        """Record `ready` after the work that SETUP enqueued."""
         if self._engine is not None:
             self._engine.record(batch.ready)
 
     def wait_done(self, batch: BatchData) -> None:
-        """Make the copies of FETCH wait for the executor's work on this batch."""
+        """Make the engine's stream wait for the executor's work on this batch."""
         if self._engine is not None:
             self._engine.wait(batch.done)
 
     def synchronize(self) -> None:
-        """Wait for the engine's stream, once per step, and raise the error of failed work."""
+        """Wait for the engine's stream. Raise the error of failed work. Called once per step."""
         if self._engine is None or self._executor is None:
             return
         try:
             self._engine.synchronize()
         except Exception:
-            with contextlib.suppress(Exception):  # clears the same error on the other stream
+            with contextlib.suppress(Exception):  # clears the same error on the executor's stream
                 self._executor.synchronize()
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for a side's stream after a failure. The stream keeps its error, which may belong to another batch."""
+        """Wait for the stream of a side after a failure. The stream keeps its errors for later batches."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()
@@ -73,7 +73,7 @@ class Streams:
 
 @contextlib.contextmanager
 def _current(stream: Stream | None) -> Iterator[None]:
-    """Make `stream` the current stream of kvtier and, on a GPU, of torch, because modules use both."""
+    """Make `stream` the current stream of kvtier and, on a GPU, also of torch. Modules use both."""
     if stream is None:
         yield
         return
@@ -86,7 +86,7 @@ Work = Callable[[BatchData], None]
 
 
 class ThreadExecutor:
-    """Runs batches in order on a thread, so that the host can prepare the next batch while a batch runs."""
+    """Runs batches in order on a separate thread, so that the engine can prepare the next batch meanwhile."""
 
     def __init__(self, work: Work) -> None:
         self._inbound: SimpleQueue[BatchData | None] = SimpleQueue()
@@ -98,7 +98,7 @@ class ThreadExecutor:
         self._inbound.put(batch)
 
     def collect(self) -> BatchData:
-        """Wait for the oldest batch that is not collected, and return it."""
+        """Wait for the oldest submitted batch, and return it."""
         return self._outbound.get()
 
     def close(self) -> None:
@@ -107,12 +107,12 @@ class ThreadExecutor:
 
     def _run(self, work: Work) -> None:
         while (batch := self._inbound.get()) is not None:
-            work(batch)  # never raises: errors are kept in the batch
+            work(batch)  # stores errors in the batch and never raises
             self._outbound.put(batch)
 
 
 class InlineExecutor:
-    """Runs batches on the caller's thread, when they are submitted."""
+    """Runs each batch on the caller's thread when it is submitted."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

@@ -1,7 +1,7 @@
-"""Pipeline: runs modules over batches, with up to `phases` batches in flight.
+"""Pipeline: runs the modules of each batch, with up to `phases` batches in flight.
 
-Ticket     a request in the pipeline, from add() to its one final status
-RowOrder   the rows of a batch
+Ticket     a request in the pipeline
+RowOrder   the order of the rows in a batch
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kvtier.state import Permutation
 
 
 class TicketStatus(Enum):
-    """Status of a request. The last three are final: a request gets exactly one of them."""
+    """Status of a request. FINISHED, CANCELLED and FAILED are final."""
 
     WAITING = "waiting"
-    """In no batch: new, or preempted."""
+    """The request is new or preempted. It is not in the latest batch."""
     ACTIVE = "active"
-    """In the latest batch."""
+    """The request is in the latest batch."""
     RETIRING = "retiring"
-    """The outcome is decided. The request leaves when none of its batches is in flight."""
+    """The outcome is decided. The request is removed when none of its batches is in flight."""
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
 class Ticket:
-    """A request in a pipeline. `finish` and `cancel` may be called anywhere on the engine thread.
+    """A request in a pipeline. Call `finish` and `cancel` on the engine thread.
 
-    WAITING <-> ACTIVE          left out of a step, or included again
-    WAITING, ACTIVE -> RETIRING finish(), cancel() or an error; the first one decides
-    RETIRING -> final status    when `num_in_flight` is 0
+    WAITING <-> ACTIVE             each step includes the request or leaves it out
+    WAITING, ACTIVE -> RETIRING    the first finish(), cancel() or error decides the outcome
+    RETIRING -> final status       when `num_in_flight` is 0
     """
 
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
@@ -53,7 +53,7 @@ class Ticket:
         self.status = TicketStatus.WAITING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if the request was in a batch before. Its next row is then resumed, not new."""
+        """True if the request was in an earlier batch. Its next row is then resumed, not new."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -63,7 +63,7 @@ class Ticket:
 
     @property
     def num_in_flight(self) -> int:
-        """Batches in flight with this request. Not a counter, which would change for every row in every step."""
+        """Number of batches in flight that contain this request. Computed on demand, because a counter costs more."""
         return sum(self in rows for rows in self._in_flight)
 
     @property
@@ -89,7 +89,7 @@ class Ticket:
             self._on_retire(self)
 
     def release(self) -> None:
-        """Set the final status; the pipeline calls it once, when no batch is in flight."""
+        """Set the final status. The pipeline calls this once, when no batch with this request is in flight."""
         if self.status is not TicketStatus.RETIRING or self.num_in_flight:
             raise StateError(f"{self!r} cannot be released")
         self.status = self._outcome
@@ -98,7 +98,7 @@ class Ticket:
 class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows share one RowOrder.
 
-    Generating rows come first. In both groups, existing rows keep their order and precede resumed rows, then new rows.
+    Generating rows precede all others. In both groups, old rows keep their order and precede resumed and new rows.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -107,10 +107,10 @@ class RowOrder:
         self.tickets = tuple(tickets)
         self.row_of = dict(zip(self.tickets, range(len(self.tickets)), strict=True))
         self.stay = Permutation.identity(len(self.tickets))
-        """The permutation of a batch with the same rows as the previous one."""
+        """The permutation for a batch with the same rows as the previous batch."""
 
     def next(self, chosen: dict[Ticket, None], generating: Collection[Ticket]) -> tuple[RowOrder, Permutation]:
-        """Return the order of a batch of the chosen requests, and the permutation from this order to that one."""
+        """Return the order of the next batch, and the permutation from the current order to the next order."""
         first = chosen.keys() & generating
         if chosen.keys() == self.row_of.keys() and self._begins_with(first):
             return self, self.stay
@@ -129,14 +129,14 @@ class RowOrder:
 
 
 class Pipeline:
-    """Runs modules over batches: host ops on the caller's thread, device ops on the executor.
+    """Runs the host ops of batches on the caller's thread and the device ops on the executor.
 
         step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
         step t+1         SETUP ──ready──> ...          up to `phases` in flight; results lag by phases - 1 steps
 
-    Call all methods on one thread, the engine's. The requests of a BatchData are Tickets. An error in a module fails
-    only the requests of its batch. After an error on the device side, the order of rows on the device is unknown. Later
-    batches in flight then do not run, their other requests return to WAITING, and all rows of the next batch are new.
+    Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in a module fails only the
+    requests of its batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
+    flight then do not run, their requests return to WAITING, and all rows of the next batch are new.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Pipeline:
         timeline: Timeline | None = None,
     ) -> None:
         if phases < 1:
-            raise ArgumentError(f"a pipeline has at least one phase, got {phases}")
+            raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
         check_modules(modules, [BATCH, COPY])
         self.modules = tuple(modules)
         self.phases = phases
@@ -160,14 +160,14 @@ class Pipeline:
         self._steps = itertools.count()
         self._order = RowOrder()  # the rows of the latest batch
         self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch in flight
-        self._running: dict[Ticket, None] = {}  # may be put into a batch
-        self._retiring: list[Ticket] = []  # outcome decided, but still in a batch in flight
+        self._running: dict[Ticket, None] = {}  # requests that may be in the next batch
+        self._retiring: list[Ticket] = []  # requests with a decided outcome that are still in a batch in flight
         self._broken_at: int | None = None  # the step that failed on the device; later results are invalid
         self._closed = False
 
     @property
     def num_in_flight(self) -> int:
-        """Number of batches submitted and not collected."""
+        """Number of batches that were submitted and not yet collected."""
         return len(self._in_flight)
 
     @property
@@ -176,7 +176,7 @@ class Pipeline:
         return self._order.tickets
 
     def add(self, request: Any) -> Ticket:
-        """Add a request. It fails at once if a module raises."""
+        """Add a request. If a module raises, the request fails immediately."""
         self._check_open()
         ticket = Ticket(request, self._in_flight, self._retire)
         self._running[ticket] = None
@@ -192,7 +192,7 @@ class Pipeline:
     def step(
         self, tickets: Iterable[Ticket], *, generating: Collection[Ticket] = (), tokens: Sequence[int] = ()
     ) -> None:
-        """Submit a batch of `tickets` in the order of RowOrder. Collect the oldest batch if all phases are in use.
+        """Submit a batch with these requests. If all phases are in use, collect the oldest batch.
 
         Requests not in `tickets` are preempted and may be resumed later. Retiring requests in `tickets` are ignored.
         """
@@ -200,12 +200,12 @@ class Pipeline:
         chosen, tokens = dict.fromkeys(tickets), tuple(tokens)
         for ticket in chosen.keys() - self._running.keys():
             if ticket not in self._retiring:
-                raise ArgumentError(f"{ticket!r} is not in this pipeline, or has left it")
+                raise ArgumentError(f"{ticket!r} is not in this pipeline")
         if self._broken_at is not None:
             self.drain()
         while not self._free:
             self.collect()
-        for ticket in chosen.keys() - self._running.keys():  # collecting may have retired some
+        for ticket in chosen.keys() - self._running.keys():  # `collect` may have retired them
             del chosen[ticket]
         order, perm = self._order.next(chosen, generating)
         batch = self._free.pop()
@@ -214,7 +214,7 @@ class Pipeline:
             with self._streams.engine():
                 self._run_op(BatchOp.SETUP, batch)
                 self._streams.record_ready(batch)
-        except BaseException as error:  # nothing reached the device: the order there is unchanged
+        except BaseException as error:  # the order of rows on the device has not changed
             self._give_up(batch, order.tickets, error)
             return
         self._take(order)
@@ -224,21 +224,21 @@ class Pipeline:
             self.collect()
 
     def collect(self) -> bool:
-        """Process the results of the oldest batch in flight; False if there is none."""
+        """Process the results of the oldest batch in flight; returns False if no batch is in flight."""
         if not self.num_in_flight:
             return False
         batch = self._executor.collect()
         del self._in_flight[0]
         rows: Sequence[Ticket] = batch.requests
         if batch.error is None and self._broken_at is not None and batch.sequence > self._broken_at:
-            batch.error = StateError("an earlier batch failed on the device")  # this batch ran on unknown rows
+            batch.error = StateError("an earlier batch failed on the device")  # this batch used invalid rows
         try:
             if batch.error is not None:
                 self._after_failure(batch, rows)
             else:
                 self._fetch_and_update(batch, rows)
         finally:
-            if self._broken_at is not None and not self.num_in_flight:  # the rows on the device are unknown
+            if self._broken_at is not None and not self.num_in_flight:  # the order of rows on the device is unknown
                 self._take(RowOrder())
                 self._broken_at = None
         self._release()
@@ -264,7 +264,7 @@ class Pipeline:
             pass
 
     def close(self) -> None:
-        """Collect all batches, cancel the remaining requests, and end the threads. Closing twice is allowed."""
+        """Collect all batches, cancel the remaining requests, and stop the executor. Idempotent."""
         if self._closed:
             return
         try:
@@ -284,7 +284,7 @@ class Pipeline:
     # ---- the device side ----
 
     def _execute(self, batch: BatchData) -> None:
-        """Run the device ops. Never raises: errors are kept in the batch."""
+        """Run the device ops. Errors are stored in the batch and never raised."""
         if self._broken_at is not None:
             batch.error = StateError("an earlier batch failed on the device")
             return
@@ -292,13 +292,13 @@ class Pipeline:
             with self._streams.executor(batch):
                 for op in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP):
                     self._run_op(op, batch)
-        except BaseException as error:  # kept for the engine: the executor's thread must survive
+        except BaseException as error:  # the executor's thread must continue after any error
             batch.error = error
             batch.failed_itself = True
             self._broken_at = batch.sequence
 
     def _run_op(self, op: BatchOp, batch: BatchData) -> None:
-        """Run the op of every module, then their copies; if one raises, the copies are discarded."""
+        """Run an op of all modules, and then the copies that they added. If a module raises, discard the copies."""
         batch.check(op)
         env = batch.environment(op)
         copy, method = env.at(COPY), op.value
@@ -332,7 +332,7 @@ class Pipeline:
     # ---- rows and requests ----
 
     def _take(self, order: RowOrder) -> None:
-        """Make this the order of the latest batch."""
+        """Set the order of the latest batch and update the status of requests."""
         if order is self._order:
             return
         for ticket in self._order.row_of.keys() - order.row_of.keys():
@@ -343,7 +343,7 @@ class Pipeline:
         self._order = order
 
     def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
-        """Fail the requests of a batch whose host ops failed. An exit or interrupt is raised again."""
+        """Fail the requests of a batch after an error in a host op. Raise SystemExit and KeyboardInterrupt again."""
         self._streams.settle("engine")
         batch.abandon()
         self._free.append(batch)
@@ -354,7 +354,7 @@ class Pipeline:
             raise error
 
     def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
-        """Release a batch whose device ops failed, or did not run after an earlier failure."""
+        """Release a batch whose device ops failed, or were skipped because an earlier batch failed."""
         self._streams.settle("executor")
         error, failed_itself = batch.error, batch.failed_itself
         batch.abandon()
@@ -368,7 +368,7 @@ class Pipeline:
         self._retiring.append(ticket)
 
     def _release(self) -> None:
-        """Remove retiring requests that are in no batch in flight. The first error in REMOVE is raised at the end."""
+        """Remove retiring requests that are in no batch in flight. Afterwards, raise the first error of REMOVE."""
         if not self._retiring:
             return
         leaving = [ticket for ticket in self._retiring if not ticket.num_in_flight]

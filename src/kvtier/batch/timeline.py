@@ -1,4 +1,4 @@
-"""Timeline: start and end of each op and copy of each batch, as a trace file for chrome://tracing or Perfetto."""
+"""Timeline: records the times of all ops and copies and writes a trace file for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from kvtier.memory import CopyResult, Event, Placement, Stream
 
 @dataclass(slots=True)
 class TimelineSpan:
-    """One op or copy, in seconds of time.perf_counter."""
+    """One op or copy. `start` and `end` are in seconds of time.perf_counter."""
 
     name: str
     track: str
-    """Thread or stream that ran it: "engine", "executor", "engine stream", "executor stream"."""
+    """Thread or stream of the op: "engine", "executor", "engine stream" or "executor stream"."""
     phase: int
-    """-1, like `step`, for ADD and REMOVE, which belong to no batch."""
+    """For ADD and REMOVE, `phase` and `step` are -1, because these ops belong to no batch."""
     step: int
     num_rows: int
     start: float = 0.0
     end: float = 0.0
     copied_bytes: int = 0
     num_pieces: int = 0
-    """Copies after merging."""
+    """Number of copies after merging adjacent copies."""
 
     def copied(self, result: CopyResult) -> None:
         self.copied_bytes, self.num_pieces = result.nbytes, result.num_entries
 
 
 class Timeline:
-    """Records spans, from any thread.
+    """Records spans from any thread.
 
-    `spans` has times of the host, at which work is enqueued. `stream_spans` has the times at which the stream ran the
-    same ops and copies, measured by events. CUDA's clock is aligned with the host's clock once, to about 10 us.
+    `spans` contains the host times at which work was enqueued. `stream_spans` contains the times at which streams ran
+    this work, measured with events. The clocks of GPU and host are aligned once, with an accuracy of about 10 us.
     """
 
     def __init__(self) -> None:
         self._spans: list[TimelineSpan] = []
-        # a span, a reference event with its time on the host, and the events around the span
+        # For each span: the span, a reference event, its host time, and the events before and after the span.
         self._on_streams: list[tuple[TimelineSpan, Event, float, Event, Event]] = []
         self._origins: dict[Placement, tuple[Event, float]] = {}
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class Timeline:
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
     ) -> Iterator[TimelineSpan]:
-        """Record the time of the block, even if it raises, and of the work that it enqueues on `stream`."""
+        """Record the time of the block, even if it raises, and the time of the work that it enqueues on `stream`."""
         origin, begin = self._origin(stream), _mark(stream)
         span = TimelineSpan(name, track, phase, step, num_rows, time.perf_counter())
         try:
@@ -68,23 +68,23 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[TimelineSpan, ...]:
-        """Finished spans of the host, ordered by their ends."""
+        """Finished spans with host times, ordered by end time."""
         with self._lock:
             return tuple(self._spans)
 
     def stream_spans(self) -> tuple[TimelineSpan, ...]:
-        """Wait for the work on streams and return its spans, in the order of enqueueing, without failed work."""
+        """Wait for the work on streams and return the spans of successful work, in the order of enqueueing."""
         with self._lock:
             recorded = tuple(self._on_streams)
         spans = []
         for span, origin, origin_time, begin, end in recorded:
-            with contextlib.suppress(Exception):  # the error is raised where the stream is synchronised
+            with contextlib.suppress(Exception):  # Stream.synchronize raises the error
                 start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
                 spans.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
         return tuple(spans)
 
     def save(self, path: str | Path) -> int:
-        """Write the trace file. Returns the number of spans in it."""
+        """Write the trace file; returns the number of spans in the file."""
         spans = (*self.spans, *self.stream_spans())
         zero = min((span.start for span in spans), default=0.0)
         tracks = {track: number for number, track in enumerate(sorted({span.track for span in spans}))}
@@ -97,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return the reference event of a placement and its host time. The first span records the event and waits."""
+        """Return the reference event of a placement and its host time. The first call records the event and waits."""
         if stream is None:
             return None
         with self._lock:

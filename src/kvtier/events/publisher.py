@@ -1,10 +1,10 @@
-"""EventPublisher: a listener of the index that publishes its events over ZMQ.
+"""EventPublisher: an index listener that publishes events over ZMQ.
 
 A message has three frames, as in vLLM's publisher: the topic, the sequence number (8 bytes, big-endian), and
-[time, [event, ..], rank] in msgpack; an event is a map with its `type`. Sequence numbers rise by one. A subscriber
-that finds a gap sends an empty frame and the first missing number to the replay socket (DEALER; a REQ socket receives
-only the first message). The reply is all messages still kept from that number on, then an empty message with number -1.
-If replay does not fill the gap, the subscriber must discard its state.
+[time, [event, ..], rank] in msgpack. An event is a map with a `type`. Sequence numbers increase by one. A subscriber
+that finds a gap connects a DEALER socket to the replay endpoint, and sends an empty frame and the first missing number.
+The reply consists of all kept messages from this number on, followed by an empty message with the number -1. If the
+replay does not fill the gap, the subscriber must discard its state.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LINGER_MS = 1000
 
 
 class EventPublisher:
-    """Queues events without blocking; a thread of the publisher packs and sends them. Call it from one thread.
+    """Queues events without blocking. A separate thread encodes and sends them. Call the publisher from one thread.
 
-    `num_dropped` counts events that arrived while the queue was full.
+    `num_dropped` counts the events that were dropped because the queue was full.
     """
 
     def __init__(self, config: EventConfig) -> None:
@@ -72,7 +72,7 @@ class EventPublisher:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Send the queued events, end the thread, close the sockets. Idempotent."""
+        """Send the queued events, stop the thread and close the sockets. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -94,7 +94,7 @@ class EventPublisher:
         is_last = False
         while not is_last:
             ready = dict(poller.poll())
-            is_last = self._is_closed  # read before the queue, so that events queued before `close` are sent
+            is_last = self._is_closed  # checked before `_send`, so that events queued before `close` are sent
             if self._bell in ready:
                 os.eventfd_read(self._bell)
                 self._send()
@@ -116,7 +116,7 @@ class EventPublisher:
         self._sequence += 1
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Answer a replay request; ignore malformed ones."""
+        """Answer a replay request. A malformed request is ignored."""
         request = replay.recv_multipart()
         if len(request) != 3 or len(request[2]) != 8:
             return

@@ -1,6 +1,6 @@
 """The block index: keys, pools, the radix tree, leases and eviction. It holds slot numbers, never KV data.
 
-Nothing here is thread-safe. The caller passes the time as `now`.
+The classes are not thread-safe and have no clock. The caller passes the time as `now`.
 """
 
 from kvtier.index.chain import Chain, MediaItem, Namespace

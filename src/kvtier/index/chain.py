@@ -1,13 +1,13 @@
-"""Chain: the tokens of a sequence as blocks, with the keys of the blocks.
+"""Chain: the tokens of a sequence, divided into blocks, and the keys of the blocks.
 
-A key identifies a block outside this process. Keys are chained:
+A key identifies a block and its whole prefix, on all machines. Keys are chained:
 
     root    = SHA-256( "kvtier block key 1\0" | namespace | salt | adapter )
     key[0]  = SHA-256( root     | tokens of block 0 | extras of block 0 )
     key[i]  = SHA-256( key[i-1] | tokens of block i | extras of block i )
 
-Tokens are little-endian int32. All blocks of a namespace have the same number of tokens, so the bytes after the tokens
-are always the extras. Keys are equal on all machines. Equal keys mean equal prefixes. docs/keys.md has test vectors.
+Tokens are little-endian int32. All blocks in a namespace have the same number of tokens, so the extras always start at
+the same offset, and different blocks never produce the same input. docs/keys.md has test vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.index.node import Node
 from kvtier.messages import KEY_BYTES, split_keys
 
-# A list of ints, an array.array, a numpy array or anything numpy takes without copying (a torch tensor on the CPU).
+# A list of ints, an array.array, a numpy array or an object that numpy can view, such as a torch tensor on the CPU.
 TokenIds: TypeAlias = "Sequence[int] | array[int] | np.ndarray[Any, Any]"
 
 TOKEN_BYTES = 4
@@ -38,8 +38,8 @@ _PACK_ONE = struct.Struct("<i").pack
 def token_bytes(tokens: TokenIds) -> bytes:
     """Return the ids as little-endian int32.
 
-    For a list, struct.pack takes 7.6 ns a token and numpy 20 ns (Python 3.11, x86-64, 2026-11-15). An int32 array is
-    one memcpy.
+    For a list, struct.pack takes 7.6 ns per token and numpy takes 20 ns (Python 3.11, x86-64, 2026-11-15). An int32
+    array needs only one memcpy.
     """
     if isinstance(tokens, list | tuple):
         return _packed(tokens)
@@ -50,7 +50,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # viewed as unsigned, a negative id is too large, so one pass checks both bounds for the most common type
+    # A negative int32 exceeds MAX_TOKEN when viewed as unsigned, so a single pass checks both bounds.
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32
@@ -76,7 +76,7 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 
 def as_ids(labels: bytes | bytearray | memoryview) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return token bytes as ids, without a copy on a little-endian machine."""
+    """Convert token bytes to ids. On a little-endian machine, the result is a view."""
     ids = np.frombuffer(labels, "<i4")
     return ids if sys.byteorder == "little" else ids.astype(np.int32)
 
@@ -90,11 +90,11 @@ class Namespace:
 
     model: str
     revision: str = ""
-    """Revision of the weights: a commit, or a digest of the files."""
+    """Revision of the weights, such as a commit or a digest of the files."""
     dtype: str = ""
-    """Type of the stored KV, including scales."""
+    """Element type of the stored KV and its scales."""
     layout: str = ""
-    """Fingerprint of a KVLayout: layers, heads, head size, order."""
+    """Fingerprint of the KVLayout, which includes layers, heads and head sizes."""
     block_tokens: int = 16
     fingerprint: bytes = field(init=False, repr=False, compare=False)
     """SHA-256 of the names and values of the fields above."""
@@ -107,13 +107,13 @@ class Namespace:
         object.__setattr__(self, "fingerprint", fingerprint)  # computed once, because every root key contains it
 
     def root_key(self, salt: bytes = b"", adapter: bytes = b"") -> bytes:
-        """Return the key above block 0 for one tenant's salt and one LoRA adapter."""
+        """Return the key that precedes block 0, for one tenant's salt and one LoRA adapter."""
         return hashlib.sha256(_DOMAIN + self.fingerprint + _framed((salt, adapter))).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """An image, video or audio clip for which tokens [start, start + num_tokens) are placeholders."""
+    """An image, video or audio clip. Tokens [start, start + num_tokens) are its placeholders."""
 
     start: int
     num_tokens: int
@@ -127,14 +127,14 @@ class MediaItem:
 
 
 def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, bytes]:
-    """Return the extras of each block that a media item overlaps, by block number.
+    """Return the extras of each block that overlaps a media item, by block number.
 
-    Intervals are half-open: an item that ends where a block begins does not overlap the block.
+    Intervals are half-open, so an item that ends at the start of a block does not overlap this block.
 
         block        [0      )[1      )[2      )
         item             [########)                 in blocks 0 and 1
 
-    The extras include the item's offset in the block, so the same image one token later gives a different key.
+    The extras include the offset of the item in the block, so moving an image by one token changes the key.
     """
     extras: dict[int, list[bytes]] = {}
     for item in sorted(items, key=lambda item: (item.start, item.num_tokens, item.digest)):
@@ -147,10 +147,10 @@ def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, byt
 def chain_keys(
     parent: bytes, labels: bytes | bytearray | memoryview, label_bytes: int, extras: Mapping[int, bytes], first: int
 ) -> list[bytes]:
-    """Return the keys of consecutive blocks from their token bytes `labels`.
+    """Return the keys of consecutive blocks. `labels` contains the token bytes of these blocks.
 
-    `parent` is the key of the block before, `first` the number of the first block. The loop only computes digests, so
-    it is as fast as a bare hashlib chain.
+    `first` is the number of the first block, and `parent` is the key of the block before it. The loop computes only
+    digests, so it is as fast as plain hashlib calls.
     """
     sha256, view, key = hashlib.sha256, memoryview(labels), parent
     keys = []
@@ -166,15 +166,15 @@ def chain_keys(
 
 
 def _framed(parts: Iterable[bytes]) -> bytes:
-    """Join parts, each prefixed with its length, so that different lists of parts never give the same bytes."""
+    """Join parts, each prefixed with its length, so that different lists of parts never produce the same bytes."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 class Chain:
-    """Tokens of a prompt and its completion, in blocks. Keys are computed on demand, once per block.
+    """Tokens of a prompt and its completion, divided into blocks. Each key is computed once, on demand.
 
-    `salt` separates tenants, `adapter` names a LoRA, `media` lists the items that placeholder tokens stand for. Keys
-    and matches depend on all three. `labels` holds the ids of all full blocks, and perhaps of later tokens, as bytes.
+    `salt` separates tenants, `adapter` names a LoRA, and `media` lists the items behind placeholder tokens. Keys and
+    matches depend on all three. `labels` contains the token bytes of all full blocks and possibly of later tokens.
     """
 
     __slots__ = (
@@ -207,13 +207,13 @@ class Chain:
         self.extras = media_extras(media, namespace.block_tokens) if media else {}
         self.labels = token_bytes(tokens)
         self.num_tokens = len(self.labels) // TOKEN_BYTES
-        """Number of tokens, including a last block that is not full."""
+        """Number of tokens, including the tokens of a partly filled last block."""
         self._tail = bytearray()
         self._keys: list[bytes] = []
 
     @classmethod
     def of_node(cls, namespace: Namespace, node: Node) -> Chain:
-        """Return the chain from the root to the end of a node."""
+        """Return the chain of all blocks from the root to the end of a node."""
         nodes = list(node.upwards())[::-1]
         salt, adapter = node.domain
         chain = cls(namespace, as_ids(b"".join(bytes(part.labels) for part in nodes)), salt=salt, adapter=adapter)
@@ -221,7 +221,7 @@ class Chain:
         return chain
 
     def append(self, tokens: TokenIds) -> None:
-        """Add tokens at the end. `labels` is copied only when the tokens fill a block."""
+        """Append tokens. `labels` is copied only if the tokens complete a block."""
         self._tail += token_bytes(tokens)
         self.num_tokens += len(tokens)
         if len(self.labels) % self.label_bytes + len(self._tail) >= self.label_bytes:
@@ -253,19 +253,19 @@ class Chain:
         return self.labels[block * width : (block + 1 if stop is None else stop) * width]
 
     def tail(self, block: int, max_tokens: int) -> bytes:
-        """Return the first `max_tokens` tokens of a block as bytes, or fewer if the block ends before."""
+        """Return the first `max_tokens` tokens of a block as bytes, or fewer if the block has fewer tokens."""
         first = block * self.label_bytes
         stop = first + min(max_tokens * TOKEN_BYTES, self.label_bytes)
         tail = self.labels[first:stop]
         return tail + self._tail[: stop - first - len(tail)] if self._tail else tail
 
     def key_at(self, block: int) -> bytes:
-        """Return the key in `Node.children` of a node that begins with this block: its token bytes and extras."""
+        """Return the token bytes and extras of a block, the key in `Node.children` for a node that begins with it."""
         label = self.label(block)
         return label + self.extras.get(block, b"") if self.extras else label
 
     def label_view(self, block: int, stop: int) -> memoryview:
-        """Return the token bytes of blocks [block, stop): a copy, or a view if they are most of `labels`."""
+        """Return the token bytes of blocks [block, stop), as a view if they are most of `labels`, or as a copy."""
         width = self.label_bytes
         if 4 * (stop - block) * width >= 3 * len(self.labels):
             return memoryview(self.labels)[block * width : stop * width]
@@ -277,13 +277,13 @@ class Chain:
         return len(self._keys)
 
     def keys(self, stop: int | None = None) -> bytes:
-        """Return the keys of full blocks [0, stop) as one string, 32 bytes each."""
+        """Return the concatenated keys of full blocks [0, stop), 32 bytes per key."""
         return b"".join(self.key_list(0, self.num_blocks if stop is None else stop))
 
     def key_list(self, first: int, stop: int) -> list[bytes]:
         """Return the keys of full blocks [first, stop) as a list."""
         if stop > self.num_blocks:
-            raise RangeError(f"keys of {stop} blocks were asked for, the chain has {self.num_blocks} full ones")
+            raise RangeError(f"cannot compute the keys of {stop} blocks; the chain has {self.num_blocks} full blocks")
         known = len(self._keys)
         if known < stop:
             parent = self._keys[-1] if known else self.namespace.root_key(self.salt, self.adapter)
@@ -291,7 +291,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Copy the chain's leading keys from the path to a node, so that they are not hashed again."""
+        """Copy the leading keys of this chain from the path to a node, to avoid computing them again."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

@@ -1,4 +1,4 @@
-"""Events of the index for routers: blocks stored, blocks removed, index cleared."""
+"""Index events for routers: blocks stored, blocks removed, and index cleared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvtier.messages import KEY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks became readable in a tier. Keys are 32 bytes each, in path order; `parent` is the key before the first."""
+    """Consecutive blocks became readable in a tier. `parent` is the key of the block before the first one."""
 
     tier: str
     parent: bytes
     keys: bytes
     token_bytes: bytes
     is_first: bool = False
-    """True if `parent` is a root key and not the key of a block."""
+    """True if `parent` is a root key, because the first block has no predecessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, from which its children's keys are derived; for a root, the root key."""
+    """Return the key of a node's last block, or the root key for a root. The keys of children are derived from it."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 
@@ -57,7 +57,7 @@ def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace:
 
 
 def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
-    """Return the event for blocks [first, stop) that leave a tier, None if none of them was readable."""
+    """Return the event for blocks [first, stop) that leave a tier, or None if none of the blocks was readable."""
     stored = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > WRITING
     keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][stored].tobytes()
     return BlocksRemoved(tier, keys) if keys else None

@@ -1,11 +1,11 @@
-"""GhostCache: hit rates of caches of other sizes and policies, estimated while serving.
+"""GhostCache: estimates the hit rates that caches with other sizes and policies would have for the same requests.
 
-A prompt has one mark per LOOK_BYTES: a hash of the prompt up to that position, computed from one byte in every
-STEP_BYTES. Prompts that share a prefix share the marks of the prefix, and prompts that differ only between the sampled
-bytes count as equal. A mark is sampled iff its hash is below the rate, so every use of a sampled mark is seen, and a
-small cache of sampled marks (a shadow) behaves like a large cache of all blocks. There is one shadow for each capacity
-and policy, including those of the real cache. The real hit rate is known, so an estimate is the real hit rate plus the
-difference between two shadows, which cancels the sampling error that both have.
+A prompt has one mark per LOOK_BYTES bytes. The mark is a hash of the prompt up to that position, computed from one byte
+in every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks whose hash is below the
+sampling rate are used, so either all uses of a mark are recorded or none. A small cache of sampled marks, called a
+shadow, behaves like a large cache of all blocks. There is one shadow for each capacity and policy, including the real
+cache's capacity and policy. An estimate is the measured hit rate of the real cache plus the difference between the hit
+rates of two shadows. The difference cancels the sampling error that both shadows have in common.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Stack:
-    """Shadow for LRU and FIFO, for all sizes at once.
+    """Shadow for LRU and FIFO that covers all sizes at once.
 
-    A mark is in a cache if fewer marks than the cache's size were used after this mark. Eviction takes leaves first, so
-    the tail of a path ages before its head. FIFO dates a path by its newest block, so FIFO differs from LRU only for
-    requests that add no block.
+    A cache of size n contains a mark if fewer than n other marks were used after the mark. Leaves are evicted first, so
+    the end of a path is evicted before its start. FIFO dates a path by its newest block. It therefore differs from LRU
+    only for requests that add no block.
 
-        newest   | top: the newest path, its head first | times: last use of the others, descending |   oldest
+        newest   | top: marks of the newest path, in order | times: last use of all other marks |   oldest
 
-    Marks that a request shares with the newest path, such as a system prompt, stay in place.
+    Marks that a request shares with the newest path, such as the marks of a system prompt, stay in place.
     """
 
     def __init__(self, sizes: Sequence[int], *, fifo: bool = False) -> None:
@@ -42,14 +42,14 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if a request with only the newest mark changes nothing and is a hit in every size."""
+        """True if a request whose only mark is the newest one has no effect and is a hit for every size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
         self._times: list[int] = []
 
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
-        """Use the marks of all requests in order. Return a row for each mark and a column for each size, True for hits.
+        """Use the marks of all requests in order. Return the hits, with a row for each mark and a column for each size.
 
         `grew` is True for requests that added blocks to the real cache.
         """
@@ -89,7 +89,7 @@ class Stack:
         return np.array(behind)[:, None] < self._sizes
 
     def _behind(self, mark: int, top: list[int]) -> int:
-        """Count the marks used after a mark."""
+        """Count the marks that were used after this mark."""
         used = self._last.get(mark)
         if used is not None:
             return len(top) + len(self._times) - 1 - bisect.bisect_left(self._times, used)
@@ -97,7 +97,7 @@ class Stack:
 
 
 class S3FIFOMarks:
-    """Like policies.S3FIFO, but with single marks instead of nodes, and for one size."""
+    """S3-FIFO as in policies.S3FIFO, but for marks instead of nodes."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -107,7 +107,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Add the marks so that the last one is evicted first. Return True for each mark that was a hit."""
+        """Use the marks of a request in reverse order, so that the last mark is evicted first. Return the hits."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -140,9 +140,9 @@ class S3FIFOMarks:
 
 
 class S3FIFOShadow:
-    """Shadow for S3-FIFO: one cache for each size."""
+    """Shadow for S3-FIFO, with a separate cache for each size."""
 
-    ignores_repeats = False  # every use counts
+    ignores_repeats = False
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._caches = [S3FIFOMarks(size) for size in sizes]
@@ -159,21 +159,21 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow]] = {
 }
 
 
-# A line of Python takes three to five times as long between other work of the index as in a loop. So `record` does one
-# slice and three appends, and `_play` does the rest for 4096 requests at once (2026-11-15).
+# `record` only copies sampled bytes, because Python code that runs once per request is three to five times as slow as
+# the same code in a loop. `_play` processes 4096 requests at once (2026-11-15).
 #
-#   prompt  |look . look . look . look . look . look . look ..       a look is one byte; w0 has three looks, later
-#   words   |       w0         |           w1              |         words four; a mark is the hash of all words so far
-#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2
-STEP_BYTES = 1021  # odd, so that every byte of a token is sampled in turn
+#   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. w0 consists of three
+#   words   |       w0         |           w1              |         looks, all later words of four. A mark is the hash
+#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  of all words up to its position.
+STEP_BYTES = 1021  # odd, so that all four bytes of tokens are sampled
 LOOK_BYTES = 4 * STEP_BYTES
-_ROUND = LOOK_BYTES // 2 - 1  # a mark counts if its last look is in a full block
+_ROUND = LOOK_BYTES // 2 - 1  # only marks whose last look is in a full block are used
 _FIELDS = 2
 _FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
 
-# Error that remains if all marks are sampled: looks have fixed positions, and S3-FIFO's shadow has marks, not nodes.
+# Error that remains even if all marks are sampled, because looks have fixed positions and S3-FIFO evicts single marks.
 MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02}
 
 _U64 = np.uint64
@@ -183,9 +183,9 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimated hit rate over full blocks. In about 19 of 20 cases it is within `error` of the true rate.
+    """An estimated hit rate over full blocks. The true rate is within `error` of the estimate in about 19 of 20 cases.
 
-    For S3-FIFO, whose shadow has marks instead of nodes, 13 of 16 estimates on the generator's trace were that close.
+    For S3-FIFO, whose shadow evicts marks instead of nodes, this held for 13 of 16 estimates on a generated trace.
     """
 
     policy: str
@@ -197,9 +197,9 @@ class Estimate:
 class GhostCache:
     """Estimates hit rates from the requests that the tree records.
 
-    `policy` and `capacity` are those of the real cache. `rate` is the share of sampled marks; by default at least 1/64
-    and enough for 64 marks in the real cache's shadow. Memory is bounded: the sampled bytes of 4096 prompts, and for
-    each policy as many marks as its largest capacity holds.
+    `policy` and `capacity` describe the real cache. `rate` is the share of sampled marks. The default is 1/64, or more
+    if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited to the sampled bytes
+    of 4096 prompts and, for each policy, the marks that fit into its largest capacity.
     """
 
     def __init__(
@@ -226,16 +226,16 @@ class GhostCache:
         self._sizes = tuple(dict.fromkeys((capacity, *capacities)))
         self._scaled = [max(1, round(size * self._block_bytes / LOOK_BYTES * rate)) for size in self._sizes]
         self._shadows = {name: SHADOWS[name](self._scaled) for name in dict.fromkeys((policy, *policies))}
-        # policy -> hits minus the hits of the real cache's shadow, for each group of marks and each size
+        # policy -> hits of its shadow minus hits of the real cache's shadow, by group of marks and by size
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
         self._looks = bytearray()
-        self._waiting: list[int] = []  # two entries per request: bytes and matched blocks
+        self._waiting: list[int] = []  # number of bytes and number of matched blocks, for each request
         self._domains: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
         self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
     def record(self, chain: Chain, num_matched: int) -> None:
-        """Record a request and the number of its blocks that were matched."""
+        """Record a request and its number of matched blocks."""
         labels, waiting = chain.labels, self._waiting
         if chain.salt or chain.adapter or chain.extras:
             self._domains[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
@@ -246,13 +246,13 @@ class GhostCache:
             self._play()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
-        """Return the estimated hit rate of a policy at each capacity. The default is the real cache's policy.
+        """Return the estimated hit rate of a policy at each capacity. The default is the policy of the real cache.
 
         An estimate is the real hit rate plus the lead of a shadow over the real cache's shadow. The error is twice the
-        standard error plus the model error. Each mark falls into a random group, so the sums of the groups are
-        independent, and their spread gives the standard error. All uses of a mark are in one group and count as one
-        observation. A shadow has the right number of marks only on average. For both shadows, this acts as an error in
-        the capacity, which is weighted with the steepness of the curve.
+        standard error plus the model error. The standard error has two sources. First, leads vary between marks. Each
+        mark belongs to one random group, so the sums of the groups are independent, and their variance measures this
+        source. Second, the number of sampled marks is correct only on average. This acts like an error in the capacity
+        of both shadows, and is weighted with the steepness of the curve.
         """
         name = policy or self._real
         if name not in self._shadows:
@@ -267,7 +267,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # The larger model error of the two shadows counts. Sizes are whole marks. Prompts without a mark are not seen.
+        # The larger model error of both shadows, the rounding of sizes to whole marks, and prompts without any mark.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left
@@ -279,7 +279,7 @@ class GhostCache:
         ]
 
     def _play(self) -> None:
-        """Play the sampled marks of the waiting requests to every shadow."""
+        """Apply the sampled marks of the recorded requests to every shadow."""
         waiting, self._waiting = self._waiting, []
         looks, self._looks = self._looks, bytearray()
         num_bytes, num_hits = np.array(waiting[::_FIELDS]), np.array(waiting[1::_FIELDS])
@@ -310,11 +310,11 @@ class GhostCache:
         groups = marks >> _U64(20) & _U64(_GROUPS - 1)
         hits = {name: shadow.play(requests, grew) for name, shadow in self._shadows.items()}
         real = hits[self._real][:, :1].astype(np.int64)
-        for name, own in hits.items():  # a hit that the real cache's shadow does not have is a lead of one
+        for name, own in hits.items():  # a hit that the real cache's shadow misses counts as a lead of one
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """Return the mark at each word: a hash of the running sum of the prompt's words so far. Changes `words`."""
+        """Return the mark at each word, which is a hash of the sum of the prompt's words so far. Modifies `words`."""
         self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
@@ -331,7 +331,7 @@ class GhostCache:
         return sums
 
     def _mix_in_domains(self, words: _Words, counts: _Ints, starts: _Ints) -> None:
-        """Mix salt and adapter into a prompt's first word, and a block's extras into the next word after its start."""
+        """Mix salt and adapter into the first word of a prompt, and the extras of a block into the next word."""
         domains, self._domains = self._domains, {}
         for owner, (salt, adapter, extras) in domains.items():
             start, count = int(starts[owner]), int(counts[owner])
@@ -344,7 +344,7 @@ class GhostCache:
 
 
 def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> _Words:
-    """Return `counts[i]` words for prompt i. A word has four looks, the first word of a prompt has three."""
+    """Return `counts[i]` words for prompt i. The first word of a prompt consists of three looks, all others of four."""
     num_looks = -(-num_bytes // STEP_BYTES)
     begins = np.cumsum(num_looks) - num_looks
     padded = b"\0" + looks + b"\0\0\0"
@@ -355,7 +355,7 @@ def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> 
 
 
 def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
-    """Drop requests whose only mark is the first mark of the previous request, because that mark is on top already."""
+    """Drop requests whose only mark is the first mark of the previous request, because this mark is already newest."""
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
     sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
     is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))
@@ -365,7 +365,7 @@ def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
 
 
 def _steepness(positions: Any, rates: Any) -> Any:
-    """Return the steepness of a curve at each point: the larger of the slopes to its two neighbours."""
+    """Return the steepness of a curve at each point, which is the larger of the slopes to both neighbours."""
     order = np.argsort(positions)
     across = np.diff(np.asarray(positions)[order])
     sides = np.abs(np.diff(np.asarray(rates)[order])) / np.maximum(across, 1e-9) * (across > 0)

@@ -1,4 +1,4 @@
-"""Lease: a request's hold on a path of the tree and on slots of its own."""
+"""Lease: protects a path in the tree from eviction and owns the slots of blocks that are not in the tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a request's blocks stay cached: higher priorities are evicted later; blocks expire after ttl seconds."""
+    """Retention of a request's blocks. Higher priorities are evicted later, and blocks expire after `ttl` seconds."""
 
     priority: int = 0
     ttl: float = math.inf
@@ -22,11 +22,11 @@ class Retention:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """A lease on a path of the tree, from RadixTree.match to RadixTree.release. Only tree and manager change it.
+    """A lease on a path, created by RadixTree.match and ended by RadixTree.release. Only tree and manager change it.
 
-    chain    |b0|b1|b2|b3|b4|b5|..          num_matched = 2, num_blocks = 4
-    tree     |-- node path ---|             blocks [0, num_blocks) are in the tree, the last one in `node`
-    table    |s0|s1|s2|s3|s4|s5|            device slots; the lease owns [num_blocks, ..) and `duplicate_slots`
+    chain    |b0|b1|b2|b3|b4|b5|..          example: num_matched = 2, num_blocks = 4
+    tree     |-- path --|                   the tree contains blocks [0, num_blocks); the path ends with `node`
+    table    |s0|s1|s2|s3|s4|s5|            device slots; the lease owns slots [num_blocks, ..) and `duplicate_slots`
     """
 
     chain: Chain
@@ -35,13 +35,13 @@ class Lease:
     table: I32
     retention: Retention
     stopped: MissReason | None
-    """Reason why the match stopped, or None if the tree has no more of the chain."""
+    """Reason for the end of the match, or None if the tree lacks the next block."""
     matched_at: int
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
-    """Slots of blocks that another request published first."""
+    """Slots of this request's copies of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
-    """Last node that this lease added; new blocks may be appended to it."""
+    """Last node that this lease added. New blocks may be appended to this node."""
     committed: bool = field(init=False, default=False)
     closed: bool = field(init=False, default=False)
 
@@ -55,17 +55,17 @@ class Lease:
     def must_be_open(self) -> None:
         """Raise StateError if the lease was released."""
         if self.closed:
-            raise StateError("this lease was released already; a lease is released exactly once")
+            raise StateError("this lease was already released")
 
     def num_missing(self, num_tokens: int) -> int:
         """Count the slots that the table lacks for `num_tokens` tokens."""
         return max(0, -(-num_tokens // self.chain.namespace.block_tokens) - len(self.table))
 
     def num_full_blocks(self, computed_tokens: int) -> int:
-        """Count the full blocks of `computed_tokens` tokens. Raise if the chain or the table is shorter."""
+        """Count the full blocks in `computed_tokens` tokens. Raise if the chain or the table is shorter."""
         stop = computed_tokens // self.chain.namespace.block_tokens
         if not 0 <= computed_tokens <= self.chain.num_tokens:
-            raise RangeError(f"{computed_tokens} tokens computed, the chain has {self.chain.num_tokens}")
+            raise RangeError(f"{computed_tokens} tokens computed, but the chain has {self.chain.num_tokens}")
         if stop > len(self.table):
-            raise StateError(f"{computed_tokens} tokens fill {stop} blocks, the lease has {len(self.table)} slots")
+            raise StateError(f"{computed_tokens} tokens fill {stop} blocks, but the lease has {len(self.table)} slots")
         return stop

@@ -1,4 +1,4 @@
-"""MissList: records why blocks left the tree, to explain later misses."""
+"""MissList: records the removal of blocks from the tree, to explain later misses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.index.node import Node
 
 
 class MissReason(Enum):
-    """Reason why the block after the last matched one was not found."""
+    """Reason for the end of a match: the state of the first block that did not match."""
 
     NONE = "every full block was found"
     NEVER_SEEN = "never cached, or removed too long ago to be recorded"
@@ -27,7 +27,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Block at which a match stopped, and the reason. `time` is the tree's logical clock when the block was removed."""
+    """First block that did not match, and the reason. `time` is the logical time of the block's removal."""
 
     block: int
     reason: MissReason
@@ -39,16 +39,16 @@ class Miss:
         return f"block {self.block}: {self.reason.value}{when}"
 
 
-# Block number, CRC of its content, salt and adapter.
+# Block number, CRC of the block's content, and (salt, adapter).
 _Mark = tuple[int, int, tuple[bytes, bytes]]
 
 
 class MissList:
-    """A bounded list of the blocks that left the tree most recently, newest last.
+    """A bounded list of the most recent removals from the tree, newest last.
 
-    Eviction cuts off the end of a node. A later match stops at the first block that was cut, so one entry per eviction
-    is enough. An entry has the block's number, a CRC of its content, the salt and the adapter. The same block after a
-    different prefix has the same entry; in this case only the explanation is wrong.
+    Eviction removes the end of a node. A later match stops at the first removed block, so one entry per eviction is
+    enough. Entries do not identify the prefix of a block. Equal blocks at the same position of different prompts share
+    an entry, which can only lead to a wrong explanation.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
@@ -57,7 +57,7 @@ class MissList:
         self._heads: dict[int, set[tuple[bytes, bytes]]] = {}
 
     def add(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
-        """Record that block number `block` of a node, and all blocks after it, left the tree."""
+        """Record the removal of a node's blocks from index `block` on."""
         removed = self._removed
         mark = (node.start + block, _mark_of(node, block), node.domain)
         removed[mark] = (reason, time, policy)
@@ -66,7 +66,7 @@ class MissList:
             removed.popitem(last=False)
 
     def explain(self, chain: Chain, block: int, time: int) -> Miss:
-        """Return the reason why block number `block` of a chain was not found at logical time `time`."""
+        """Return the reason for which block number `block` of a chain was not found at logical time `time`."""
         mark = _mark(memoryview(chain.label(block)), chain.extras.get(block))
         removed = self._removed.get((block, mark, (chain.salt, chain.adapter)))
         if removed is not None and removed[1] <= time:
@@ -76,7 +76,7 @@ class MissList:
         return Miss(block, MissReason.NEVER_SEEN)
 
     def add_head(self, node: Node) -> None:
-        """Record that the tree has a first block for the node's salt and adapter."""
+        """Record the first block of a prompt under the node's salt and adapter."""
         self._heads.setdefault(_mark_of(node, 0), set()).add(node.domain)
 
     def remove_head(self, node: Node) -> None:
@@ -87,7 +87,7 @@ class MissList:
             self._heads.pop(mark, None)
 
     def other_layout(self) -> None:
-        """Handle a change of the namespace: change the reason of all entries to OTHER_LAYOUT."""
+        """Change the reason of all entries to OTHER_LAYOUT, after a change of the namespace."""
         self._removed = OrderedDict(
             (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._removed.items()
         )
@@ -99,6 +99,6 @@ def _mark_of(node: Node, block: int) -> int:
 
 
 def _mark(label: memoryview, extra: bytes | None) -> int:
-    """Return a CRC of the extras and the first and last 16 tokens: enough to distinguish blocks in an explanation."""
+    """Return a CRC of the extras and of the first and last 16 tokens, which is precise enough for an explanation."""
     mark = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
     return zlib.crc32(extra, mark) if extra else mark

@@ -1,4 +1,4 @@
-"""Node: a run of blocks on one edge of the tree, with the slots and states of the blocks in each tier."""
+"""Node: a run of consecutive blocks in the tree, with the slots and states of the blocks in each tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BlockState(IntEnum):
            ^                 |                   |
            +----- failed ----+-----removed-------+
 
-    The order matters: READY and above can be read.
+    The order matters, because all states from READY on are readable.
     """
 
     ABSENT = 0
@@ -31,7 +31,7 @@ class BlockState(IntEnum):
 # Plain numbers for hot paths, because access to an enum member takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate. The first two add and remove a reader; the others map matching states to 1.
+# Tables for bytes.translate. READ_MORE and READ_FEWER add and remove a reader. The others map matching states to 1.
 READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
 READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
@@ -41,9 +41,9 @@ NO_SLOT = -1
 
 
 class Residency:
-    """A node's blocks in one tier: a slot (or NO_SLOT) and a state for each block.
+    """Slots and states of a node's blocks in one tier. The slot of an absent block is NO_SLOT.
 
-    States are bytes because find, count, slices and translate on bytes are the cheapest vector operations Python has.
+    States are a bytearray, because its find, count and translate methods are fast.
     """
 
     __slots__ = ("num_held", "slots", "states")
@@ -66,7 +66,7 @@ class Residency:
 
 @dataclass(slots=True)
 class AccessStats:
-    """Input of the eviction policies. `created` and `used` are logical times, `expires` is on the caller's clock."""
+    """Input for eviction policies. `created` and `used` are logical times; `expires` is in the caller's clock."""
 
     created: int
     used: int
@@ -80,12 +80,12 @@ class AccessStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """Blocks [start, start + num_blocks) of every chain through this node; `labels` are the token bytes of the blocks.
+    """Blocks [start, start + num_blocks) of every chain through this node. `labels` contains their token bytes.
 
-    All blocks of a node have the same leases and access statistics; where they would differ, the node is split. `key`
-    is the token bytes and extras of the first block. The parent's `children` uses the same bytes object as key, so its
-    hash is cached. `leases` counts the leases that end at this node or below. `below[t]` counts the children for which
-    tier t holds blocks in the child itself or below it.
+    All blocks of a node have the same leases and access statistics; otherwise the node would be split. `key` contains
+    the token bytes and extras of the first block. The same bytes object is the key in the parent's `children`, so its
+    hash is computed only once. `leases` counts the leases that end at this node or below. `below[t]` counts the
+    children that have blocks of tier t in themselves or in their descendants.
     """
 
     parent: Node | None
@@ -118,17 +118,17 @@ class Node:
         return len(self.labels) // self.num_blocks
 
     def label(self, block: int) -> memoryview:
-        """Return the token bytes of a block, counted from the node's start, without extras."""
+        """Return the token bytes of a block without extras. The first block of the node has index 0."""
         width = self.label_bytes
         return self.labels[block * width : (block + 1) * width]
 
     def key_at(self, block: int) -> bytes:
-        """Return the key of a node that begins at `block`, counted from this node's start."""
+        """Return the key of a node that would begin at `block`. The first block of this node has index 0."""
         label = bytes(self.label(block))
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks whose state in some tier maps to 1 in the table, which is READABLE or IS_HELD."""
+        """Count the leading blocks that are READABLE or IS_HELD, depending on `table`, in at least one tier."""
         union = 0
         for held in self.held:
             if held is not None:
@@ -140,21 +140,21 @@ class Node:
         return self.num_blocks if first < 0 else first
 
     def upwards(self) -> Iterator[Node]:
-        """Yield the nodes from here up to the root, without the root."""
+        """Yield this node and its ancestors, except the root."""
         at = self
         while at.parent is not None:
             yield at
             at = at.parent
 
     def descendants(self) -> list[Node]:
-        """Return all nodes below this one, parents first."""
+        """Return all descendants, parents first."""
         nodes = list(self.children.values())
-        for child in nodes:  # grows during the loop
+        for child in nodes:  # `nodes` grows during the loop
             nodes.extend(child.children.values())
         return nodes
 
     def device_slots(self) -> I32:
-        """Return the device slot of each block, NO_SLOT where the device has no readable copy."""
+        """Return the device slot of each block, or NO_SLOT for blocks that are not readable on the device."""
         held = self.held[0]
         if held is None:
             return np.full(self.num_blocks, NO_SLOT, np.int32)

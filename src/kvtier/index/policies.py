@@ -1,19 +1,19 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC and cost-based.
 
-A policy ranks candidates, which are the nodes without a lease and without a child in the tier. Blocks are taken from
-the end of the victim. A parent becomes a candidate when it has no child left, so every policy evicts leaves first. One
-instance serves one tier and one priority. A call takes at most O(log n); for S3FIFO.victim this is amortised.
+A policy ranks candidates, which are the nodes without a lease and without a child in the tier. Blocks are evicted from
+the end of the victim. A parent becomes a candidate when its last child has left the tier, so every policy evicts leaves
+first. One instance serves one tier and one priority. A call takes O(log n); for S3FIFO.victim this is amortised.
 
-ARC adapts the split between recency and frequency to ghost hits:
+ARC divides the tier between recent and frequent nodes, and adapts the shares to ghost hits:
 
-    offered --> recent ----used again----> frequent         each evicts its least recently used node
+    offered --> recent ----used again----> frequent
                   |                            |
-                  v evicted                    v evicted
+                  v evicted, LRU first         v evicted, LRU first
              ghosts of recent            ghosts of frequent
-                  | offered again              | offered again: both return as frequent
-                  +--> larger recent share     +--> larger frequent share
+                  | offered again              | offered again
+                  +--> larger recent share     +--> larger frequent share        both return as frequent
 
-Shares are counted in blocks. The ghosts of a side have at most as many blocks as all candidates have had at one time.
+Shares are counted in blocks. Each list of ghosts is limited to the highest number of candidate blocks so far.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates by rank, lowest first. `discard` leaves an entry in the heap; `first` or `push` removes it later.
+    """Candidates ordered by rank, lowest first. `discard` leaves a stale entry, which `first` or `push` removes later.
 
     `num_blocks` counts the blocks that the candidates had when they were pushed.
     """
@@ -48,12 +48,12 @@ class CandidateHeap:
         return node in self._entries
 
     def push(self, node: Node, rank: float) -> None:
-        """Add a node that is not in the heap. Of equal ranks, the first pushed comes first."""
+        """Add a node that is not in the heap. Nodes with equal ranks keep the order in which they were pushed."""
         self._next += 1
         self._entries[node] = self._next, node.num_blocks
         self.num_blocks += node.num_blocks
         heapq.heappush(self._heap, (rank, self._next, node))
-        # At most half may be discarded entries. Without this limit, a few busy candidates would fill the memory.
+        # Limit the stale entries to about half of the heap, because a few busy candidates could fill the memory.
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._entries.get(entry[2], (0, 0))[0] == entry[1]]
             heapq.heapify(self._heap)
@@ -64,7 +64,7 @@ class CandidateHeap:
             self.num_blocks -= entry[1]
 
     def first(self) -> tuple[float, Node] | None:
-        """Return the lowest rank and its node."""
+        """Return the lowest rank and the node with this rank."""
         while self._heap:
             rank, number, node = self._heap[0]
             entry = self._entries.get(node)
@@ -75,12 +75,12 @@ class CandidateHeap:
 
 
 def fingerprint(node: Node) -> int:
-    """Return a CRC that identifies a node after its eviction: good enough for statistics, never used to share KV."""
+    """Return a CRC that identifies a node after its eviction. It is used only for statistics, never to match KV."""
     return zlib.crc32(node.key, node.start)
 
 
 class ARC:
-    """Adapts between recency and frequency."""
+    """Adaptive Replacement Cache, which balances recent and frequent nodes (see the module docstring)."""
 
     name = "ARC"
 
@@ -88,14 +88,14 @@ class ARC:
         self._recent, self._frequent = CandidateHeap(), CandidateHeap()
         self._recent_ghosts, self._frequent_ghosts = _Ghosts(), _Ghosts()
         self._target = 0.0
-        """If `_recent` has more blocks than this, the next victim comes from `_recent`."""
+        """Target size of `_recent` in blocks. If `_recent` is larger, the next victim is one of its nodes."""
         self._most = 0
         """Highest number of candidate blocks so far, used as an estimate of the tier's capacity."""
-        # Nodes that were offered again after their eviction, by fingerprint and creation time.
+        # (fingerprint, creation time) of nodes that were offered again after their eviction.
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add the node to frequent if it was used or has a ghost, else to recent. A ghost also moves the target."""
+        """Add the node to frequent if it was used or has a ghost, otherwise to recent. A ghost adjusts the target."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
@@ -120,7 +120,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the least recently used node of recent if it exceeds its target, else of frequent."""
+        """Return the least recently used node of recent if recent exceeds its target, otherwise of frequent."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()
@@ -131,7 +131,7 @@ class ARC:
 
 
 class _Ghosts:
-    """Evicted nodes with their number of blocks, oldest first."""
+    """Fingerprints of evicted nodes with the number of their blocks, oldest first."""
 
     def __init__(self) -> None:
         self.blocks_of: OrderedDict[int, int] = OrderedDict()
@@ -150,27 +150,27 @@ class _Ghosts:
 
 
 class Policy(Protocol):
-    """Set of candidates that selects the next victim. It does not change nodes."""
+    """A set of candidates that selects the next victim. A policy does not change nodes."""
 
     name: str
 
     def offer(self, node: Node) -> None:
-        """Add a node; no effect if it is a candidate already. Its usage must not change while it is a candidate."""
+        """Add a node if it is not yet a candidate. The usage of a candidate must not change."""
 
     def withdraw(self, node: Node) -> None:
-        """Remove a node; no effect if it is not a candidate."""
+        """Remove a node if it is a candidate."""
 
     def __contains__(self, node: Node) -> bool:
         """Return True if the node is a candidate."""
 
     def victim(self) -> Node | None:
-        """Return the candidate to evict from next. It stays a candidate until withdrawn."""
+        """Return the node to evict from next. The node stays a candidate until it is withdrawn."""
 
 
 class Ranked:
     """Evicts the candidate with the lowest rank. The rank is computed when a node is offered.
 
-    With `ages`, the rank of the last victim is added to each new rank, so that unused nodes sink (Greedy-Dual).
+    With `ages`, the rank of the last victim is added to each new rank, so that older nodes are evicted in the end.
     """
 
     def __init__(self, name: str, rank: Callable[[Node], float], *, ages: bool = False) -> None:
@@ -200,10 +200,10 @@ class Ranked:
 
 
 def CostAware(half_tokens: int = 16_384) -> Ranked:
-    """Evict the lowest value per byte first. The value is uses times the cost of computing a block again (Greedy-Dual).
+    """Evict the lowest value first (Greedy-Dual). The value is (1 + uses) times the cost of computing a block again.
 
-    A deeper block costs more, because attention reads all tokens before it. A block at token p costs
-    1 + p / half_tokens: at a context of `half_tokens`, attention costs as much as the rest of the layer.
+    The cost of a block at token p is 1 + p / half_tokens, because attention reads all earlier tokens. At a context of
+    `half_tokens` tokens, attention costs as much as the rest of the layer.
     """
 
     def value(node: Node) -> float:
@@ -216,10 +216,10 @@ def CostAware(half_tokens: int = 16_384) -> Ranked:
 class S3FIFO:
     """New nodes enter a small queue. Nodes used there, or offered again soon after eviction, move to the main queue.
 
-    offered --> small --unused--> evicted, remembered in the ghost queue
+    offered --> small --unused--> evicted, recorded in the ghost queue
                   |  used                          | offered again
                   v                                v
-                main <-----------------------------+      main: used -> back to the end, unused -> evicted
+                main <-----------------------------+      used nodes return to the end of main, unused are evicted
     """
 
     name = "S3FIFO"
@@ -228,14 +228,14 @@ class S3FIFO:
 
     def __init__(self) -> None:
         self._small, self._main = CandidateHeap(), CandidateHeap()
-        # (fingerprint, created) -> (place, spent uses) of nodes in main, also while they are leased. The creation time
-        # is part of the key, so that a node evicted from main counts as new when it returns.
+        # (fingerprint, creation time) -> (place, spent uses) of nodes in main, also while they are leased. With the
+        # creation time in the key, a node that was evicted from main counts as new when it returns.
         self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._time = 0
 
     def offer(self, node: Node) -> None:
-        """Add the node to the end of main if it has a ghost, at its former place if it was in main, else to small."""
+        """Add the node to the end of main if it has a ghost, to its old place if it was in main, otherwise to small."""
         if node in self:
             return
         mark = fingerprint(node)
@@ -255,7 +255,7 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node without unspent uses, from small if small exceeds its share, else from main."""
+        """Return the first node without unspent uses, in small if small exceeds its share, otherwise in main."""
         small, main = self._small, self._main
         while True:
             is_small = small.num_blocks > self.SMALL_SHARE * (small.num_blocks + main.num_blocks)
@@ -284,7 +284,7 @@ class S3FIFO:
         self._main.push(node, self._time)
 
     def _remember(self, mark: int) -> None:
-        """Add a ghost. Keep at most 64 ghosts more than main has nodes."""
+        """Add a ghost. The number of ghosts may exceed the number of nodes in main by at most 64."""
         self._ghost[mark] = None
         while len(self._ghost) > 64 + len(self._main):
             self._ghost.popitem(last=False)

@@ -1,4 +1,4 @@
-"""BlockPool: allocates the slots of a tier, which are plain numbers."""
+"""BlockPool: allocates the slots of a tier. A slot is a number."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.messages import I32
 
-# Up to this number of ids, a Python loop finds runs faster than four numpy calls (x86-64, Python 3.11, 2026-11-15).
+# Up to this number of ids, a Python loop finds runs faster than numpy (x86-64, Python 3.11, 2026-11-15).
 _FEW = 64
 
 
 @dataclass(slots=True)
 class Slots:
-    """Slots of one tier, with the tier's name, so that a pool rejects slots of another tier.
+    """Slots in one tier. The name of the tier allows a pool to reject slots of another tier.
 
-    Do not change an instance. The class is not frozen, because a frozen dataclass takes three times as long to create.
+    Do not modify an instance. The class is not frozen, because creating a frozen dataclass takes three times as long.
     """
 
     tier: str
@@ -30,14 +30,14 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Numbers of a failed allocation. Nothing was changed."""
+    """Result of a failed allocation, which has changed nothing."""
 
     tier: str
     wanted: int
     free: int
     evictable: int = 0
     quota: str = ""
-    """Tenant whose quota was exceeded, or empty."""
+    """Tenant whose quota would be exceeded, or empty."""
 
     def __str__(self) -> str:
         limit = f" within the quota of {self.quota}" if self.quota else ""
@@ -45,17 +45,17 @@ class Shortage:
 
 
 class BlockPool:
-    """Free slots [0, num_slots) of a tier as contiguous runs.
+    """Manages the free slots of a tier as contiguous runs. Slots are numbered [0, num_slots).
 
-    A request's blocks are allocated and freed together. With runs, one step of Python handles hundreds of slots, and a
+    A request's blocks are allocated and freed together. With runs, one operation handles hundreds of slots, and a
     transfer copies adjacent slots in one piece.
 
         slots      0 1 2 3 4 5 6 7 8 9
-        used       . . # # . . . # . .          _stop_of  {0: 2, 4: 7, 8: 10}     run start -> one past its end
-        runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     run end -> its start
+        used       . . # # . . . # . .          _stop_of  {0: 2, 4: 7, 8: 10}     start of run -> end of run
+        runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
 
-    `_bins[b]` holds the starts of runs of 2^(b-1) .. 2^b - 1 slots. For n slots, every run in a bin above
-    n.bit_length() is long enough, so a fit is found without a search.
+    `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. Every run in a bin above n.bit_length() has at
+    least n slots, so a run that is long enough is found without a search.
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:
@@ -65,7 +65,7 @@ class BlockPool:
         self._stop_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(33)]
-        self._filled = 0  # bit b: _bins[b] is not empty
+        self._filled = 0  # bit b is 1 if _bins[b] is not empty
         self.resize(num_slots)
 
     @property
@@ -77,12 +77,12 @@ class BlockPool:
         return len(self._used) - self.num_free
 
     def free_slots(self) -> I32:
-        """Return every free slot, ascending."""
+        """Return all free slots in ascending order."""
         runs = [np.arange(start, stop, dtype=np.int32) for start, stop in sorted(self._stop_of.items())]
         return np.concatenate(runs) if runs else np.empty(0, np.int32)
 
     def allocate(self, n: int) -> Slots | Shortage:
-        """Allocate n slots or return a Shortage. They are contiguous if a run has 2n slots, and often if one has n."""
+        """Allocate n slots, or return a Shortage. The slots are contiguous if there is a free run of 2n slots."""
         if n < 0:
             raise RangeError(f"{self.tier}: cannot allocate {n} slots")
         if n > self.num_free:
@@ -95,9 +95,9 @@ class BlockPool:
         return Slots(self.tier, runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else np.empty(0, np.int32))
 
     def release(self, slots: Slots) -> None:
-        """Free slots. If one is of another tier, unknown or free already, raise an error and free nothing."""
+        """Free slots. If a slot belongs to another tier, does not exist or is already free, raise and free nothing."""
         if slots.tier != self.tier:
-            raise ArgumentError(f"slots of {slots.tier} were given back to the pool of {self.tier}")
+            raise ArgumentError(f"slots of {slots.tier} were released to the pool of {self.tier}")
         runs = _runs(slots.ids)
         for done, (start, stop) in enumerate(runs):
             if start < 0 or self._used.count(1, start, stop) != stop - start:
@@ -109,7 +109,7 @@ class BlockPool:
             self._free_run(start, stop)
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots. Raise if a used slot would be lost."""
+        """Change the number of slots. Raise StateError if a removed slot is in use."""
         if num_slots < 0:
             raise RangeError(f"{self.tier}: a pool cannot have {num_slots} slots")
         old = self.num_slots
@@ -121,7 +121,7 @@ class BlockPool:
         highest = self._used.rfind(1)
         if highest >= num_slots:
             raise StateError(
-                f"{self.tier}: cannot shrink to {num_slots} slots, slot {highest} is in use; free it first"
+                f"{self.tier}: cannot shrink to {num_slots} slots, because slot {highest} is in use; free it first"
             )
         start = self._start_of[old]
         self._drop_run(start)
@@ -131,11 +131,11 @@ class BlockPool:
         del self._used[num_slots:]
 
     def check(self) -> None:
-        """Raise unless runs, bins and used marks agree."""
+        """Raise StateError if the runs, the bins and the marks of used slots are inconsistent."""
         free = np.zeros(self.num_slots, np.bool_)
         for start, stop in self._stop_of.items():
             if not 0 <= start < stop <= self.num_slots or free[start:stop].any():
-                raise StateError(f"{self.tier}: free run [{start}, {stop}) overlaps another or leaves the pool")
+                raise StateError(f"{self.tier}: free run [{start}, {stop}) overlaps another run or exceeds the pool")
             if stop in self._stop_of or self._start_of.get(stop) != start:
                 raise StateError(f"{self.tier}: free run [{start}, {stop}) is not joined with its neighbour")
             if start not in self._bins[(stop - start).bit_length()]:
@@ -145,8 +145,8 @@ class BlockPool:
         num_binned = sum(map(len, self._bins))
         if (free != wanted).any() or int(free.sum()) != self.num_free or num_binned != len(self._stop_of):
             raise StateError(
-                f"{self.tier}: {int(free.sum())} slots in free runs, {int(wanted.sum())} unmarked, "
-                f"{self.num_free} counted, {num_binned} runs in bins of {len(self._stop_of)}"
+                f"{self.tier}: {int(free.sum())} slots in free runs, {int(wanted.sum())} not marked as used, "
+                f"{self.num_free} counted as free; {num_binned} of {len(self._stop_of)} runs in bins"
             )
 
     def _refuse(self, ids: I32) -> None:
@@ -154,15 +154,15 @@ class BlockPool:
         seen: set[int] = set()
         for slot in ids.tolist():
             if not 0 <= slot < self.num_slots:
-                raise RangeError(f"{self.tier}: slot {slot} is not one of [0, {self.num_slots})")
+                raise RangeError(f"{self.tier}: slot {slot} is not in [0, {self.num_slots})")
             if not self._used[slot]:
-                raise StateError(f"{self.tier}: slot {slot} was given back, but it is free")
+                raise StateError(f"{self.tier}: slot {slot} was released, but is already free")
             if slot in seen:
-                raise StateError(f"{self.tier}: slot {slot} was given back twice in one call")
+                raise StateError(f"{self.tier}: slot {slot} was released twice in one call")
             seen.add(slot)
 
     def _take_all(self) -> list[tuple[int, int]]:
-        """Take every free run, which is the usual case in a full pool right after an eviction."""
+        """Allocate all free runs. This is the usual case in a full pool after an eviction."""
         runs = list(self._stop_of.items())
         self._stop_of.clear()
         self._start_of.clear()
@@ -172,11 +172,11 @@ class BlockPool:
         return runs
 
     def _take_runs(self, n: int) -> Iterator[tuple[int, int]]:
-        """Take n slots from one run that is long enough, or from several runs, starting with the longest."""
+        """Allocate n slots from one run that is long enough, or from several runs, starting with the longest."""
         while n:
             fits = n.bit_length()
             start = next(iter(self._bins[fits]), None)
-            if start is None or self._stop_of[start] - start < n:  # none or too short; all runs in higher bins fit
+            if start is None or self._stop_of[start] - start < n:  # all runs in higher bins are long enough
                 longer = self._filled >> (fits + 1)
                 size = fits + (longer & -longer).bit_length() if longer else self._filled.bit_length() - 1
                 start = next(iter(self._bins[size]))
@@ -214,7 +214,7 @@ class BlockPool:
 
 
 def _runs(ids: I32) -> list[tuple[int, int]]:
-    """Return the ids as runs [start, stop) of consecutive slots, in the given order."""
+    """Split the ids into runs [start, stop) of consecutive slots. The order of the ids is kept."""
     if len(ids) > _FEW:
         breaks = np.flatnonzero(ids[1:] - ids[:-1] != 1)
         starts = [int(ids[0]), *ids[breaks + 1].tolist()]

@@ -1,4 +1,4 @@
-"""Tier: a pool of slots, the nodes' blocks in these slots, and the candidates for eviction."""
+"""Tier: a pool of slots and the candidates for eviction from these slots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtier.index.pool import BlockPool, Shortage, Slots
 
 
 def tenant_of(salt: bytes) -> bytes:
-    """Return the tenant of a salt: the part before the first NUL. Salts of one tenant share a quota, but no blocks."""
+    """Return a salt's tenant, the part before the first NUL byte. Salts of one tenant share a quota, but no blocks."""
     return salt.partition(b"\0")[0]
 
 
 class Candidates:
-    """Nodes to evict from, ordered by priority, then by policy. `num_blocks` counts all evictable blocks."""
+    """Nodes to evict from, ordered by priority and then by policy. `num_blocks` counts all evictable blocks."""
 
     __slots__ = ("_by_priority", "_in_order", "_new_policy", "num_blocks", "quota")
 
@@ -54,15 +54,15 @@ class Candidates:
 
 
 class Tier:
-    """A pool and its candidates for eviction. `number` is the tier's index in Node.held; the fastest tier is 0.
+    """A pool and its candidates for eviction. `number` is the index of the tier in Node.held; the fastest tier is 0.
 
-    A node is a candidate iff it has no lease, this tier holds some of its blocks, and this tier holds none below it:
+    A node is a candidate if it has no lease, has blocks in this tier, and has no descendant with blocks in this tier:
 
         leases == 0  and  held[number].num_held > 0  and  below[number] == 0
 
-    Transfers hold leases, so a node without a lease has no block in WRITING or READING. `num_evictable` counts the
-    blocks of all nodes without a lease, because parents become candidates after their leaves were evicted. Nodes of a
-    tenant with a quota are in `everyone` and in the tenant's own candidates.
+    Transfers hold leases, so the blocks of a node without a lease are neither WRITING nor READING. `num_evictable`
+    counts the blocks of all nodes without a lease, because a parent becomes a candidate after its children are evicted.
+    The nodes of a tenant with a quota are both in `everyone` and in the tenant's own candidates.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -75,19 +75,19 @@ class Tier:
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
         self.tenants: dict[bytes, Candidates] = {}
-        """Candidates of the tenants with a quota."""
+        """Candidates of each tenant with a quota."""
 
     @property
     def num_evictable(self) -> int:
         return self.everyone.num_blocks
 
     def quota(self, salt: bytes) -> int | None:
-        """Return the quota of a salt's tenant in slots, or None if the tenant has no quota."""
+        """Return the quota of a salt's tenant as a number of slots, or None if the tenant has no quota."""
         tenant = self.tenants.get(tenant_of(salt))
         return tenant.quota if tenant is not None else None
 
     def quota_shortage(self, salt: bytes, n: int) -> Shortage | None:
-        """Return a Shortage if n more slots exceed a tenant's quota even after evicting the tenant's own blocks."""
+        """Return a Shortage if n more slots exceed a tenant's quota even after evicting all of the tenant's blocks."""
         tenant = self.tenants.get(tenant_of(salt))
         used = self.used_by.get(tenant_of(salt), 0)
         if tenant is None or used + n <= tenant.quota + tenant.num_blocks:
@@ -96,14 +96,14 @@ class Tier:
         return Shortage(self.name, n, max(0, tenant.quota - used), tenant.num_blocks, quota=name)
 
     def victim(self, salt: bytes | None = None) -> Node:
-        """Return the next node to evict from; with `salt`, a node of that tenant. Raise StateError if there is none."""
+        """Return the next node to evict from, of any tenant or of the tenant of `salt`. Raise if there is none."""
         node = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).victim()
         if node is None:
-            raise StateError(f"{self.name}: {self.num_evictable} blocks counted evictable, no candidate left")
+            raise StateError(f"{self.name}: {self.num_evictable} blocks counted as evictable, but no candidate left")
         return node
 
     def use(self, salt: bytes, count: int) -> None:
-        """Add `count`, which may be negative, to the used slots of a tenant."""
+        """Add `count` to the number of slots that a tenant uses. `count` may be negative."""
         tenant = tenant_of(salt)
         left = self.used_by.get(tenant, 0) + count
         if left:
@@ -118,7 +118,7 @@ class Tier:
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
-        """Add blocks [first, first + len(slots)) of a node. The blocks must be absent and the node leased."""
+        """Add blocks [first, first + len(slots)) of a leased node. The blocks must be absent from this tier."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
@@ -127,15 +127,15 @@ class Tier:
         if held is None:
             held = node.held[self.number] = Residency.absent(node.num_blocks)
             self._gained(node)
-        held.slots = held.slots.copy()  # after a split it may be a view
+        held.slots = held.slots.copy()  # may be a view after a split
         held.slots[first : first + count] = slots.ids
         held.states[first : first + count] = bytes((state,)) * count
         held.num_held += count
 
     def take(self, node: Node, first: int, stop: int | None = None, *, cut: bool = False) -> Slots:
-        """Remove blocks [first, stop) of a node; returns their slots, which the caller owns.
+        """Remove blocks [first, stop) of a node; returns their slots, which the caller then owns.
 
-        With `cut`, the caller then truncates the node to `first` blocks.
+        Set `cut` if the node will be truncated to `first` blocks.
         """
         held = node.held[self.number]
         if held is None:
@@ -155,7 +155,7 @@ class Tier:
         return Slots(self.name, slots)
 
     def _lose(self, node: Node, held: Residency, count: int) -> bool:
-        """Subtract `count` from the held blocks of a node; returns True if none is left."""
+        """Subtract `count` from the number of a node's blocks in this tier; returns True if no block is left."""
         if node.leases == 0 and node.attached:
             self._count(node, -count)
         held.num_held -= count
@@ -170,7 +170,7 @@ class Tier:
     # ---- candidates ------------------------------------------------------------------------------------------------
 
     def leased(self, node: Node) -> None:
-        """Handle a node's first lease."""
+        """Handle the first lease on a node."""
         held = node.held[self.number]
         if held is not None:
             self._count(node, -held.num_held)
@@ -178,7 +178,7 @@ class Tier:
                 self.withdraw(node)
 
     def unleased(self, node: Node) -> None:
-        """Handle the end of a node's last lease."""
+        """Handle the end of the last lease on a node."""
         held = node.held[self.number]
         if held is not None:
             self._count(node, held.num_held)
@@ -186,7 +186,7 @@ class Tier:
                 self._offer(node)
 
     def refresh(self, node: Node) -> None:
-        """Make the node a candidate if it fulfils the condition in the class docstring."""
+        """Make the node a candidate if it satisfies the condition in the class docstring."""
         if not (node.leases or node.below[self.number]) and node.attached and node.held[self.number] is not None:
             self._offer(node)
 
@@ -196,19 +196,19 @@ class Tier:
             tenant.withdraw(node)
 
     def unlinked(self, node: Node) -> None:
-        """Handle a node about to leave the tree with its descendants. The parent may become a leaf of this tier."""
+        """Handle the removal of a node and its descendants from the tree. The parent may become a candidate."""
         if node.held[self.number] is not None or node.below[self.number]:
             self._lower_above(node)
 
     def detached(self, node: Node) -> None:
-        """Withdraw a node that left the tree, and stop counting its blocks."""
+        """Withdraw a node that was removed from the tree, and subtract its blocks from the evictable blocks."""
         held = node.held[self.number]
         if held is not None and node.leases == 0:
             self._count(node, -held.num_held)
         self.withdraw(node)
 
     def set_quota(self, salt: bytes, quota: int | None, nodes: Iterable[Node]) -> None:
-        """Limit the slots of a salt's tenant; None lifts the limit. `nodes` are all nodes of the tree."""
+        """Limit the number of slots for a salt's tenant; None removes the limit. `nodes` are all nodes of the tree."""
         self.tenants.pop(tenant_of(salt), None)
         if quota is None:
             return
@@ -235,7 +235,7 @@ class Tier:
         return self.tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
-        """Handle the first block of a node in this tier: the parent stops being a leaf of the tier."""
+        """Handle the first block of a node in this tier. The parent is no longer a candidate."""
         number, above = self.number, node.parent
         if node.below[number] or not node.attached:
             return
@@ -249,7 +249,7 @@ class Tier:
             above = above.parent
 
     def _lower_above(self, node: Node) -> None:
-        """Handle the loss of the tier's last block at or below a node: the parent may become a leaf of the tier."""
+        """Handle the removal of the last block of a node and its descendants. The parent may become a candidate."""
         number, above = self.number, node.parent
         while above is not None:
             above.below[number] -= 1

@@ -1,7 +1,7 @@
 """State transitions of blocks that are transferred between tiers.
 
-A transfer holds a lease on its path from its plan to its report, so blocks in WRITING or READING are never evicted. The
-nodes of the path may be split during a transfer. Block numbers count from the start of the lease's path.
+A transfer holds a lease on its path until its result is applied, so WRITING and READING blocks are never evicted. The
+nodes of the path may be split during a transfer. Blocks are numbered from the start of the path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IS_READ = bytes(int(value > READY) for value in range(256))
 
 
 def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
-    """Mark blocks [first, first + len(slots)) of the path as WRITING in a tier, in slots reserved there."""
+    """Mark blocks [first, first + len(slots)) of the path as WRITING in reserved slots of a tier."""
     if slots.tier != tier.name:
         raise ArgumentError(f"blocks of {tier.name} cannot be in slots of {slots.tier}")
     parts = path_parts(lease, first, len(slots))
@@ -45,7 +45,7 @@ def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
 
 
 def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int, *, ok: bool) -> None:
-    """Mark written blocks as READY; without `ok`, remove them from the tier."""
+    """Mark WRITING blocks as READY if `ok` is True. Otherwise remove the blocks from the tier."""
     parts = path_parts(lease, first, count)
     for node, low, high, _ in parts:
         states = _held(node, tier).states[low:high]
@@ -62,7 +62,7 @@ def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int,
 
 
 def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
-    """Add a reader to blocks of the path in a tier, so that their slots are not reused before `end_read`."""
+    """Add a reader to blocks in a tier, so that the slots of the blocks are not reused before `end_read`."""
     parts = path_parts(lease, first, count)
     for node, low, high, _ in parts:
         states = _held(node, tier).states[low:high]
@@ -70,7 +70,7 @@ def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
             most = MAX_STATE - READY
             raise StateError(
                 f"blocks [{node.start + low}, {node.start + high}) cannot be read from {tier.name} now: "
-                f"some are not ready, or have {most} readers: {states.hex(' ')}"
+                f"some blocks are not READY or already have {most} readers: {states.hex(' ')}"
             )
     for node, low, high, _ in parts:
         states = _held(node, tier).states
@@ -90,14 +90,14 @@ def end_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
 def path_parts(lease: Lease, first: int, count: int) -> list[tuple[Node, int, int, int]]:
     """Return the nodes that contain blocks [first, first + count) of the path, last node first.
 
-    An entry is (node, low, high, offset): block `low` of the node is block `first + offset` of the path.
+    An entry is (node, low, high, offset). Block `low` of the node is block `first + offset` of the path.
     """
     lease.must_be_open()
     stop = first + count
     if first < 0 or count < 0 or stop > lease.num_blocks:
-        raise RangeError(f"blocks [{first}, {stop}) of a path of {lease.num_blocks}")
+        raise RangeError(f"blocks [{first}, {stop}) are not in a path of {lease.num_blocks} blocks")
     node: Node | None = lease.node
-    if node is not None and node.start <= first < stop:  # the usual case: one node has all blocks
+    if node is not None and node.start <= first < stop:  # one node contains all blocks, which is the usual case
         return [(node, first - node.start, stop - node.start, 0)]
     parts = []
     while node is not None and node.start + node.num_blocks > first:
@@ -112,12 +112,12 @@ def path_parts(lease: Lease, first: int, count: int) -> list[tuple[Node, int, in
 def _held(node: Node, tier: Tier) -> Residency:
     held = node.held[tier.number]
     if held is None:
-        raise StateError(f"{tier.name} holds nothing of blocks [{node.start}, {node.stop})")
+        raise StateError(f"{tier.name} holds none of the blocks [{node.start}, {node.stop})")
     return held
 
 
 def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:
-    """Return the states of blocks [first, stop) of the path in a tier, one byte each."""
+    """Return the states of blocks [first, stop) of the path in a tier, one byte per block."""
     parts = []
     for node, low, high, _ in path_parts(lease, first, stop - first):
         held = node.held[tier.number]
@@ -126,7 +126,7 @@ def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:
 
 
 def block_slots(lease: Lease, tier: Tier, first: int, stop: int) -> I32:
-    """Return the slots of blocks [first, stop) of the path in a tier, with NO_SLOT for blocks that are absent."""
+    """Return the slots of blocks [first, stop) of the path in a tier, with NO_SLOT for absent blocks."""
     parts = []
     for node, low, high, _ in path_parts(lease, first, stop - first):
         held = node.held[tier.number]

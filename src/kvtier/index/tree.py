@@ -25,10 +25,10 @@ _KEEP = Retention()
 
 
 class RadixTree:
-    """A path-compressed tree over token blocks, with one root for each pair of salt and adapter.
+    """A path-compressed tree of token blocks, with one root for each pair of salt and adapter.
 
-    A match compares whole edges at memcmp speed. The cost of a use, an eviction or a lease depends on the number of
-    edges, not on the number of blocks. The tree is not thread-safe and has no clock; the caller passes `now`.
+    A match compares whole nodes at memcmp speed. The cost of a use, an eviction or a lease depends on the number of
+    nodes, not on the number of blocks. The tree is not thread-safe and has no clock; the caller passes `now`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RadixTree:
         self.enabled = enabled
         self.with_keys = with_keys or listener is not None
         self.roots: dict[tuple[bytes, bytes], Node] = {}
-        """(salt, adapter) -> root node, which has no blocks. Other modules must not change the dict."""
+        """(salt, adapter) -> root node. A root has no blocks. Other modules must not modify the dict."""
         self.clock = self.num_leases = 0
         self._misses = misses or MissList()
         self.ghost = ghost
@@ -62,7 +62,7 @@ class RadixTree:
     ) -> Lease:
         """Lease the longest prefix of full blocks that can be read. The match counts as a use only after `commit`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
-            raise ArgumentError(f"the chain is of {chain.namespace}, the tree of {self.namespace}")
+            raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")
         root = self._root(chain)
         want = chain.num_blocks if max_blocks is None else min(chain.num_blocks, max_blocks)
         if not self.enabled:
@@ -72,16 +72,16 @@ class RadixTree:
         return self._lease_of(chain, node, retention, table, stopped)
 
     def share(self, lease: Lease) -> Lease:
-        """Return another lease on the same path, without a table. Transfers hold such leases on their blocks."""
+        """Return another lease on the same path, without a table. Each transfer holds such a lease."""
         lease.must_be_open()
         return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """Find the block after a leased path that best matches the next `max_tokens` tokens of the lease's chain.
+        """Find the cached block after a leased path that best matches the next `max_tokens` tokens of the chain.
 
-        Return a lease that ends with this block, and the number of equal leading tokens; None if no token is equal.
+        Return a lease that ends with this block and the number of equal leading tokens, or None if no token is equal.
         """
         lease.must_be_open()
         best, num_tokens = edit.closest_child(lease.node, lease.chain, max_tokens, max_children, now)
@@ -95,7 +95,7 @@ class RadixTree:
         return partial, num_tokens
 
     def allocate(self, lease: Lease, n: int) -> Slots | Shortage:
-        """Add n device slots to the lease's table, evicting blocks if necessary. On a Shortage nothing changes."""
+        """Reserve n device slots and add them to the lease's table. After a Shortage, nothing has changed."""
         lease.must_be_open()
         slots = self.reserve(self.tiers[0], n, lease.chain.salt)
         if isinstance(slots, Slots):
@@ -103,9 +103,9 @@ class RadixTree:
         return slots
 
     def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> int:
-        """Make the full computed blocks matchable. Return how many of these blocks are new on the device.
+        """Make the full computed blocks matchable; returns the number of blocks that are new on the device.
 
-        If another request has published a block first, the lease keeps its own copy of that block.
+        If another request has already published a block, the lease keeps its own copy of this block.
         """
         lease.must_be_open()
         stop = lease.num_full_blocks(computed_tokens)
@@ -127,10 +127,10 @@ class RadixTree:
         return num_new
 
     def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> None:
-        """Add the blocks after a lease's path to the tree, as WRITING in slots that were reserved in a tier.
+        """Append blocks to the path of a lease. The blocks are WRITING in reserved slots of a tier.
 
-        A transfer from a store fills the slots and ends with `end_write`. The lease's path now includes the blocks.
-        Raise StateError if the tree already has the first of these blocks, or if the lease owns slots.
+        A transfer from a store then writes the slots and calls `end_write`. Raise StateError if the tree already has
+        the first of these blocks, or if the lease owns slots.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
@@ -138,7 +138,7 @@ class RadixTree:
         if len(lease.table) != first or stop > lease.chain.num_blocks or not can_follow:
             raise StateError(
                 f"cannot graft blocks [{first}, {stop}): the chain has {lease.chain.num_blocks} full blocks, the lease "
-                f"{len(lease.table) - first} slots of its own, or the tree has the first block or not those above"
+                f"owns {len(lease.table) - first} slots, and the blocks can follow the path: {can_follow}"
             )
         lease.node = self._add(lease.chain, lease.node, first, stop, self._new_usage(lease, now))
         tier.put(lease.node, 0, slots, WRITING)
@@ -161,13 +161,13 @@ class RadixTree:
         lease.node, lease.num_blocks = node, block
 
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
-        """Count the lease's path as used. Repeated calls count as one use."""
+        """Count the path of a lease as used. Repeated calls count as one use."""
         lease.must_be_open()
         self._use(lease, now)
         lease.committed = True
 
     def release(self, lease: Lease, *, used: bool = True, now: float = 0.0) -> None:
-        """End the lease and free the slots it owns. Published blocks stay. With used=False, no use is counted."""
+        """End the lease and free the slots that it owns. Published blocks stay. With used=False, no use is counted."""
         lease.must_be_open()
         if used:
             self._use(lease, now)
@@ -182,9 +182,9 @@ class RadixTree:
     # ---- slots and eviction ----------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
-        """Evict n blocks from a tier, or evict none and return a Shortage. With `salt`, only blocks of that tenant."""
+        """Evict n blocks from a tier, or evict none and return a Shortage. With `salt`, evict only from its tenant."""
         if salt is not None and tier.quota(salt) is None:
-            raise ArgumentError(f"{tier.name}: {salt.hex() or 'no salt'} has no quota, so its blocks are not listed")
+            raise ArgumentError(f"{tier.name}: the tenant of {salt.hex() or 'no salt'} has no quota")
         available = tier.num_evictable if salt is None else tier.tenants[tenant_of(salt)].num_blocks
         if n > available:
             return Shortage(tier.name, n, tier.pool.num_free, available)
@@ -192,11 +192,11 @@ class RadixTree:
         return None
 
     def reserve(self, tier: Tier, n: int, salt: bytes = b"") -> Slots | Shortage:
-        """Return n slots of a tier, evicting if necessary. The caller owns the slots. On a Shortage nothing changes."""
+        """Reserve n slots in a tier for the caller, evicting if necessary. After a Shortage, nothing has changed."""
         evicted = self._make_room(tier, n, salt)
         if isinstance(evicted, Shortage):
             return evicted
-        # evicted slots go straight to the caller, because the pool would free them only to mark them used again
+        # Return the evicted slots without releasing them, because the pool would only allocate them again.
         more = n - sum(map(len, evicted))
         if more or not evicted:
             slots = tier.pool.allocate(more)
@@ -206,9 +206,9 @@ class RadixTree:
         return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Free a tier's copies of a chain and its descendants, where another tier also holds the blocks.
+        """Free the slots of a chain and its descendants in a tier, if another tier also holds the blocks.
 
-        Leased blocks stay, and so do all blocks above a block that stays. Return the number of blocks freed.
+        Leased blocks stay, and so do the ancestors of blocks that stay. Return the number of freed slots.
         """
         lease = self.match(chain)
         node = lease.node
@@ -226,9 +226,9 @@ class RadixTree:
         return sum(map(len, freed))
 
     def vacate(self, tier: Tier, first_slot: int = 0, detached: Iterable[Node] = ()) -> None:
-        """Remove every block, even a leased one, from slots [first_slot, ..) of a tier whose memory will be freed.
+        """Remove all blocks, even leased blocks, from the slots of a tier from `first_slot` on.
 
-        No step and no transfer may be in flight. `detached` are the leased nodes that left the tree.
+        No step or transfer may be in flight. `detached` lists leased nodes that are no longer in the tree.
         """
         for node in [*self.nodes(), *detached]:
             held = node.held[tier.number]
@@ -236,7 +236,7 @@ class RadixTree:
                 self._remove_where(tier, node, held.slots >= first_slot)
 
     def invalidate(self, tier: Tier, slots: I32) -> int:
-        """Remove the blocks in these slots of a tier, except blocks being written or read; returns the number."""
+        """Remove the READY blocks in these slots of a tier; returns the number of removed blocks."""
         num_removed = 0
         for node in list(self.nodes()):
             held = node.held[tier.number]
@@ -247,12 +247,12 @@ class RadixTree:
         return num_removed
 
     def expire(self, now: float) -> int:
-        """Drop all expired blocks that have no lease; returns their number. Visits every node of the tree."""
+        """Drop all expired blocks without a lease; returns the number of dropped blocks. Visits every node."""
         expired = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Drop blocks [first, ..) of a chain and all descendants; returns the number. Leases keep their slots."""
+        """Drop a chain's blocks from `first` on and all descendants; returns their number. Leases keep their slots."""
         node, block = self.roots.get((chain.salt, chain.adapter)), 0
         while node is not None and block < chain.num_blocks:
             node = node.children.get(chain.key_at(block))
@@ -269,7 +269,7 @@ class RadixTree:
         return 0
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Drop all blocks, and switch to another namespace if one is given. Open leases keep their slots."""
+        """Drop all blocks, and switch to `namespace` if it is given. Open leases keep their slots."""
         for root in list(self.roots.values()):
             for child in list(root.children.values()):
                 self._detach(child, MissReason.DROPPED)
@@ -284,7 +284,7 @@ class RadixTree:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def explain(self, lease: Lease) -> Miss:
-        """Return where and why the match stopped."""
+        """Return the first block that did not match, and the reason."""
         if lease.stopped is not None:
             return Miss(lease.num_matched, lease.stopped, lease.matched_at)
         return self._misses.explain(lease.chain, lease.num_matched, lease.matched_at)
@@ -300,12 +300,12 @@ class RadixTree:
     # ---- for transfers (kvtier.index.transitions) ------------------------------------------------------------------
 
     def notify_stored(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
-        """Notify the listener that blocks [first, stop) of a node can be read from a tier."""
+        """Notify the listener that blocks [first, stop) of a node became readable in a tier."""
         if self._listener and node.attached:
             self._listener(stored_event(tier.name, node, first, stop, self.namespace))
 
     def remove(self, tier: Tier, node: Node, first: int, stop: int) -> None:
-        """Remove blocks [first, stop) of a leased node from a tier. Blocks in no tier are cut when the leases end."""
+        """Remove blocks [first, stop) of a leased node from a tier. The node keeps its length until the leases end."""
         if node.attached:
             self._notify_removed(tier, node, first, stop)
         tier.give_back(tier.take(node, first, stop), node.domain[0])
@@ -328,9 +328,9 @@ class RadixTree:
         return root
 
     def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
-        """Follow the chain down to its last readable block. If an edge continues after this block, split the edge.
+        """Follow the chain down to its last readable block. If this block is inside a node, split the node.
 
-        The returned reason is None if the tree has no more of the chain; `explain` finds the reason on demand.
+        The returned reason is None if the tree lacks the next block. In this case `explain` finds the reason on demand.
         """
         block = 0
         parts: list[I32] = []
@@ -353,7 +353,7 @@ class RadixTree:
         return node, parts, MissReason.NONE
 
     def _remove_lease(self, node: Node | None) -> None:
-        """Subtract one lease from a node and from every node above it."""
+        """Remove one lease from a node and from all of its ancestors."""
         while node is not None:
             node.leases -= 1
             if node.leases == 0:
@@ -370,9 +370,9 @@ class RadixTree:
             node = node.parent
 
     def _use(self, lease: Lease, now: float) -> None:
-        """Update the access statistics of the path, and undo splits that are not needed.
+        """Update the access statistics of the path, and undo splits that are no longer needed.
 
-        `uses` increases only for matched blocks, and only once per lease.
+        Only matched blocks count as used, and only once per lease.
         """
         self.clock += 1
         if self.ghost is not None and not lease.committed:
@@ -399,7 +399,7 @@ class RadixTree:
         return AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
 
     def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
-        """Extend the lease over an existing child. Return the node, and True if the node adopted the lease's slots."""
+        """Extend the lease by an existing child. Return the child, and True if it adopted the slots of the lease."""
         device = self.tiers[0]
         count = edit.common_blocks(child, lease.chain, block, stop)
         held = child.held[0]
@@ -421,7 +421,7 @@ class RadixTree:
         return child, False
 
     def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
-        """Add new blocks [block, stop) of the chain, to the leaf that this lease added before or in a new node."""
+        """Add new blocks [block, stop) of the chain, either to the leaf that this lease has added or as a new node."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
         if node is lease.grown and edit.can_grow(node, usage):
             edit.lengthen(node, *edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys), slots)
@@ -448,9 +448,9 @@ class RadixTree:
     # ---- removal ---------------------------------------------------------------------------------------------------
 
     def _make_room(self, tier: Tier, n: int, salt: bytes) -> list[I32] | Shortage:
-        """Evict enough blocks to give a tenant n more slots, or evict nothing and return a Shortage.
+        """Evict enough blocks for n more slots of a tenant, or evict nothing and return a Shortage.
 
-        Slots beyond the tenant's quota come from the tenant's own blocks, other slots from the blocks of any tenant.
+        If the tenant would exceed its quota, evict the excess from its own blocks. Evict the rest from any tenant.
         """
         short, over = n - tier.pool.num_free, 0
         quota = tier.quota(salt)
@@ -461,7 +461,7 @@ class RadixTree:
             over = max(0, tier.used_by.get(tenant_of(salt), 0) + n - quota)
         if short > tier.num_evictable:
             return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
-        if over > n:  # the quota was lowered: evict the excess first
+        if over > n:  # the quota was lowered, so evict the old excess first
             self.evict(tier, over - n, salt=salt)
             over = n
         evicted = self._evict(tier, over, salt) if over else []
@@ -472,11 +472,11 @@ class RadixTree:
             tier.pool.release(Slots(tier.name, np.concatenate(freed)))
 
     def _evict(self, tier: Tier, n: int, salt: bytes | None) -> list[I32]:
-        """Evict n blocks, from the end of one victim after another. The caller has checked that n are evictable.
+        """Evict n blocks, from the end of one victim after another. At least n blocks must be evictable.
 
-            victim   [ b0 b1 b2 b3 b4 ]   n = 2   ->   [ b0 b1 b2 ]      b3 and b4 are free, b0..b2 stay matchable
+            victim   [ b0 b1 b2 b3 b4 ]   n = 2   ->   [ b0 b1 b2 ]      b0, b1 and b2 stay matchable
 
-        Return the slots. The caller owns them, and the pool still counts them as used.
+        Return the slots, which now belong to the caller. The pool still counts the slots as used.
         """
         freed: list[I32] = []
         tier.num_evicted += n
@@ -493,7 +493,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` blocks of a node from a tier; returns their slots. Blocks left in no tier are cut."""
+        """Remove the last `count` blocks of a node from a tier; returns their slots. Truncate the node if necessary."""
         if held.num_held == len(held.states):
             first = len(held.states) - count
         else:
@@ -513,15 +513,15 @@ class RadixTree:
             self._cut_absent(node)
 
     def _cut_absent(self, node: Node, evicting: Tier | None = None) -> None:
-        """Cut a node at its first block that is in no tier. The node must not have a lease."""
+        """Truncate a node before its first block that no tier holds. The node must not have a lease."""
         kept = node.num_leading(IS_HELD)
         if kept < node.num_blocks:
             self._cut(node, kept, evicting)
 
     def _cut(self, node: Node, kept: int, evicting: Tier | None) -> I32:
-        """Remove blocks [kept, ..) of a node, and all its descendants.
+        """Truncate a node to its first `kept` blocks, and remove all its descendants.
 
-        Return the slots that the evicting tier held. Slots of other tiers are released to their pools.
+        Return the slots of the removed blocks in the evicting tier. Slots in other tiers are released to their pools.
         """
         policy = evicting.policy_name if evicting is not None else ""
         self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy)
@@ -546,7 +546,7 @@ class RadixTree:
         return taken
 
     def _detach(self, node: Node, reason: MissReason) -> int:
-        """Remove a node and its descendants; returns the number of blocks. Leased slots are freed with the lease."""
+        """Remove a node and its descendants; returns the number of blocks. Leased slots are freed with their leases."""
         self._misses.add(node, 0, reason, self.clock)
         for tier in self.tiers:
             tier.unlinked(node)
@@ -572,7 +572,7 @@ class RadixTree:
                 self.roots.pop(above.domain, None)
 
     def _notify_removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
-        """Notify the listener that blocks left a tier, except blocks in WRITING, which were not reported as stored."""
+        """Notify the listener that blocks left a tier. WRITING blocks are omitted, because they were never readable."""
         held = node.held[tier.number]
         if self._listener is None or held is None:
             return

@@ -1,6 +1,6 @@
 """Functions that compare, split, join, extend and cut nodes of the radix tree.
 
-They have no state. RadixTree (kvtier.index.tree) calls them; it owns the roots, the tiers and the clock.
+RadixTree (kvtier.index.tree) calls these functions. It owns the roots, the tiers and the clock.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.messages import I32, KEY_BYTES
 
-# Extending a leaf copies the leaf. A leaf of this size is not extended; the next block starts a new node.
+# Extending a leaf copies its labels. A leaf with at least this many bytes is not extended; new blocks form a new node.
 GROW_BYTES = 64 * 1024
 
 
 def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
-    """Count the leading blocks of a node that equal the chain's blocks [block, stop). Compares the tokens."""
+    """Count the leading blocks of a node whose tokens and extras equal the chain's blocks [block, stop)."""
     count = min(node.num_blocks, stop - block)
     width, at = chain.label_bytes, block * chain.label_bytes
     if count == node.num_blocks and chain.labels.startswith(node.labels, at):
@@ -36,9 +36,9 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 
 
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
-    """Return the child whose first block shares the most leading tokens with the chain's next block, and the number.
+    """Find the child whose first block shares the most leading tokens with the chain's next block.
 
-    If a child begins with exactly the next block, only this child is tried; otherwise the newest `max_children`.
+    Return the child and the number of shared tokens. Without an exact match, compare the newest `max_children` only.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
@@ -57,12 +57,12 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
 
 
 def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
-    """Cut a node after `count` blocks; returns the new upper part.
+    """Split a node after `count` blocks; returns the new node with the upper part.
 
         parent --[ b0 b1 b2 b3 ]-- children          parent --[ b0 b1 ]--[ b2 b3 ]-- children
                       node                                      upper      node
 
-    The lower part is the same object as before, so leases on it and its place among the candidates stay valid.
+    The lower part stays in the same object, so its leases and its place among the candidates remain valid.
     """
     parent, at = node.parent, count * node.label_bytes
     assert parent is not None
@@ -95,7 +95,7 @@ def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
 
 
 def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
-    """Undo a split: prepend the parent's blocks to its only child."""
+    """Undo a split by prepending the parent's blocks to the node, which must be the only child."""
     upper = node.parent
     assert upper is not None
     assert upper.parent is not None
@@ -119,9 +119,9 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 
 
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
-    """True if a node and its parent `upper` can be joined without an effect on any eviction policy.
+    """True if a node and its parent `upper` can be joined without affecting the eviction policies.
 
-    Called during a use with this priority and expiry, after the node was updated and before the parent is.
+    `priority` and `expires` belong to a use of the path, which has updated the node but not yet the parent.
     """
     mine, above = node.usage, upper.usage
     return (
@@ -134,7 +134,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True for a short leaf with one lease, if its priority and expiry do not exceed those in `usage`."""
+    """True if the node is a short leaf with one lease, and its priority and expiry do not exceed those in `usage`."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority
@@ -147,7 +147,7 @@ def can_grow(node: Node, usage: AccessStats) -> bool:
 
 
 def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, slots: I32) -> None:
-    """Add blocks to the end of a leaf, on the device only."""
+    """Append blocks to a leaf. The blocks are on the device only."""
     new = Residency(slots, bytearray((READY,)) * len(slots))
     for number, held in enumerate(node.held):
         if held is not None:
@@ -160,11 +160,11 @@ def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, byte
 
 
 def truncate(node: Node, count: int) -> None:
-    """Keep the first `count` blocks of a node. Tier.take has already removed the others from every tier."""
+    """Keep the first `count` blocks of a node. Tier.take must already have removed all other blocks from the tiers."""
     at = count * node.label_bytes
     node.labels = node.labels[:at]
     if 2 * at < memoryview(node.labels.obj).nbytes:
-        node.labels = _own(node.labels)  # a short view must not keep a long string alive
+        node.labels = _own(node.labels)  # a short view must not keep a large buffer alive
     node.keys = node.keys[: count * KEY_BYTES]
     node.num_blocks = count
     if node.extras:
@@ -178,12 +178,12 @@ def _own(labels: memoryview) -> memoryview:
 def content_below(
     node: Node, chain: Chain, block: int, stop: int, *, with_keys: bool
 ) -> tuple[memoryview, bytes, dict[int, bytes] | None]:
-    """Return labels, keys and extras of a chain's blocks [block, stop), which follow a node."""
+    """Return labels, keys and extras of the chain's blocks [block, stop), which follow the blocks of a node."""
     labels, keys = chain.label_view(block, stop), b""
     if with_keys:
-        if chain.num_keys >= stop:  # computed earlier, for a store
+        if chain.num_keys >= stop:  # the keys were computed earlier
             keys = b"".join(chain.key_list(block, stop))
-        else:  # continue from the node's last key, because the path above may be long
+        else:  # start with the node's last key, because computing the keys of the whole path may take long
             above = last_key(node, chain.namespace)
             keys = b"".join(chain_keys(above, labels, chain.label_bytes, chain.extras, block))
     extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
@@ -191,7 +191,7 @@ def content_below(
 
 
 def add_lease(node: Node | None, stop: Node | None, tiers: Sequence[Tier]) -> None:
-    """Count one more lease on every node from here up to, but not including, `stop`."""
+    """Add one lease to a node and to each of its ancestors below `stop`."""
     while node is not stop and node is not None:
         node.leases += 1
         if node.leases == 1 and node.parent is not None:

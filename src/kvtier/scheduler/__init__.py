@@ -1,4 +1,4 @@
-"""Continuous batching over a CacheManager: selects the rows of each step. No torch, no threads, no clock."""
+"""Continuous batching on top of a CacheManager. The scheduler uses no torch, threads or clock."""
 
 from kvtier.scheduler.request import Request, RequestState, Row, RowResult, SchedulerConfig, Step
 from kvtier.scheduler.scheduler import Scheduler

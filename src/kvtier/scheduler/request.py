@@ -1,4 +1,4 @@
-"""Scheduler inputs and outputs: limits, requests, steps with their rows, and results of rows."""
+"""Inputs and outputs of the scheduler: limits, requests, steps, rows, and results of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestState(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """The request does not fit even alone, or pinned blocks leave no room. `reason` has the details."""
+    """The request does not fit even if it runs alone, or pinned blocks leave no room. `reason` explains the cause."""
 
     @property
     def is_over(self) -> bool:
@@ -36,10 +36,10 @@ class RequestState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence. Its chain grows with the output. Only the scheduler changes it.
+    """One sequence, whose chain grows with the output. Only the scheduler changes a request.
 
-    The first `num_computed` tokens of the chain have KV in the cache. The next steps compute the others; the step that
-    computes the last token also samples the next token.
+    The first `num_computed` tokens of the chain have KV in the cache. Later steps compute all other tokens. The step
+    that computes the last token also samples the next token.
     """
 
     id: str
@@ -48,30 +48,30 @@ class Request:
     _: KW_ONLY
     priority: int = 0
     retention: Retention = _NOT_GIVEN
-    """By default, the blocks have the request's priority and do not expire."""
+    """By default, the blocks have the priority of the request and do not expire."""
     num_prompt_tokens: int = field(init=False)
     state: RequestState = field(init=False, default=RequestState.WAITING)
     reason: str = field(init=False, default="")
     arrival: float = field(init=False, default=0.0)
     scheduled_at: float | None = field(init=False, default=None)
-    """Time of its first admission."""
+    """Time of the first admission."""
     prefetch: Prefetch | None = field(init=False, default=None)
-    """Fetch of its blocks from stores to the host, while it waits."""
+    """Fetch of the request's blocks from stores to the host while the request waits."""
     allocation: Allocation | None = field(init=False, default=None)
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Cached tokens of the prompt at its first admission."""
+    """Number of cached prompt tokens at the first admission."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """Cached tokens of the prompt at its first admission, by tier."""
+    """Tier name -> number of cached prompt tokens at the first admission."""
     why_loaded: str = field(init=False, default="")
-    """Reason to load or recompute cached blocks of lower tiers; empty if there were none."""
+    """Reason for loading or recomputing blocks in lower tiers. Empty if there was no decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens when the request, running alone, was last preempted for lack of room."""
+    """Number of tokens at the last preemption for lack of room while the request ran alone."""
     may_load: bool = field(init=False, default=True)
-    """True if the request may wait for cached blocks of lower tiers; False after a failed load."""
+    """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
-    """Proposed next tokens, which the next step verifies."""
+    """Draft tokens that the next step verifies."""
 
     def __post_init__(self) -> None:
         if not self.chain.num_tokens:
@@ -83,7 +83,7 @@ class Request:
             self.retention = Retention(priority=self.priority)
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        """Pickle everything but allocation and prefetch, which refer to the tree."""
+        """Pickle all attributes except allocation and prefetch, which refer to the tree."""
         kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("prefetch", "allocation")}
         return None, {**kept, "prefetch": None, "allocation": None}
 
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def is_generating(self) -> bool:
-        """True if only the newest token is not computed."""
+        """True if only the newest token remains to be computed."""
         return self.num_computed == self.chain.num_tokens - 1 and self.num_computed > 0
 
 
@@ -107,32 +107,30 @@ class SchedulerConfig:
     max_rows: int = 256
     """Maximum number of requests in a step."""
     max_step_tokens: int = 2048
-    """Maximum number of tokens in a step; longer prompts are computed in chunks."""
+    """Maximum number of tokens in a step. Longer prompts are computed in chunks."""
     max_context: int = 1 << 30
-    """Maximum number of tokens of a request, including prompt and output."""
+    """Maximum number of tokens in a request, including prompt and output."""
     lookahead_tokens: int = 0
-    """Number of draft tokens for which a generating request reserves slots in advance, if there is room."""
+    """Number of tokens for which a generating request reserves slots in advance if there is room."""
     starts_early: bool = False
-    """True if the worker can wait for a load layer by layer, so that a step may start before the load ends."""
+    """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0
-    """Waiting time that raises the priority of a request by one, so that no request starves."""
+    """The priority of a waiting request rises by one after this time, so that no request starves."""
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_step_tokens", "max_context"):
             if getattr(self, name) < 1:
                 raise RangeError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_rows > self.max_step_tokens:
-            raise RangeError(
-                f"{self.max_rows} rows need as many tokens a step, got max_step_tokens={self.max_step_tokens}"
-            )
+            raise RangeError(f"max_step_tokens must be at least max_rows={self.max_rows}, got {self.max_step_tokens}")
         if self.lookahead_tokens < 0:
             raise RangeError(f"lookahead_tokens must be at least 0, got {self.lookahead_tokens}")
         if self.age_seconds <= 0:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 
 
-class Row(NamedTuple):  # created per token, like RowResult; creating a frozen dataclass takes 2.5 times as long
-    """Tokens [first, first + num_tokens) of a request, computed in this step; the last `num_draft` are drafts."""
+class Row(NamedTuple):  # not a frozen dataclass, because creating one for each row takes 2.5 times as long
+    """Tokens [first, first + num_tokens) of a request, computed in one step. The last `num_draft` tokens are drafts."""
 
     request: Request
     first: int
@@ -141,12 +139,12 @@ class Row(NamedTuple):  # created per token, like RowResult; creating a frozen d
     wants_token: bool
     """True if the row includes the last known token, so that the next token is sampled."""
     loads: tuple[int, ...] = ()
-    """Loads in flight of the request's cached blocks. Each layer of the step waits for its part of the loads. The
-    reports of the loads are applied before `update`; if a load failed, the result of the row is ignored."""
+    """Ids of the request's loads in flight. Each layer of the step waits for its part of the loads. The caller applies
+    the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
-        """Return the row of the next tokens of a request: known tokens, then drafts."""
+        """Return a row with the next tokens of a request. Known tokens precede drafts."""
         first, known = request.num_computed, request.chain.num_tokens
         num_draft = max(0, first + num_tokens - known)
         return cls(request, first, num_tokens, num_draft, first + num_tokens - num_draft == known, loads)
@@ -158,14 +156,14 @@ class Row(NamedTuple):  # created per token, like RowResult; creating a frozen d
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work for the engine: copies of blocks, then rows."""
+    """Work for the engine. The copies of blocks run before the rows."""
 
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...]
     preempted: tuple[Request, ...]
     refused: tuple[Request, ...]
     plan: Plan
-    """Transfers between tiers; their reports go to the manager."""
+    """Transfers between tiers. The caller passes their reports to the manager."""
 
     @property
     def num_tokens(self) -> int:
@@ -178,7 +176,7 @@ class Step:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Loads that the rows wait for, layer by layer."""
+        """Ids of the loads that the rows wait for, layer by layer."""
         return tuple(load for row in self.rows for load in row.loads)
 
     def __bool__(self) -> bool:
@@ -186,7 +184,7 @@ class Step:
 
 
 class RowResult(NamedTuple):
-    """Sampled tokens of a row, empty if the row did not want a token. `finished` is True if the request ends."""
+    """Sampled tokens of a row, empty if `wants_token` is False. `finished` is True if the request ends."""
 
     tokens: tuple[int, ...] = ()
     finished: bool = False

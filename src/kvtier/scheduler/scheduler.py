@@ -1,7 +1,7 @@
 """Scheduler: continuous batching with chunked prefill, preemption and priorities.
 
-It gets KV from the CacheManager and never uses a pool directly. `now` is in seconds of the caller's clock: real time in
-the engine, simulated time in the replay.
+The scheduler allocates KV only through the CacheManager. `now` is the caller's time in seconds, which is real in the
+engine and simulated in the replay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.scheduler.request import Request, RequestState, Row, RowResult, Sche
 
 
 class Scheduler:
-    """Owns the requests that have not ended. One step is in flight at a time: schedule, then update."""
+    """Owns the requests that have not ended. Only one step is in flight at a time."""
 
     def __init__(self, manager: CacheManager, config: SchedulerConfig | None = None) -> None:
         self.manager = manager
@@ -27,7 +27,7 @@ class Scheduler:
         self._step: Step | None = None
         self._began = 0.0
         self.is_paused = False
-        """True if requests are held; transfers continue."""
+        """True if no request may run. Transfers continue."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -35,27 +35,27 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests with KV, in the order of their admission."""
+        """Requests that hold KV, in the order of their admission."""
         return tuple(self._running)
 
     def has_work(self) -> bool:
-        """True if a step would do something."""
+        """True if there are requests to run."""
         return bool(not self.is_paused and (self._waiting or self._running))
 
     def add(self, request: Request, now: float) -> None:
         if request.state is not RequestState.WAITING or request in self._waiting:
-            raise StateError(f"{request!r} was added before, or has ended")
+            raise StateError(f"{request!r} was already added, or has ended")
         request.arrival = now
         self._waiting.append(request)
 
     def cancel(self, request: Request, now: float) -> bool:
-        """Cancel a request; returns False if it had ended before. A result from the step in flight is ignored."""
+        """Cancel a request; returns False if it had already ended. Its result from the step in flight is ignored."""
         return self._end(request, RequestState.CANCELLED, now)
 
     def schedule(self, now: float) -> Step:
-        """Build the next step. The caller runs it and passes the results to `update`."""
+        """Build the next step. The caller runs the step and passes the results to `update`."""
         if self._step is not None:
-            raise StateError("the last step has no results yet: call update() first")
+            raise StateError("the last step has no results yet; call update() first")
         self._began = now
         builder = _StepBuilder(self.config.max_step_tokens)
         if not self.is_paused:
@@ -63,7 +63,7 @@ class Scheduler:
         rows = tuple([row for row in builder.rows if row.request.state is RequestState.RUNNING])
         allocations = [_held(row.request) for row in rows]
         for allocation in allocations:
-            if not allocation.lease.committed:  # only on the first step of a request
+            if not allocation.lease.committed:  # true only in the first step of a request
                 self.manager.on_scheduled(allocation, now=now)
         copies = tuple(
             [
@@ -80,7 +80,7 @@ class Scheduler:
         for request in self._waiting:
             if request.prefetch is None and request.may_load:
                 request.prefetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
-        # Generating requests first: they need one token each, and a user is reading their output.
+        # Generating requests run first, because each needs only one token and users wait for their output.
         for request in sorted(self._running, key=lambda request: not request.is_generating):
             if request.state is RequestState.RUNNING:
                 self._continue(request, builder, now)
@@ -90,9 +90,9 @@ class Scheduler:
             self._start_early(builder)
 
     def pause(self, now: float) -> None:
-        """Hold all requests until `resume`: they release their KV and restart from the cache. Call it between steps."""
+        """Preempt all requests until `resume`. They release their KV and later restart from the cache."""
         if self._step is not None:
-            raise StateError("a step is in flight: pause between update() and schedule()")
+            raise StateError("cannot pause while a step is in flight; pause between update() and schedule()")
         self.is_paused = True
         for request in list(self._running):
             self._to_waiting(request, now)
@@ -103,11 +103,11 @@ class Scheduler:
         self.is_paused = False
 
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
-        """Apply the results of a step, one per row: publish computed blocks, append tokens."""
+        """Apply one result per row of a step: publish the computed blocks and append the sampled tokens."""
         if step is not self._step:
-            raise StateError("update() is for the step that schedule() returned last, once")
+            raise StateError("update() accepts only the last step from schedule(), and only once")
         if len(results) != len(step.rows):
-            raise ArgumentError(f"{len(results)} results for {len(step.rows)} rows: one each")
+            raise ArgumentError(f"a step with {len(step.rows)} rows needs one result per row, got {len(results)}")
         self._step = None
         if step.rows and not step.loads:
             self.manager.cost_model.observe_compute(step.num_tokens, step.attended_tokens, now - self._began)
@@ -116,9 +116,9 @@ class Scheduler:
                 self._take_result(row, result, now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
-        """End the requests of a step that failed. Returns them."""
+        """Cancel and return the running requests of a step that failed."""
         if step is not self._step:
-            raise StateError("fail() is for the step that schedule() returned last, once")
+            raise StateError("fail() accepts only the last step from schedule(), and only once")
         self._step = None
         failed = tuple(row.request for row in step.rows if row.request.state is RequestState.RUNNING)
         for request in failed:
@@ -126,17 +126,17 @@ class Scheduler:
         return failed
 
     def check(self) -> None:
-        """Raise StateError if requests, lists and the metadata of the cache are inconsistent."""
+        """Raise StateError if the states of requests or the metadata of the cache are inconsistent."""
         for request in self._waiting:
             if request.state is not RequestState.WAITING or request.allocation is not None:
-                raise StateError(f"{request!r} waits and holds KV, or is not waiting")
+                raise StateError(f"{request!r} is in the waiting list, but holds KV or has another state")
         for request in self._running:
             if request.state is not RequestState.RUNNING or request.allocation is None:
-                raise StateError(f"{request!r} runs without KV, or is not running")
+                raise StateError(f"{request!r} is in the running list, but holds no KV or has another state")
         if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
             raise StateError("a request is listed twice")
         if len(self._running) != self.manager.stats.num_allocations:
-            raise StateError(f"{len(self._running)} requests run, {self.manager.stats.num_allocations} hold KV")
+            raise StateError(f"{len(self._running)} requests run, but {self.manager.stats.num_allocations} hold KV")
         self.manager.check()
 
     # ---- selection -------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Scheduler:
         count = min(known, builder.budget)
         if not count:
             return
-        # Room for drafts is optional: no request is preempted for it.
+        # Room for drafts is optional, so no request is preempted for it.
         drafts = min(len(request.draft), builder.budget - count) if known == 1 else 0
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
         if ahead and self.manager.allocate(_held(request), request.num_computed + count + ahead) is None:
@@ -167,8 +167,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already has all blocks. One restart helps, because it drops private copies of blocks that
-                # others have published. A second one at the same token is refused, because it could repeat forever.
+                # The request already holds all available blocks. A restart can help, because it releases the copies of
+                # blocks that other requests have published. After a restart without progress, refuse the request.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage))
@@ -179,10 +179,10 @@ class Scheduler:
                 return
 
     def _admit(self, builder: _StepBuilder, now: float) -> None:
-        """Admit waiting requests in order of priority and waiting time, up to the first that does not fit.
+        """Admit waiting requests in order of priority and waiting time, up to the first request that does not fit.
 
-        Stopping there keeps small requests from overtaking a large one forever. If only a tenant's quota is exceeded,
-        only requests of that tenant have to wait.
+        All requests after that one wait too, so that small requests do not delay a large request forever. If only the
+        quota of a tenant is exceeded, only requests of this tenant wait.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
             return
@@ -191,7 +191,7 @@ class Scheduler:
             if not builder.budget or len(self._running) >= self.config.max_rows:
                 return
             if request.prefetch is not None and not self.manager.is_prefetched(request.prefetch, now=now):
-                continue  # its blocks are in flight; others go first
+                continue  # its blocks are in flight, so later requests are admitted first
             if tenant_of(request.chain.salt) in full or self._never_fits(request, builder):
                 continue
             allocation = self._allocate(request, builder.budget, now)
@@ -221,7 +221,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - allocation.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for a request's first step, or return the Shortage, or None if the request waits for a retry."""
+        """Allocate KV for a request's first step. Return a Shortage if that fails, or None if a prefetch is retried."""
         allocation = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, prefetch=request.prefetch
         )
@@ -243,10 +243,10 @@ class Scheduler:
         return shortage
 
     def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
-        """Return a Shortage if the whole prompt does not fit together with the running prompts; None if it runs alone.
+        """Return a Shortage if the whole prompt does not fit together with the prompts of running requests.
 
-        Otherwise it would be computed in part, preempted for lack of room and computed again: twice the work if nothing
-        is cached (16 users and room for 3 prompts, 2026-11-16).
+        Without this check, a prompt would be computed in part, preempted for lack of room and computed again. With 16
+        users and room for 3 prompts, this doubled the work (2026-11-16).
         """
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
@@ -257,16 +257,16 @@ class Scheduler:
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """True if no other running request could free room when it ends."""
+        """True if the end of other running requests cannot help with a shortage."""
         others = (other for other in self._running if other is not request)
         return not any(_may_help(other.chain, request, shortage) for other in others)
 
     def _is_moving(self, request: Request, shortage: Shortage) -> bool:
-        """True if transfers in flight could free room when they end."""
+        """True if the end of transfers in flight could help with a shortage."""
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
-        """Release prefetched blocks of waiting requests: all, or those that could help with a shortage."""
+        """End all prefetches, or only those that could help with a shortage; returns True if any was ended."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         if request is not None and shortage is not None:
             prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
@@ -284,9 +284,9 @@ class Scheduler:
             request.why_loaded = str(allocation.decision or "")
 
     def _start_early(self, builder: _StepBuilder) -> None:
-        """Start the first request whose blocks are in flight. Its step waits for the blocks layer by layer.
+        """Start the first request whose blocks are in flight. The step waits for the blocks layer by layer.
 
-        Call this only if no other request has work, because the wait would delay the other rows of the step.
+        Call this only if there are no other rows, because the waits would delay them.
         """
         for request in self._running:
             allocation = _held(request)
@@ -297,11 +297,11 @@ class Scheduler:
                 return
 
     def _has_loaded(self, row: Row, now: float) -> bool:
-        """True if all blocks that the row waited for have arrived. Otherwise the request restarts."""
+        """True if all blocks that the row waited for have arrived. If a load failed, the request restarts."""
         if self._is_ready(row.request, now):
             return True
         if row.request.state is RequestState.RUNNING:
-            raise StateError(f"{row.request!r}: apply the reports of its loads before update()")
+            raise StateError(f"apply the reports of the loads of {row.request!r} before update()")
         return False
 
     def _end_prefetch(self, request: Request) -> None:
@@ -310,7 +310,7 @@ class Scheduler:
             request.prefetch = None
 
     def _is_ready(self, request: Request, now: float) -> bool:
-        """True if the request's cached blocks are on the device. After a failed load, queue it again without loads."""
+        """True if the request's cached blocks are on the device. After a failed load, queue the request again."""
         try:
             return self.manager.is_ready(_held(request))
         except LoadError:
@@ -319,7 +319,7 @@ class Scheduler:
             return False
 
     def _never_fits(self, request: Request, builder: _StepBuilder) -> bool:
-        """Refuse a request that does not fit even alone; returns True if refused."""
+        """Refuse a request that does not fit even if it runs alone; returns True if the request was refused."""
         tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
         quota = self.manager.tree.tiers[0].quota(request.chain.salt)
         if quota is not None:
@@ -329,8 +329,8 @@ class Scheduler:
             return False
         whose = "the cache" if quota is None else "its tenant"
         why = (
-            f"{tokens} tokens and one to generate do not fit: {whose} has room for {capacity} tokens, "
-            f"a request may have {self.config.max_context}"
+            f"{tokens} tokens and one generated token do not fit: {whose} has room for {capacity} tokens, and a "
+            f"request may have at most {self.config.max_context}"
         )
         self._refuse(request, builder, why)
         return True
@@ -347,7 +347,7 @@ class Scheduler:
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Select the request to preempt: the latest arrival among those with the lowest priority."""
+        """Select the request to preempt, which is the latest arrival among the requests with the lowest priority."""
         others = [
             (-other.priority, other.arrival, place)
             for place, other in enumerate(self._running)
@@ -361,7 +361,7 @@ class Scheduler:
         builder.give_back(request)
 
     def _to_waiting(self, request: Request, now: float) -> None:
-        """Release the KV of a request; published blocks stay cached."""
+        """Release the KV of a request and queue it again. Published blocks stay in the cache."""
         self.manager.abort(_held(request), now=now)
         self._running.remove(request)
         self._waiting.append(request)
@@ -375,7 +375,7 @@ class Scheduler:
         num_rejected = row.num_draft + 1 - len(result.tokens) if row.wants_token else 0
         if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
             raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} drafts")
-        # the KV of accepted drafts is computed already, because the drafts were inputs of the step
+        # The KV of accepted drafts is already computed, because the drafts were inputs of the step.
         self.manager.extend(allocation, result.tokens)
         request.num_computed = row.stop - num_rejected
         request.draft = ()
@@ -402,7 +402,7 @@ class Scheduler:
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
-    """True if freeing blocks of this chain could help. A shortage of quota needs blocks of the same tenant."""
+    """True if freeing blocks of this chain could help. If a quota is exceeded, only blocks of the same tenant help."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 
@@ -416,7 +416,7 @@ def _held(request: Request) -> Allocation:
 
 
 class _StepBuilder:
-    """The rows of a step during its construction."""
+    """Collects the rows of a step."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -424,7 +424,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.is_full = False
-        """True if a running request must wait for transfers in flight to free room."""
+        """True if a running request has to wait until transfers in flight free room."""
 
     def take(self, row: Row) -> None:
         self.rows.append(row)

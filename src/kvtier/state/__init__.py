@@ -1,4 +1,4 @@
-"""Per-sequence data in the row order of each batch: Permutation, State with warp and append, RowMap."""
+"""Per-sequence data that follows the row order of each batch: Permutation, State, warp, append and RowMap."""
 
 from kvtier.state.permutation import Permutation
 from kvtier.state.state import RowMap, State

@@ -1,4 +1,4 @@
-"""Permutation: the mapping from the rows of one batch to the rows of the next. numpy only."""
+"""Permutation: the mapping from the rows of one batch to the rows of the next batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 Runs = tuple[I64, I64, I64]
-"""Runs of adjacent rows as (new, old, length): the length[k] rows from new[k] on were the old rows from old[k] on."""
+"""Runs of adjacent rows as arrays (new, old, length). Run k moves length[k] rows from row old[k] to row new[k]."""
 
 
 class Permutation:
-    """The old row of each row of the new order. The old order has `size0` rows; an index >= `size0` is a new row.
+    """The old row number of each row in the new order. An index of `size0` or more stands for a new row.
 
-        Permutation([2, 0, 5], size0=3)     new row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
+        Permutation([2, 0, 5], size0=3)     row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 
-    One old row may become several new ones (a sequence that forks). Immutable.
+    If a sequence forks, its old row becomes several rows. A permutation is immutable.
     """
 
     __slots__ = ("index", "is_new", "size0")
@@ -30,16 +30,14 @@ class Permutation:
     def __init__(self, index: Any, size0: int) -> None:
         rows = np.array(index, copy=True)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-            raise ArgumentError(f"a permutation is a list of row numbers, got {rows.dtype} of shape {rows.shape}")
+            raise ArgumentError(f"a permutation must be a list of row numbers, got {rows.dtype} of shape {rows.shape}")
         self.size0 = operator.index(size0)
         if size0 < 0:
             raise RangeError(f"the old order cannot have {size0} rows")
         self.index: I64 = rows.astype(np.int64)
         if rows.size and int(self.index.min()) < 0:
             at = int(np.argmax(self.index < 0))
-            raise RangeError(
-                f"new row {at} names old row {self.index[at]}; rows count from 0, new ones from {size0} on"
-            )
+            raise RangeError(f"row {at} has the index {self.index[at]}; old rows start at 0 and new rows at {size0}")
         self.is_new: Bools = self.index >= size0
         self.index.flags.writeable = self.is_new.flags.writeable = False
 
@@ -66,8 +64,8 @@ class Permutation:
 
     @property
     def is_identity(self) -> bool:
-        """True if every row keeps its place, none is new and none is dropped."""
-        if len(self) != self.size0 or self.num_new:  # the cheap tests first
+        """True if every row keeps its place and no row is new or dropped."""
+        if len(self) != self.size0 or self.num_new:  # cheap tests first
             return False
         return not np.count_nonzero(self.index != np.arange(self.size0))
 
@@ -76,12 +74,12 @@ class Permutation:
         return int(np.count_nonzero(self.is_new))
 
     def runs(self, *, moved_only: bool = False) -> Runs:
-        """Return the runs of old rows; `moved_only` leaves out rows that keep their place."""
+        """Return the runs of old rows. `moved_only` omits rows that keep their place."""
         wanted = ~self.is_new & (self.index != np.arange(len(self))) if moved_only else ~self.is_new
         return find_runs(wanted, self.index)
 
     def new_runs(self) -> Runs:
-        """Return the runs of new rows. `old` equals `new`, since new data is in the new order."""
+        """Return the runs of new rows. `old` equals `new`, because the data of new rows is already in the new order."""
         return find_runs(self.is_new, np.arange(len(self)))
 
 

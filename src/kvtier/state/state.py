@@ -1,4 +1,4 @@
-"""State: per-sequence data that is permuted with the rows of each batch. RowMap: the same without moving data."""
+"""State: per-sequence data that is moved with the rows of each batch. RowMap: stable rows and an index instead."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvtier.state.warp import Rows, warp_rows
 
 
 class State:
-    """Two tensors of one layout: `front` is read, `back` is written, `swap` exchanges their roles in constant time.
+    """Two tensors with the same shape. `front` is read, `back` is written, and `swap` exchanges both without a copy.
 
-    The first dimension is rows, one per sequence of the batch. `warp` reorders front for the next batch.
+    The first dimension has one row per sequence in the batch. `warp` reorders the rows for the next batch.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class State:
         allocator: Allocator | None = None,
     ) -> None:
         if not shape or any(extent < 0 for extent in shape):
-            raise ArgumentError(f"a State needs rows: a shape of at least one dimension, got {tuple(shape)}")
+            raise ArgumentError(f"a State needs rows, so at least one dimension, got the shape {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
-        # pass the references of the Buffers: references to their tensors would not record the copies in flight
+        # Use the Buffers' own references, because references to their tensors would not record copies in flight.
         self._front, self._back = (
             Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
         )
@@ -48,11 +48,11 @@ class State:
         return self._back.tensor
 
     def swap(self) -> None:
-        """Exchange front and back. A tensor obtained before keeps its memory, so its role changes."""
+        """Exchange front and back. A tensor that the caller obtained from `front` earlier is now the back."""
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Copy front to back in the new order and swap. Front is valid after `copy` has run. False if nothing moves."""
+        """Copy front to back in the new order when `copy` runs, and swap now; returns False if no row moves."""
         if perm.is_identity:
             return False
         warp_rows(self._front, perm, self._back, copy, new=new)
@@ -61,14 +61,13 @@ class State:
 
 
 class RowMap:
-    """Stable rows and an index: sequences keep their row, and `rows[i]` is the stable row of batch row i.
+    """Index of stable rows. Each sequence keeps its row, and `rows[i]` is the stable row of batch row i.
 
-    Comparison (benchmarks/state.py, 256 rows of which a tenth changes): State keeps rows dense for every kernel. It
-    needs twice the memory, and a launch in each step in which rows change. This takes 50 us on an H200, for rows of 8
-    bytes and of 64 KiB; on a CPU 60 us for 8 bytes and 1 ms for 64 KiB. RowMap moves nothing and takes 15 us for any
-    size, but uploads an index vector and adds an indirection to every kernel. Use State for rows of a few bytes that
-    many kernels read. Use RowMap for large rows, on a CPU from a few KiB on. A row is freed when its sequence leaves.
-    With batches in flight, apply the permutation after the last batch that uses the row.
+    Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, from a few KiB on).
+    State needs twice the memory and a copy in each step in which rows change. With 256 rows of which a tenth changes,
+    this copy takes 50 us on an H200. On a CPU it takes 60 us for rows of 8 bytes and 1 ms for rows of 64 KiB. RowMap
+    takes 15 us for any size, but every kernel needs the index vector (benchmarks/state.py). A row is freed when its
+    sequence is dropped. With batches in flight, apply the permutation after the last batch that uses the row.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -76,11 +75,11 @@ class RowMap:
             raise RangeError(f"a RowMap cannot have {capacity} rows")
         self.capacity = capacity
         self._rows: I64 = np.empty(0, np.int64)
-        self._free: I64 = np.arange(capacity)[::-1].copy()  # a stack: the lowest rows are taken first
+        self._free: I64 = np.arange(capacity)[::-1].copy()  # a stack with the lowest row on top
 
     @property
     def rows(self) -> I64:
-        """The stable row of each batch row, in the current order; read-only."""
+        """The stable row of each batch row, as a read-only array in the current order."""
         view = self._rows.view()
         view.flags.writeable = False
         return view
@@ -90,21 +89,21 @@ class RowMap:
         return len(self._free)
 
     def apply(self, perm: Permutation) -> I64:
-        """Apply the new order: new sequences get free rows, and the rows of dropped sequences are freed.
+        """Apply the new order. Assign free rows to new sequences, and free the rows of dropped sequences.
 
-        Returns the stable rows of new sequences, in the new order. If there are too few, raise and change nothing.
+        Return the stable rows of new sequences, in the new order. If there are too few rows, raise and change nothing.
         """
         if perm.size0 != len(self._rows):
-            raise ArgumentError(f"this permutation is of {perm.size0} rows, the map has {len(self._rows)}")
+            raise ArgumentError(f"the permutation has {perm.size0} old rows, but the map has {len(self._rows)} rows")
         old = ~perm.is_new
         kept = perm.index[old]
         dropped = np.ones(perm.size0, np.bool_)
         dropped[kept] = False
         if len(kept) + np.count_nonzero(dropped) != perm.size0:
-            raise ArgumentError("a RowMap cannot give one row to two sequences: copy the row of a fork first")
+            raise ArgumentError("a RowMap cannot assign one row to two sequences; copy the row of a fork first")
         free, needed = np.concatenate((self._free, self._rows[dropped])), perm.num_new
         if needed > len(free):
-            raise RangeError(f"{needed} new sequences need rows, {len(free)} of {self.capacity} are free")
+            raise RangeError(f"{needed} new sequences need rows, but {len(free)} of {self.capacity} are free")
         given, self._free = free[len(free) - needed :][::-1].copy(), free[: len(free) - needed]
         rows = np.empty(len(perm), np.int64)
         rows[old], rows[perm.is_new] = self._rows[kept], given

@@ -1,6 +1,6 @@
-"""warp and append: copy rows from the order of one batch to the order of the next (the names are TurboMind's).
+"""warp and append: copy rows from the order of one batch to the order of the next batch.
 
-Names that end in 0 are in the old order, names that end in 1 in the new order. No Python code loops over rows.
+The names are from TurboMind. A name that ends in 0 stands for the old order, and a name that ends in 1 for the new one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.state.permutation import I64, Permutation, find_runs
 
 
 class Rows:
-    """A tensor as rows of memory. `name` is for messages; `holding` keeps the memory alive (None: a new reference)."""
+    """A tensor as rows of memory. `name` is used in messages, and the reference `holding` keeps the memory alive."""
 
     __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
@@ -38,26 +38,26 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """The address behind the last row."""
+        """Address after the last row."""
         return self.address + self.num_rows * self.row_bytes
 
     def must_match(self, other: Rows) -> None:
-        """Raise unless both have rows of one type and shape."""
+        """Raise if the rows of both tensors differ in type or shape."""
         if self.row_kind == other.row_kind:
             return
         (mine, my_shape), (theirs, their_shape) = self.row_kind, other.row_kind
         if mine != theirs:
-            raise DTypeError(f"{self.name} holds {mine}, {other.name} {theirs}")
-        raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, those of {other.name} {tuple(their_shape)}")
+            raise DTypeError(f"{self.name} has the type {mine}, but {other.name} has {theirs}")
+        raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, but rows of {other.name} {tuple(their_shape)}")
 
     def must_be_apart(self, other: Rows) -> None:
-        """Raise if both share memory, because a row could be read after it was overwritten."""
+        """Raise if both tensors share memory, because a row could be overwritten before it is read."""
         if self.address < other.end and other.address < self.end:
             raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor, or in_place=True")
 
     def must_hold(self, count: int, what: str) -> None:
         if self.num_rows < count:
-            raise RangeError(f"{self.name} has {self.num_rows} rows, {what} needs {count}")
+            raise RangeError(f"{self.name} has {self.num_rows} rows, but {what} needs {count}")
 
 
 def warp(
@@ -69,13 +69,13 @@ def warp(
     new: torch.Tensor | None = None,
     in_place: bool = False,
 ) -> None:
-    """Set b1[i] = a0[perm[i]] for old rows, and b1[i] = new[i] for new rows (without `new`, they are left unchanged).
+    """Set b1[i] = a0[perm[i]] for old rows and b1[i] = new[i] for new rows. Without `new`, new rows keep their values.
 
     With `in_place`, a0 and b1 must be the same tensor, and rows that keep their place are not copied. Otherwise a0 and
     b1 must not overlap.
     """
     if (a0.data_ptr() == b1.data_ptr()) != in_place and a0.numel() and b1.numel():
-        raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
+        raise ArgumentError("in_place must be True if a0 and b1 are the same tensor, and False otherwise")
     old, out = Rows("a0", a0), Rows("b1", b1)
     if not in_place:
         old.must_be_apart(out)
@@ -118,7 +118,7 @@ def warp_ragged(
     new: torch.Tensor,
     new_offset: Any,
 ) -> I64:
-    """Warp packed rows of different lengths into `out`. Returns the offsets of the rows in `out`, and their end.
+    """Warp packed rows of different lengths into `out`; returns the offsets of the rows in `out`, and the end offset.
 
     Row j of a0 is a0[offset0[j]:offset0[j+1]], and row i of `new` is new[new_offset[i]:new_offset[i+1]].
     """
@@ -149,19 +149,19 @@ def append(
     d1: torch.Tensor,
     copy: BatchCopy,
 ) -> I64:
-    """Append one element to each old row, and copy each new row. Return the sizes of the rows of d1.
+    """Append one element to each old row, and copy each new row; returns the sizes of the rows in d1.
 
-    Rows of a0 and d1 have a fixed capacity and are filled up to a size. For an old row j, d1[i] is a0[j][:a0_size[j]]
-    followed by b0[j]. For a new row, d1[i] is c1[c1_offset[i]:c1_offset[i+1]].
+    The rows of a0 and d1 have a fixed capacity and are partly filled. If row i was the old row j, d1[i] becomes
+    a0[j][:a0_size[j]] followed by b0[j]. If row i is new, d1[i] becomes c1[c1_offset[i]:c1_offset[i+1]].
     """
     if a0.dim() < 2 or d1.dim() < 2 or a0.shape[1:] != d1.shape[1:]:
-        raise ArgumentError(f"a0 and d1 must have rows of one capacity, got {tuple(a0.shape)} and {tuple(d1.shape)}")
+        raise ArgumentError(f"a0 and d1 must have equal row capacities, got {tuple(a0.shape)} and {tuple(d1.shape)}")
     old, out = Rows("a0", a0), Rows("d1", d1)
     old.must_match(out)
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
     capacity = a0.shape[1]
-    # the same memory with rows and elements as one dimension, to address single elements
+    # View the same memory with rows and elements as one dimension, to address single elements.
     olds, outs = Rows("a0", a0.flatten(0, 1)), Rows("d1", d1.flatten(0, 1))
     last, fresh = Rows("b0", b0), Rows("c1", c1)
     old.must_be_apart(out)
@@ -177,7 +177,7 @@ def append(
     sizes[kept], sizes[new] = sizes0[source] + 1, starts1[new + 1] - starts1[new]
     if len(sizes) and int(sizes.max()) > capacity:
         row = int(np.argmax(sizes))
-        raise RangeError(f"new row {row} would hold {sizes[row]} elements, its capacity is {capacity}")
+        raise RangeError(f"row {row} would have {sizes[row]} elements, but its capacity is {capacity}")
     _add_rows(copy, olds, source * capacity, sizes0[source], outs, kept * capacity)
     _add_rows(copy, last, source, np.ones(len(kept), np.int64), outs, kept * capacity + sizes0[source])
     _add_rows(copy, fresh, starts1[new], sizes[new], outs, new * capacity)
@@ -185,7 +185,7 @@ def append(
 
 
 def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64) -> None:
-    """Add copies of num_rows[k] rows of `src` from src_row[k] on, to `dst` from dst_row[k] on."""
+    """Add a copy for each k: num_rows[k] rows, from row src_row[k] of `src` to row dst_row[k] of `dst`."""
     addresses = src.address + src_row * src.row_bytes, dst.address + dst_row * dst.row_bytes
     copy.table(
         np.stack((*addresses, num_rows * src.row_bytes)),
@@ -196,7 +196,7 @@ def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows
 
 
 def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: BatchCopy) -> None:
-    """Add the rows that come from `old` and `new` as one table. Both must have the same placement."""
+    """Add the copies of rows from `old` and `new` as one table. Both must have the same placement."""
     code, sources = native().code, [rows for rows in (old, new) if rows is not None]
     num_new = perm.num_new
     num_rows = (0 if old is None else len(perm) - num_new) + (0 if new is None else num_new)
@@ -207,21 +207,21 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
         src_placement=sources[0].placement,
         dst_placement=out.placement,
         keep=[rows.holding for rows in (*sources, out)],
-        nbytes=num_rows * out.row_bytes or None,  # sorted by destination, and no copy reads `out`
+        nbytes=num_rows * out.row_bytes or None,  # the copies are sorted by destination and do not overlap
     )
 
 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-    """Return the copies (rows SRC, DST, NBYTES) that bring rows at `old` and `new` (0: absent) into order `index`."""
+    """Return the table of copies from the rows at `old` and `new` to `out`. An address of 0 means no rows."""
     is_new, rows = index >= size0, np.arange(len(index))
-    # new rows get numbers from size0 + 1 on, so that no run contains both old and new rows
+    # Number new rows from size0 + 1 on, so that no run contains both old and new rows.
     at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
     src = np.where(source < size0, old + source * row_bytes, new + at * row_bytes)
     return np.stack((src, out + at * row_bytes, length * row_bytes))
 
 
 def _warp_in_place(rows: Rows, perm: Permutation, new: Rows | None, copy: BatchCopy) -> None:
-    """Copy moved rows into scratch memory and back, so that every row is read before any row is written.
+    """Copy moved rows to scratch memory and back, so that all rows are read before a row is written.
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
     """
@@ -241,7 +241,7 @@ def _warp_in_place(rows: Rows, perm: Permutation, new: Rows | None, copy: BatchC
 def _whole_numbers(name: str, values: Any, count: int) -> I64:
     array = np.asarray(values)
     if array.ndim != 1 or len(array) < count or (array.size and array.dtype.kind not in "iu"):
-        raise ArgumentError(f"{name} must be {count} whole numbers, got {array.dtype} of shape {array.shape}")
+        raise ArgumentError(f"{name} must contain {count} integers, got {array.dtype} of shape {array.shape}")
     numbers = array[:count].astype(np.int64)
     if count and int(numbers.min()) < 0:
         raise RangeError(f"{name}[{int(np.argmax(numbers < 0))}] is negative: {int(numbers.min())}")
@@ -253,7 +253,7 @@ def _offsets(name: str, values: Any, count: int, limit: int) -> I64:
     falling = np.flatnonzero(np.diff(offsets) < 0)
     if len(falling):
         at = int(falling[0])
-        raise ArgumentError(f"{name} must not decrease, but is {offsets[at]} and then {offsets[at + 1]} at {at}")
+        raise ArgumentError(f"{name} must not decrease, but {offsets[at + 1]} follows {offsets[at]} at index {at}")
     if int(offsets[-1]) > limit:
-        raise RangeError(f"{name} reaches {offsets[-1]}, there are {limit} elements")
+        raise RangeError(f"{name} ends at {offsets[-1]}, but there are {limit} elements")
     return offsets

@@ -521,10 +521,12 @@ def test_sharding_that_does_not_divide_raises():
     with pytest.raises(ArgumentError, match="1 ranks cannot divide 0 shards"):
         Sharding(0, 1, 0)
     assert [list(Sharding(rank, 3, 6).shards) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ArgumentError, match="6 KV heads of 8 f16 on each rank, which cannot be divided into 4"):
+    with pytest.raises(
+        ArgumentError, match="6 KV heads of 8 f16 elements on each rank, which cannot be divided into 4"
+    ):
         parts_of(layout.groups, Sharding(0, 1, 4))
     odd = KVLayout(2, (CacheGroup.attention("main", 1, 4, 1, dt.u4, 2),))
     with pytest.raises(ArgumentError, match="whole heads and bytes"):
         parts_of(odd.groups, Sharding(0, 1, 4))
-    with pytest.raises(ArgumentError, match="no axis 2"):
+    with pytest.raises(ArgumentError, match="no head axis 2"):
         TensorSpec("key", dt.u8, (4, 4), head_axis=2)

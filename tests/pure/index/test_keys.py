@@ -66,7 +66,7 @@ def test_chain_grown_by_append_has_keys_of_whole_chain(parts, media, data):
 
 
 def test_keys_for_more_than_all_full_blocks_raises():
-    with pytest.raises(RangeError, match="keys of 3 blocks were asked for, the chain has 2"):
+    with pytest.raises(RangeError, match="keys of 3 blocks; the chain has 2"):
         Chain(Namespace("m", block_tokens=2), [1, 2, 3, 4, 5]).keys(3)
 
 

@@ -68,7 +68,7 @@ def test_release_of_slots_outside_pool_raises(ids, others):
     pool.allocate(8 + others)
     before = state(pool)
     ids = [slot + others if slot >= 8 else slot for slot in ids]
-    with pytest.raises(RangeError, match=r"slot -?\d+ is not one of"):
+    with pytest.raises(RangeError, match=r"slot -?\d+ is not in"):
         pool.release(slots("device", *range(8, 8 + others), *ids))
     assert state(pool) == before
     pool.check()
@@ -82,7 +82,7 @@ def test_release_of_free_slots_raises(ids):
     pool.allocate(100)
     pool.release(slots("device", 1))
     before = state(pool)
-    with pytest.raises(StateError, match=r"slot \d+ was given back"):
+    with pytest.raises(StateError, match=r"slot \d+ was released"):
         pool.release(slots("device", *ids))
     assert state(pool) == before
     pool.check()
@@ -92,7 +92,7 @@ def test_release_of_slots_from_other_tier_raises():
     device, host = BlockPool("device", 4), BlockPool("host", 4)
     host_slots = host.allocate(2)
     device.allocate(4)
-    with pytest.raises(ArgumentError, match="slots of host were given back to the pool of device"):
+    with pytest.raises(ArgumentError, match="slots of host were released to the pool of device"):
         device.release(host_slots)
     assert (device.num_used, host.num_used) == (4, 2)
 
@@ -123,7 +123,7 @@ def test_resize_that_would_remove_used_slots_raises(old, new, used):
     pool.release(slots("host", *sorted(set(range(old)) - set(used))))
     if max(used, default=-1) >= new:
         before = state(pool)
-        with pytest.raises(StateError, match=f"cannot shrink to {new} slots, slot {max(used)} is in use"):
+        with pytest.raises(StateError, match=f"cannot shrink to {new} slots, because slot {max(used)} is in use"):
             pool.resize(new)
         assert state(pool) == before
     else:

@@ -146,7 +146,7 @@ def test_shared_lease_uses_slots_of_tree_and_not_duplicates():
     tree.release(shared)
     check_tree(tree, [])
     for call in (tree.share, lambda lease: tree.match_within(lease, 1, max_children=1)):
-        with pytest.raises(StateError, match="released already"):
+        with pytest.raises(StateError, match="already released"):
             call(second)
 
 
@@ -161,7 +161,7 @@ def test_lease_pins_blocks_until_release():
     tree.release(pin, used=False)
     run(tree, 7, 8, 9)
     assert matched(tree, 1, 2) < 2
-    with pytest.raises(StateError, match="released already"):
+    with pytest.raises(StateError, match="already released"):
         tree.release(pin, used=False)
 
 

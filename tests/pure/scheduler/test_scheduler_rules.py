@@ -218,11 +218,11 @@ def test_second_add_of_request_raises():
     scheduler, device = make(), Device()
     created = request(scheduler, "a", [1], 2)
     for _ in range(2):  # while it is waiting, then while it is running
-        with pytest.raises(StateError, match="was added before"):
+        with pytest.raises(StateError, match="was already added"):
             scheduler.add(created, 1.0)
         advance(scheduler, device)
     assert created.state is RequestState.FINISHED
-    with pytest.raises(StateError, match="was added before"):
+    with pytest.raises(StateError, match="was already added"):
         scheduler.add(created, 1.0)
     unknown = Request("unknown", Chain(scheduler.manager.namespace, [1]), 1)
     with pytest.raises(StateError, match="not in this scheduler"):
@@ -543,7 +543,7 @@ def test_update_before_reports_of_loads_raises():
     scheduler, _ = with_blocks_on_host(starts_early=True)
     request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
-    with pytest.raises(StateError, match="apply the reports of its loads"):
+    with pytest.raises(StateError, match="apply the reports of the loads"):
         scheduler.update(step, [RowResult((1,))], 9.0)
 
 
