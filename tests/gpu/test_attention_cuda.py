@@ -1,4 +1,4 @@
-"""CUDA kernels compared with plain torch over random block tables; decode steps captured in a graph."""
+"""CUDA kernels and captured decode steps, compared with plain torch on random block tables."""
 
 import dataclasses
 
@@ -15,7 +15,10 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def paged(seed, lengths, *, heads=(6, 2), dim=64, block_tokens=16, dtype=torch.float32, device=GPU):
-    """Return random queries, layer 1 of a random cache, and a batch of (computed, new) tokens with scattered blocks."""
+    """Return random queries, one layer of a random cache, and a batch with random block tables.
+
+    `lengths` contains the number of computed tokens and of new tokens of each sequence.
+    """
     random = np.random.default_rng(seed)
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = random.permutation(sum(-(-(a + b) // block_tokens) for a, b in lengths) + 2).tolist()
@@ -34,14 +37,14 @@ MIXES = {
     "one prompt": [(0, 300)],
     "decode": [(0, 1), (15, 1), (16, 1), (1000, 1), (37, 1)],
     "chunks and decode": [(0, 130), (100, 1), (64, 64), (511, 200), (3, 2)],
-    "behind long prefixes": [(9000, 40), (700, 3), (0, 5), (2047, 33)],  # the kernel also splits the keys
+    "long prefixes": [(9000, 40), (700, 3), (0, 5), (2047, 33)],  # the kernel also splits the keys
 }
 SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 128), ((5, 1), 48)]
 BLOCK_SIZES = (16, 4, 64)
 
-# Every case compiles kernels of its own: data type, heads, head size, block size and number of splits are constants of
-# them. bfloat16 has every mix with every shape, and every block size with both; the others have each mix, head size and
-# block size. Dots of float32 are unrolled, and compile many times as long.
+# Every case compiles new kernels, because data type, heads, head size, block size and number of splits are compile-time
+# constants. bfloat16 is tested with every mix and shape. The other types are tested with few combinations,
+# because float32 products are unrolled and take much longer to compile.
 FEW = [
     ("one prompt", SHAPES[1], 16),
     ("one prompt", SHAPES[5], 4),
@@ -49,8 +52,8 @@ FEW = [
     ("decode", SHAPES[0], 16),
     ("chunks and decode", SHAPES[2], 4),
     ("chunks and decode", SHAPES[3], 64),
-    ("behind long prefixes", SHAPES[0], 64),
-    ("behind long prefixes", SHAPES[2], 16),
+    ("long prefixes", SHAPES[0], 64),
+    ("long prefixes", SHAPES[2], 16),
 ]
 CASES = [
     (torch.bfloat16, mix, shape, BLOCK_SIZES[(i + j) % 3])
@@ -92,8 +95,8 @@ def test_triton_ops_match_torch_ops(dtype):
     fast.rotate_and_store(copy, cos, sin, copied, batch)
     torch.testing.assert_close(copy.qkv, parts.qkv, **tolerance)
     torch.testing.assert_close(copied, cache, **tolerance)
-    nowhere = dataclasses.replace(batch, slots=torch.full_like(batch.slots, -1))
-    fast.rotate_and_store(copy, cos, sin, copied, nowhere)
+    without_slots = dataclasses.replace(batch, slots=torch.full_like(batch.slots, -1))
+    fast.rotate_and_store(copy, cos, sin, copied, without_slots)
     torch.testing.assert_close(copied, cache, **tolerance)
 
 

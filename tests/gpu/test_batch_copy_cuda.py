@@ -1,4 +1,4 @@
-"""BatchCopy on a GPU: all paths and directions, graph capture, legacy streams, failures, lifetimes."""
+"""BatchCopy on a GPU: paths, directions, graph capture, the legacy default stream, failures and lifetimes."""
 
 import gc
 import itertools
@@ -53,7 +53,7 @@ def test_every_path_and_direction_copies_the_same_bytes(src_place, dst_place, pa
     uniform = data.draw(st.booleans())
     lengths = np.full(count, random.integers(1, 64)) if uniform else random.integers(0, 64, count)
     src_at, dst_at = (random.integers(0, size - lengths + 1) for _ in range(2))
-    if data.draw(st.booleans()):  # 16-byte pieces use the widest loads
+    if data.draw(st.booleans()):  # pieces aligned to 16 bytes use the widest loads
         lengths, src_at, dst_at = (array // 16 * 16 for array in (lengths, src_at, dst_at))
     expected = dst_values.copy()
     for x, y, n in zip(src_at, dst_at, lengths, strict=True):
@@ -97,8 +97,8 @@ def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
     assert np.array_equal(contents(dst), expected)
 
 
-def test_gather_of_distant_rows_uses_full_addresses():
-    far = Buffer(5 << 30, "u8", GPU)  # odd offsets above 4 GiB do not fit into 32 bits
+def test_gather_copies_rows_more_than_4_gib_apart():
+    far = Buffer(5 << 30, "u8", GPU)  # offsets above 4 GiB do not fit into 32 bits
     far.slice(0, 8).fill(1)
     far.slice((5 << 30) - 7, 7).fill(2)
     out, _ = filled(14, GPU, 0)
@@ -108,7 +108,7 @@ def test_gather_of_distant_rows_uses_full_addresses():
 
 
 @pytest.mark.parametrize("path", ["driver", "gather", "loop", None])
-def test_legacy_default_stream_keeps_order(path):
+def test_copies_on_legacy_default_stream_run_in_order(path):
     src, dst = Buffer(1 << 24, "u8", GPU), Buffer(1 << 24, "u8", GPU)
     blocks = np.arange(0, 1 << 24, 1 << 16)
     assert torch.cuda.current_stream().cuda_stream == 0
@@ -121,7 +121,7 @@ def test_legacy_default_stream_keeps_order(path):
 
 
 @pytest.mark.parametrize("forced", [None, "driver", "gather", "loop"])
-def test_captured_batch_copy_replays(forced):
+def test_captured_batch_copy_is_replayed_with_new_data(forced):
     src, dst = Buffer(1 << 16, "u8", GPU), Buffer(1 << 16, "u8", GPU)
     at = np.random.default_rng(0).permutation(64) * 1024
     graph, stream = torch.cuda.CUDAGraph(), Stream(GPU)
@@ -228,7 +228,9 @@ for path in ("driver", "gather", "loop", None):
 """
 
 
-@pytest.mark.parametrize("script", [FIRST_IN_CAPTURE, WITHOUT_BINDINGS], ids=["first use in a capture", "no bindings"])
+@pytest.mark.parametrize(
+    "script", [FIRST_IN_CAPTURE, WITHOUT_BINDINGS], ids=["first use during capture", "without cuda-bindings"]
+)
 def test_batch_copy_works_in_a_fresh_process(script):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -278,7 +280,7 @@ def test_adjacent_pieces_across_allocations_are_copied(path):
             cuda.unwrap((*cuda.driver().cuMemFree(pointer), None))
 
 
-def test_gather_of_pageable_memory_is_replaced_with_reason():
+def test_forced_gather_of_pageable_memory_uses_another_path():
     job = CopyContext(CPU, GPU, Stream(GPU))
     assert "not pinned" in why_not("gather", job)
     src, values = filled(4096, CPU, 0)
@@ -293,7 +295,7 @@ def test_placement_of_address_comes_from_the_driver():
     for place in PLACES:
         buffer = Buffer(4096, "u8", place)
         assert cuda.placement_of(buffer.data()) == place
-    large = Buffer(64 << 20, "u8", PINNED)  # registered, not from torch's pool
+    large = Buffer(64 << 20, "u8", PINNED)  # this size is registered, and not from torch's pool
     assert cuda.placement_of(large.data()) == PINNED
     assert large.torch().is_pinned()
 
@@ -310,7 +312,7 @@ def test_memory_of_pending_copy_is_not_reused(place):
             batch(src, src.size, dst)
         del src
         gc.collect()
-        again = Buffer(8 << 20, "u8", place)  # would get the same memory if it were free
+        again = Buffer(8 << 20, "u8", place)  # would get the memory of `src` if it were free
         again.fill(99)
         torch.cuda.current_stream().synchronize()
         stream.synchronize()
@@ -330,7 +332,7 @@ def test_batch_copy_runs_in_stream_order():
     assert (dst.numpy() == 5).all()
 
 
-def test_host_copy_on_cuda_stream_keeps_order():
+def test_host_copy_on_cuda_stream_waits_for_device_copy():
     stream = Stream(GPU)
     device, pinned, plain = Buffer(1 << 20, "u8", GPU), Buffer(1 << 20, "u8", PINNED), Buffer(1 << 20, "u8")
     with torch.cuda.stream(stream.native):

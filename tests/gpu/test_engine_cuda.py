@@ -1,4 +1,4 @@
-"""The engine on CUDA generates the same tokens as on the CPU, with and without graphs, and in a cache too small."""
+"""The engine on CUDA generates the same tokens as on the CPU, with and without graphs, and with a small cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = [[(7 * i + j * j) % 97 for j in range(5 + 11 * i)] for i in range(6)] 
 
 
 def model(device: str) -> Model:
-    """Return a model with the same weights on any device."""
+    """Return a model whose weights do not depend on the device."""
     weights = random_weights(TINY, torch.float32, torch.device("cpu"), seed=1)
     return Model(TINY, _to_device(weights, torch.device(device)))
 
@@ -40,7 +40,7 @@ def _to_device(value, device):
 
 
 def generate_all(device: str, num_blocks: int, *, graph_sizes=(), proposer=None) -> list[tuple[int, ...]]:
-    """Return the greedy output of all prompts, which are added while others run."""
+    """Return the greedy outputs of all prompts. New prompts are added while earlier prompts run."""
     config = EngineConfig(
         8, CacheConfig(num_blocks), SchedulerConfig(max_rows=8, max_step_tokens=32), graph_sizes=graph_sizes
     )
@@ -77,8 +77,8 @@ def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
     assert generate_all("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == expected_outputs
 
 
-def test_pinned_copier_reuses_memory_after_its_kernel():
-    """Send data of all sizes on a busy stream, more than the copier keeps: none is overwritten before it is read."""
+def test_pinned_copier_does_not_overwrite_unread_memory():
+    """Send more data on a busy stream than the copier can keep. No data may be overwritten before it is read."""
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, device, random_ = PinnedCopier(), torch.device("cuda"), np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_pinned_copier_reuses_memory_after_its_kernel():
         data = random_.integers(0, 256, 8 * int(random_.integers(0, 40_000)), dtype=np.uint8)
         expected.append(data.copy())
         sent.append(copies.to_device(data, device))
-        data[:] = 0  # the caller may change it after the call
+        data[:] = 0  # the caller may change the data after the call
     for data, copied in zip(expected, sent, strict=True):
         assert np.array_equal(copied.cpu().numpy(), data)
     for count in (1, 64, 5000, 3):
@@ -97,7 +97,7 @@ def test_pinned_copier_reuses_memory_after_its_kernel():
         assert copies.to_list(numbers) == numbers.tolist()
 
 
-def test_pinned_copier_polls_callback_while_waiting():
+def test_pinned_copier_calls_poll_while_waiting():
     from kvtier.engine.pinned_copier import PinnedCopier
 
     for num_results in (0, 3, 1 << 60):
@@ -110,7 +110,7 @@ def test_pinned_copier_polls_callback_while_waiting():
         numbers = torch.arange(100, device="cuda")
         torch.cuda.synchronize()
         copies = PinnedCopier(poll)
-        copies.to_list(numbers)  # compiles
+        copies.to_list(numbers)  # the first call compiles
         polls.clear()
         torch.cuda._sleep(40_000_000)  # about 20 ms
         assert copies.to_list(numbers) == list(range(100))

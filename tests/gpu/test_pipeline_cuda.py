@@ -1,4 +1,4 @@
-"""The pipeline on a GPU: rows in device memory, streams that run in parallel with the host, one wait per step."""
+"""The pipeline on a GPU: rows in device memory, streams that run in parallel with the host, and one wait per step."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ SLEEP_CYCLES = 2_000_000  # about a millisecond
 PER_BATCH = [op for op in BatchOp if op.per_batch]
 
 
-class Planned(Exception):
+class InjectedError(Exception):
     pass
 
 
@@ -34,7 +34,7 @@ def per_phase(phases, placement):
 
 
 class Counter(Module):
-    """Count the forwards of each request in GPU rows through the full path: stage, upload, warp, fetch."""
+    """Counts the steps of each request in a row on the GPU. The counts pass through every op of the pipeline."""
 
     def __init__(self, phases, cycles=SLEEP_CYCLES):
         self.state = State((MAX_ROWS, WIDTH), "i64", GPU)
@@ -49,7 +49,7 @@ class Counter(Module):
         self.streams[op] = (torch.cuda.current_stream(), current_stream(GPU).native)
         if self.fail_at is op:
             self.fail_at = None
-            raise Planned(op.name)
+            raise InjectedError(op.name)
         return env.at(BATCH)
 
     def setup(self, env):
@@ -113,7 +113,7 @@ def test_pipeline_rows_follow_their_requests(phases, executor):
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("op", PER_BATCH)
-def test_module_error_on_cuda_fails_its_batch_only(op, phases):
+def test_module_error_on_cuda_fails_only_its_batch(op, phases):
     pipeline, counter = pipeline_of(phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     for _ in range(3):
@@ -134,11 +134,11 @@ def test_module_error_on_cuda_fails_its_batch_only(op, phases):
     pipeline.close()
 
 
-def test_torch_and_copies_use_the_stream_of_their_side():
+def test_torch_and_kvtier_use_the_same_stream_per_side():
     pipeline, counter = pipeline_of(2)
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
-    assert all(of_torch == ours for of_torch, ours in counter.streams.values())
+    assert all(of_torch == of_kvtier for of_torch, of_kvtier in counter.streams.values())
     used = {side: {counter.streams[op][0] for op in PER_BATCH if op.side == side} for side in ("engine", "executor")}
     assert [len(streams) for streams in used.values()] == [1, 1]
     assert len({torch.cuda.default_stream(), *used["engine"], *used["executor"]}) == 3
@@ -161,7 +161,7 @@ def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
 
     monkeypatch.setattr(Stream, "synchronize", wait)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls it a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         for rows in ([a, b], [b], [b, a], [a, b], [a]):
@@ -175,7 +175,7 @@ def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
 
 def test_next_batch_is_set_up_while_gpu_is_busy():
     class WatchesStream(Module):
-        """Check from SETUP of batch 1 that the stream of the executor still runs batch 0."""
+        """Checks in SETUP of batch 1 that the executor's stream still runs batch 0."""
 
         def __init__(self):
             self.enqueued, self.busy = threading.Event(), None
@@ -214,9 +214,9 @@ def test_timeline_shows_gpu_spans_in_order(tmp_path):
     for step in range(3):
         on_host, on_device = ({s.name: s for s in spans if s.step == step} for spans in (host, device))
         forward, fetch = on_device["FORWARD"], on_device["FETCH"]
-        assert forward.end - forward.start > 2e-4  # it sleeps on the device, not on the host
+        assert forward.end - forward.start > 2e-4  # FORWARD sleeps on the device, not on the host
         assert on_host["FORWARD"].start < forward.end <= fetch.end
         assert forward.end <= on_host["UPDATE"].start + 1e-3  # host and device clocks differ
-    assert timeline.save(tmp_path / "trace.json") == len(host) + len(device) + 4  # two ADD, two REMOVE
+    assert timeline.save(tmp_path / "trace.json") == len(host) + len(device) + 4  # two ADD and two REMOVE spans
     tracks = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "M"]
     assert len(tracks) == 4

@@ -1,4 +1,4 @@
-"""A failing row on CUDA ends alone and is detected without an extra synchronization."""
+"""A faulty row on CUDA ends only its own request, and is detected without an extra synchronization."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def model():
 
 @pytest.mark.filterwarnings("ignore:.*(proposer failed|no draft)")
 @pytest.mark.parametrize("stage", STAGES)
-def test_engine_row_fault_on_cuda_ends_that_row_only(model, stage, monkeypatch):
+def test_row_fault_on_cuda_ends_only_the_faulty_request(model, stage, monkeypatch):
     check_row_faults(model, stage, monkeypatch, exact=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
+def test_sample_on_cuda_fails_only_rows_with_non_finite_logits(kind, value):
     logits = torch.randn(4, 32000, device="cuda")
     params = SamplingParams(**KINDS[kind])
     expected = sample(logits[1:].clone(), [RequestSampler(params) for _ in range(3)])
@@ -50,7 +50,7 @@ def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
-def test_sample_on_cuda_synchronises_only_for_the_tokens(kind):
+def test_sample_on_cuda_synchronizes_only_to_read_tokens(kind):
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, params = PinnedCopier(), SamplingParams(**KINDS[kind])

@@ -1,4 +1,4 @@
-"""State on a GPU: memory used by a warp in flight is not reused."""
+"""State on a GPU: the memory of a warp in flight is not reused."""
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ def warp_after_sleep(state, batch, new, stream, cycles):
         batch.run()
 
 
-def test_state_dropped_during_warp_keeps_its_memory():
+def test_memory_of_dropped_state_is_not_reused_during_warp():
     size = 3 << 20
     stream, new = Stream(GPU), torch.ones((1, size), dtype=torch.uint8, device=GPU.torch)
-    # warm up: the first copy on a machine measures the paths, the first in a process compiles kernels
+    # The first copy on a machine measures the paths, and the first copy in a process compiles kernels.
     warp_after_sleep(State((1, size), "u8", GPU), BatchCopy(), new, stream, 1000)
     torch.cuda.synchronize()
     state, batch = State((1, size), "u8", GPU), BatchCopy()

@@ -1,4 +1,4 @@
-"""The state machine of the tiers with a cache on the GPU, copy streams and pinned memory."""
+"""State machine of the tiers with a device cache on a GPU, copy streams and pinned memory."""
 
 from __future__ import annotations
 

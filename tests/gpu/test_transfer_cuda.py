@@ -1,4 +1,4 @@
-"""Transfers on a GPU: waits between streams, staging at full size, lifetimes, threads."""
+"""Transfers on a GPU: waits between streams, staging of large transfers, lifetimes and threads."""
 
 import gc
 import json
@@ -29,12 +29,12 @@ from transfer_support import arrival_ms, in_flight_bytes, layout_of, num_layers_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
-GROUP = CacheGroup.attention("main", 8, 8, 128, "bf16", 16)  # 512 KiB a block, parts of 32 KiB
+GROUP = CacheGroup.attention("main", 8, 8, 128, "bf16", 16)  # a block has 512 KiB, each of its tensors 32 KiB
 NUM_BLOCKS = 600
 
 
 def new_manager(form, num_blocks=NUM_BLOCKS, config=None):
-    """Return a manager over 300 MiB on both sides, the tensors of each layer and role, and the host memory."""
+    """Return a manager of 300 MiB on device and host, the key and value tensors of each layer, and the host memory."""
     shape = (num_blocks, GROUP.num_layers, 2, GROUP.layers[0].tensors[0].nbytes)
     whole = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
     if form == "block-first":
@@ -59,8 +59,8 @@ def contents(tensors):
 def test_concurrent_save_and_load_of_300_mib_are_exact(form, strategy):
     manager, tensors, host = new_manager(form)
     before, random = contents(tensors), np.random.default_rng(0)
-    half, slots = random.permutation(NUM_BLOCKS), random.permutation(NUM_BLOCKS)
-    out, into, kept, free = half[:300], half[300:], slots[:300], slots[300:]
+    blocks, slots = random.permutation(NUM_BLOCKS), random.permutation(NUM_BLOCKS)
+    out, into, kept, free = blocks[:300], blocks[300:], slots[:300], slots[300:]
     with manager:
         assert manager.save(into, free, strategy=strategy).wait(60).status is TransferStatus.DONE
         for tensor in (part for pair in tensors for part in pair):
@@ -85,7 +85,7 @@ def test_layer_first_is_staged_and_block_first_is_direct():
 
 
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
-def test_save_waits_for_kernel_that_writes_its_blocks(form):
+def test_save_waits_for_kernel_that_writes_the_blocks(form):
     manager, tensors, host = new_manager(form)
     compute = torch.cuda.Stream()
     with manager:
@@ -93,7 +93,7 @@ def test_save_waits_for_kernel_that_writes_its_blocks(form):
             torch.cuda._sleep(100_000_000)
             for tensor in (part for pair in tensors for part in pair):
                 tensor.fill_(7)
-            save = manager.save([5, 9], [2, 4], urgent=True)  # waits for the current stream by default
+            save = manager.save([5, 9], [2, 4], urgent=True)  # a save waits for the current stream by default
         assert save.report is None
         assert save.wait(60).status is TransferStatus.DONE
         assert set(np.unique(host.block(4).numpy()).tolist()) == {7}
@@ -108,7 +108,7 @@ def test_layer_compute_waits_for_load_without_blocking_host(form):
     seen = torch.zeros(8, dtype=torch.int64, device="cuda")
     with manager:
         manager.load([0], [0], layer_wise=True).wait(60)
-        seen[0] = (tensors[0][0][:300] == 3).sum()  # warm up before the gate, because first uses are slow
+        seen[0] = (tensors[0][0][:300] == 3).sum()  # warm up, because the first use is slow
         torch.cuda.synchronize()
         with torch.cuda.stream(gate.native):
             torch.cuda._sleep(2_000_000_000)
@@ -117,7 +117,7 @@ def test_layer_compute_waits_for_load_without_blocking_host(form):
             for layer in range(8):
                 load.layers.wait(layer, compute)
                 seen[layer] = (tensors[layer][0][:300] == 3).sum()
-        assert num_layers_done(load) == 0  # all copies are enqueued, none has run: the gate is still closed
+        assert num_layers_done(load) == 0  # all copies are enqueued, but the gate is still closed
         with pytest.raises(LayerSwapTimeoutError):
             load.layers.wait(7, timeout=0)
         compute.synchronize()
@@ -220,12 +220,12 @@ def test_slow_staging_ring_switches_kernel_stream():
             for lane in manager._lanes.values():
                 used.add((lane.direction, lane._ring._kernels.handle))
                 lane._ring._best_gbs = 1e6  # every copy counts as slow
-        assert len(used) >= 6  # two at the start
+        assert len(used) >= 6  # without a switch, there would be 2 streams
 
 
 def test_calibrate_measures_link_and_model_loss():
     table = calibrate(GPU)
-    assert table.seconds < 10  # the benchmark requires 3
+    assert table.seconds < 10  # the benchmark requires at most 3 s
     assert set(table.links) == set(table.lost) == {"cuda>pinned", "pinned>cuda"}
     assert min(table.links.values()) > 1
     assert all(0 <= share <= 1 for paths in table.lost.values() for share in paths.values())
@@ -262,9 +262,9 @@ def test_doctor_in_fresh_process_calibrates(tmp_path):
     assert json.loads(done.stdout)["measured"]["cuda:0"]["calibration_seconds"] > 0
 
 
-def test_event_synchronize_waits_for_near_and_far_events():
+def test_event_synchronize_waits_for_short_and_long_work():
     stream = Stream(GPU)
-    for cycles in (200_000, 100_000_000):  # 0.1 ms; 50 ms, long enough for the waiting thread to sleep in the driver
+    for cycles in (200_000, 100_000_000):  # 0.1 ms and 50 ms; after a while, the thread sleeps in the driver
         event = Event(blocking=True)
         with torch.cuda.stream(stream.native):
             torch.cuda._sleep(cycles)

@@ -14,7 +14,7 @@ class CacheConfig:
     """Configuration of a CacheManager."""
 
     num_blocks: int
-    """Number of blocks in the device tier; 0 if another engine owns the device blocks."""
+    """Number of blocks in the device tier, or 0 if another engine owns the device blocks."""
     prefix_caching: bool = True
     policy: str = "lru"
     host: HostConfig | None = None
@@ -28,8 +28,8 @@ class CacheConfig:
     always_load: bool = False
     """Load cached blocks even if computing them is expected to be faster."""
     owns_device: bool = True
-    """False inside another engine, which owns the device blocks. Then the host is the first tier, and
-    CacheManager.foreign moves blocks between the host and the other engine's device."""
+    """False if another engine owns the device blocks. In this case the host is the first tier, and
+    CacheManager.foreign moves blocks between the host and the device of the other engine."""
     secret: bytes = field(default=b"", repr=False)
     """Key for the token digests in stored blocks, at most 64 bytes. All engines that share a store need the same key.
     Without a key, anyone who can read the store can test whether a guessed prompt is in the store."""
@@ -54,12 +54,12 @@ class CacheConfig:
     def _check_without_device(self) -> None:
         if self.num_blocks or self.host is None or not self.prefix_caching:
             raise ArgumentError(
-                f"without device blocks of its own, a cache needs num_blocks=0, a host tier and prefix_caching, got "
+                f"with owns_device=False, a cache needs num_blocks=0, a host tier and prefix_caching=True, got "
                 f"num_blocks={self.num_blocks}, host={self.host}, prefix_caching={self.prefix_caching}"
             )
         if self.host.saving.write is not WritePolicy.THROUGH or self.host.saving.blocks_per_second < math.inf:
             raise ArgumentError(
-                f"another engine's blocks are saved as soon as they are computed, without a rate limit; got "
+                f"with owns_device=False, the host needs the policy write_through and no rate limit, got "
                 f"{self.host.saving.write.value} and {self.host.saving.blocks_per_second:g} blocks per second"
             )
 

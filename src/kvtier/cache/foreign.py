@@ -2,13 +2,14 @@
 
     device block of the engine  ──save──>  host slot (WRITING, then READY)  ──load──>  device block of the engine
 
-The engine finds, allocates and frees its device blocks. The host is the first tier of the tree, and a device block is
-only one end of a transfer. The engine must keep the device blocks of a transfer until CacheManager.apply returns it:
+The engine matches, allocates and frees its device blocks. The host is the first tier of the tree, and device blocks are
+only sources or targets of transfers. The engine must keep the device blocks of a transfer until CacheManager.apply
+returns this transfer:
 
-    engine:   reference ─────────────────────────────────────────────────────────── free
-    manager:  save planned ── plan ── every rank copies and reports ── apply returns it
+    engine:   reference ───────────────────────────────────────────────────────────────────── free
+    manager:  save planned ── plan ── every rank copies and reports ── apply returns the transfer
 
-A save of computed blocks adds them to the tree as WRITING. Other requests can read them after the save was reported.
+A save adds blocks to the tree as WRITING. Other requests can read the blocks after all ranks have reported the save.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class SaveResult:
     """Result of ForeignDevice.save."""
 
     num_saved: int
-    """Leading blocks of the chain that the host holds or that are in flight to it."""
+    """Number of leading blocks of the chain that are on the host or in flight to the host."""
     transfers: dict[int, I32] = field(default_factory=dict)
     """Transfer id -> device blocks that the transfer reads."""
 
 
 class ForeignDevice:
-    """Plans transfers between host slots and another engine's device blocks. At most `max_saving` blocks are saved
-    at a time, because the engine cannot reuse their device blocks meanwhile."""
+    """Plans transfers between host slots and the device blocks of another engine. At most `max_saving` saves are in
+    flight, because the engine cannot reuse the device blocks of a save before the save ends."""
 
     def __init__(self, tree: RadixTree, host: Tier, transfers: TransferTracker, max_saving: int) -> None:
         self._tree, self._host, self._transfers, self._max_saving = tree, host, transfers, max_saving
@@ -51,11 +52,11 @@ class ForeignDevice:
     def load(self, allocation: Allocation, first: int, blocks: I32, prefetch: Prefetch | None = None) -> int:
         """Plan a copy of the matched blocks [first, first + len(blocks)) to device blocks; returns the transfer id.
 
-        The transfer holds a lease of its own, so the allocation may end before the transfer.
+        The transfer holds another lease, so the allocation may end before the transfer.
         """
         lease, stop = allocation.lease, first + len(blocks)
         if not 0 <= first < stop <= lease.num_matched:
-            raise RangeError(f"blocks [{first}, {stop}) of {lease.num_matched} matched blocks cannot be loaded")
+            raise RangeError(f"cannot load blocks [{first}, {stop}), because only {lease.num_matched} blocks matched")
         allocation.tokens_from = origins(prefetch, len(blocks), lease.chain.namespace.block_tokens)
         sources = Slots(self._host.name, block_slots(lease, self._host, first, stop))
         return self._transfers.start(
@@ -65,11 +66,11 @@ class ForeignDevice:
     def save(
         self, chain: Chain, table: I32, num_saved: int, stop: int, *, now: float = 0.0, retention: Retention = _KEEP
     ) -> SaveResult:
-        """Plan copies of those blocks [0, stop) of a chain that the host lacks, from the device blocks in `table`.
+        """Plan copies of the chain's blocks [0, stop) that the host lacks, from the device blocks in `table`.
 
-        `num_saved` is the result of the request's previous call, or 0. If the host has evicted some of these blocks
-        meanwhile, it is smaller than the running requests need, and nothing is saved: the copies would be evicted
-        again. The first call therefore copies every missing block, and later calls only copy new blocks.
+        `num_saved` is the result of the previous call for this request, or 0. The first call copies all missing blocks,
+        and later calls copy only new blocks. If the host has evicted blocks since the previous call, nothing is saved.
+        The host is then too small for the running requests, and would evict the copies again.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0:
@@ -84,7 +85,7 @@ class ForeignDevice:
         return result
 
     def _save(self, lease: Lease, table: I32, stop: int, room: int, now: float) -> SaveResult:
-        """Copy blocks of the path that are absent on the host, then blocks after the path."""
+        """Start copies of blocks in the path that are absent on the host, and then of blocks after the path."""
         started: dict[int, I32] = {}
         absent = block_states(lease, self._host, 0, lease.num_blocks).translate(IS_ABSENT)
         for low, high in mask_runs(absent, 0):

@@ -8,8 +8,8 @@ The manager uses no torch, I/O, threads or clock; the caller passes the time as 
 If there are lower tiers, `plan` returns transfers to execute, and `apply` applies their results. A copied block is
 readable only after all ranks have reported the copy. A block whose copy failed is a miss.
 
-Inside another engine (`owns_device=False`) the host is the first tier. `match` leases host blocks, and `foreign` loads
-and saves the other engine's device blocks. `allocate` and `publish` raise, because the other engine does their work.
+Inside another engine (`owns_device=False`), the host is the first tier. `match` leases host blocks, and `foreign` loads
+and saves device blocks. `allocate` and `publish` raise an error, because the other engine manages its device blocks.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class CacheManager:
         """Number of host blocks that the scrubber found corrupt."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
         self.foreign: ForeignDevice | None = None
-        """Loads and saves of device blocks, if another engine owns them."""
+        """Loads and saves device blocks if another engine owns these blocks."""
         if not config.owns_device and host is not None:
             self.foreign = ForeignDevice(self.tree, tiers[0], self.transfers, host.saving.max_blocks)
         self._host_queues, self._store_queues = self._make_queues(tiers)
         self.queues = (*self._host_queues, *self._store_queues)
-        """Queues of blocks to copy to the host, then to each store."""
+        """The queue for copies to the host, if there is one, followed by one queue per store."""
         speeds = self.cost_model if not config.always_load else None
         self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
         self._free_shares = tuple(free_shares)
@@ -106,11 +106,11 @@ class CacheManager:
         self._hit_tokens = dict.fromkeys((*(tier.name for tier in tiers), *self.stores), 0)
 
     def _make_queues(self, tiers: list[Tier]) -> tuple[list[WritebackQueue], list[WritebackQueue]]:
-        """Return the queue of copies to the host, if there is one, and the queues of copies to the stores."""
+        """Return the list of queues for copies to the host, which may be empty, and the list of queues for stores."""
         host, stores, to_host = self.config.host, self.stores.values(), []
         if host is None:
             return [], []
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # prompts that can be in memory
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # upper bound on the prompts in memory
         if len(tiers) == 2:
             writer = HostWriter(self.tree, tiers[0], tiers[1], self.transfers)
             to_host.append(WritebackQueue(self.tree, host.saving, tiers[0].pool, writer, max_jobs))
@@ -474,7 +474,7 @@ class CacheManager:
 
     def _must_own_device(self) -> None:
         if self.foreign is not None:
-            raise StateError("another engine owns the device blocks: load and save them with `CacheManager.foreign`")
+            raise StateError("another engine owns the device blocks; load and save them with `CacheManager.foreign`")
 
     def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:

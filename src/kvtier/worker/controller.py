@@ -137,7 +137,7 @@ class CacheController:
         return [HostMemory(group, num_blocks, self._device) for group in self.layout.groups]
 
     def use_namespace(self, fingerprint: bytes) -> None:
-        """Write another namespace into the labels of blocks that are stored from now on."""
+        """Use another namespace in the labels of all blocks that are stored from now on."""
         self._stores.namespace = fingerprint
 
     # ---- plans -----------------------------------------------------------------------------------------------------

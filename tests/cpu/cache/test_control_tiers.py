@@ -30,7 +30,7 @@ MODEL = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), see
 
 
 class Cache:
-    """An engine without a model: `serve` writes KV that is a function of the tokens, and checks the KV it reads."""
+    """An engine without a model. `serve` writes KV that is computed from the tokens, and checks the KV it reads."""
 
     def __init__(self, num_blocks=16, num_host=24, saving=None, store=None, **limits) -> None:
         self.namespace = Namespace("model", block_tokens=BLOCK)
@@ -114,7 +114,7 @@ def caches():
         cache.tiers.close()
 
 
-def test_sleep_frees_the_device_and_wake_loads_from_host(caches):
+def test_sleep_frees_device_blocks_and_wake_loads_from_host(caches):
     cache = caches()
     cache.serve(cache.chain(1))
     cache.tiers.sleep()
@@ -129,12 +129,12 @@ def test_sleep_frees_the_device_and_wake_loads_from_host(caches):
     while not waiting.state.is_over:
         cache.step()
     assert waiting.tokens_from == {"host": 16, "device": 0}
-    assert cache.groups[0].cache.shape[0] == 16  # allocated once, not twice
+    assert cache.groups[0].cache.shape[0] == 16
 
 
 @pytest.mark.parametrize("num_blocks", [6, 16, 40])
 def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
-    """A step of a sleeping engine continues transfers between host and store; waking waits for them."""
+    """During sleep, steps continue transfers between host and store. `wake` must wait for these transfers."""
     cache = caches(saving=WritebackConfig(max_blocks=1))
     cache.ask(cache.chain(1))
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_sleep_keeps_all_blocks_with_every_write_policy(caches, policy):
+def test_sleep_saves_all_blocks_with_any_write_policy(caches, policy):
     cache = caches(saving=WritebackConfig(policy, min_uses=5, low_share=0.0, max_blocks=2))
     for number in range(2):
         cache.serve(cache.chain(number))
@@ -163,7 +163,7 @@ def test_sleep_keeps_all_blocks_with_every_write_policy(caches, policy):
 
 
 def test_prefetch_after_a_failed_fetch_ends(caches):
-    """The lease of the request keeps the node of the block that did not arrive; prefetch must not wait for it."""
+    """A request's lease keeps the node of a block that was not fetched. `prefetch` must not wait for this block."""
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
     cache.serve(cache.chain(1))
@@ -180,7 +180,7 @@ def test_prefetch_after_a_failed_fetch_ends(caches):
     assert request.tokens_from == {"disk": 4, "host": 0, "device": 0}
 
 
-def test_prefetch_fetches_a_prompt_to_the_host(caches):
+def test_prefetch_fetches_prompt_from_store_to_host(caches):
     cache = caches()
     cache.serve(cache.chain(1))
     cache.tiers.reset()
@@ -191,7 +191,7 @@ def test_prefetch_fetches_a_prompt_to_the_host(caches):
     assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
 
 
-def test_demote_and_drop_affect_only_their_chain(caches):
+def test_demote_and_drop_affect_only_the_given_chain(caches):
     cache = caches(saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))
     for number in (1, 2):
         cache.serve(cache.chain(number))
@@ -206,7 +206,7 @@ def test_demote_and_drop_affect_only_their_chain(caches):
 
 
 @pytest.mark.parametrize("clear", [False, True])
-def test_reset_keeps_the_stores_unless_clear_stores(caches, clear):
+def test_reset_removes_stored_blocks_only_with_clear_stores(caches, clear):
     cache = caches()
     cache.serve(cache.chain(1))
     cache.tiers.pin("system", cache.chain(1))
@@ -222,7 +222,7 @@ def test_reset_keeps_the_stores_unless_clear_stores(caches, clear):
 
 
 @pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 30), ("host", 4), ("host", 50)])
-def test_resize_with_waiting_requests_and_transfers(caches, tier, size):
+def test_resize_during_transfers_finishes_waiting_requests(caches, tier, size):
     cache = caches()
     for number in range(3):
         cache.serve(cache.chain(number))
@@ -262,7 +262,7 @@ def test_temporary_store_failure_causes_only_misses(caches):
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
-    """Regression: a fuzzed resize killed the server."""
+    """Regression: a resize request from the fuzzer killed the server."""
     machine = TiersMachine()
     machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
     with pytest.raises(RangeError, match="GiB are free"):
@@ -272,8 +272,8 @@ def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
     machine.teardown()
 
 
-def test_drop_cancels_planned_stores(caches):
-    """Regression: a plan contained a transfer to the store and the drop, and the drop ran first."""
+def test_drop_runs_after_planned_writes_to_store(caches):
+    """Regression: a plan contained both a write to the store and the drop, and the drop ran before the write."""
     cache = caches()
     request, chain = cache.ask(cache.chain(1)), cache.chain(1)
     planned = 0
@@ -290,7 +290,7 @@ def test_drop_cancels_planned_stores(caches):
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_failed_device_resize_keeps_the_state(caches, asleep, monkeypatch):
+def test_failed_device_resize_keeps_size_and_sleep_state(caches, asleep, monkeypatch):
     cache = caches()
     cache.serve(cache.chain(1))
     if asleep:
@@ -312,7 +312,7 @@ def test_failed_device_resize_keeps_the_state(caches, asleep, monkeypatch):
     assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
 
 
-def test_failed_host_resize_keeps_the_tier_working(caches, monkeypatch):
+def test_failed_host_resize_keeps_size_and_blocks(caches, monkeypatch):
     cache = caches()
     cache.serve(cache.chain(1))
     make_present = HostMemory._make_present

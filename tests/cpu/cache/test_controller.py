@@ -1,4 +1,4 @@
-"""CacheController with real tensors, host memory and stores: every byte where the plan says, every failure reported."""
+"""CacheController with real tensors, host memory and stores: copied bytes, reported failures and layer waits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def any_store(request, tmp_path):
     return disk_at(tmp_path)
 
 
-# ---- every byte ----------------------------------------------------------------------------------------------------
+# ---- copied bytes --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_every_group_survive_a_round_trip(rigs, any_store):
+def test_round_trip_through_store_keeps_bytes_of_all_groups(rigs, any_store):
     rig = rigs(stores={"disk": any_store})
     before = [rig.device(slot) for slot in range(8)]
     assert all(outcome.ok for outcome in rig.run(rig.save([5, 0, 3], [2, 7, 4])))
@@ -51,7 +51,7 @@ def test_blocks_of_every_group_survive_a_round_trip(rigs, any_store):
     assert not any(any(part) for slot in (0, 1, 2, 3, 7) for part in rig.device(slot))
 
 
-def test_second_controller_finds_stored_blocks(rigs, tmp_path):
+def test_new_controller_fetches_blocks_of_an_earlier_one(rigs, tmp_path):
     first = rigs(stores={"disk": disk_at(tmp_path)})
     expected = first.device(1)
     first.run(first.save([1], [0]))
@@ -65,7 +65,7 @@ def test_second_controller_finds_stored_blocks(rigs, tmp_path):
     assert second.host(5) == expected
 
 
-def test_block_without_one_groups_object_is_a_miss(rigs):
+def test_fetch_of_block_without_draft_object_is_a_miss(rigs):
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
@@ -78,7 +78,7 @@ def test_block_without_one_groups_object_is_a_miss(rigs):
     assert rig.lookups == [StoreLookup("disk", absent=KEYS[0])]
 
 
-def test_probe_of_block_without_draft_is_absent(rigs):
+def test_probe_reports_block_without_draft_object_as_absent(rigs):
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
@@ -91,7 +91,7 @@ def test_probe_of_block_without_draft_is_absent(rigs):
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 
-def test_failed_copy_is_reported_for_its_blocks(rigs):
+def test_failed_load_reports_its_blocks_as_not_arrived(rigs):
     broken = threading.Event()
 
     def mover(*arguments):
@@ -163,7 +163,7 @@ class Raises:
         return call if name != "close" else lambda: None
 
 
-def test_raising_store_fails_transfers_and_ends_probes(rigs):
+def test_store_that_raises_fails_transfers_and_answers_probes(rigs):
     rig = rigs(stores={"disk": Raises(), "other": MemoryStore(1 << 20)})
     rig.run(rig.save([0], [0]))
     outcomes = rig.run(
@@ -180,7 +180,7 @@ def test_raising_store_fails_transfers_and_ends_probes(rigs):
     ) >= 1
 
 
-def test_inventory_that_fails_half_way_ends(rigs):
+def test_probe_and_drop_end_if_a_scan_fails_halfway(rigs):
     class HalfScanned(MemoryStore):
         def scan(self, cursor="", limit=1000, *, timeout_s=None):
             page = super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
@@ -192,10 +192,10 @@ def test_inventory_that_fails_half_way_ends(rigs):
     rig.run(rig.store([0, 1, 2], [0, 1, 2]))
     rig.run(Probe(4, "disk"))
     assert rig.lookups[-1] == StoreLookup("disk", probe_id=4)
-    assert rig.run(Drop("disk")) == []  # a drop of all objects ends, too
+    assert rig.run(Drop("disk")) == []  # a drop of all objects also ends
 
 
-def test_hung_store_does_not_delay_others(rigs):
+def test_hanging_store_does_not_delay_other_transfers(rigs):
     hanging, good = Hangs(), MemoryStore(1 << 20)
     rig = rigs(stores={"slow": hanging, "disk": good})
     rig.run(rig.save([0], [0]))
@@ -215,7 +215,7 @@ def test_hung_store_does_not_delay_others(rigs):
     assert len(rig.drain()) == 2
 
 
-def test_close_with_work_in_flight_finishes_it(tmp_path):
+def test_close_finishes_transfers_in_flight(tmp_path):
     rig = Rig(stores={"disk": disk_at(tmp_path)})
     expected = rig.device(0)
     rig.run(rig.save([0], [0]))
@@ -234,18 +234,18 @@ def test_close_with_work_in_flight_finishes_it(tmp_path):
 
 def test_drop_all_keeps_objects_of_other_models(rigs):
     store = MemoryStore(1 << 20)
-    theirs = hashlib.sha256(b"theirs").digest()
-    store.write([Write(theirs, Label(hashlib.sha256(b"another model").digest()), b"their block")])
+    other_key = hashlib.sha256(b"other").digest()
+    store.write([Write(other_key, Label(hashlib.sha256(b"another model").digest()), b"other block")])
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
     rig.run(rig.store([0, 1], [0, 1]))
     rig.run(Probe(3, "disk"))
     assert {each.present for each in rig.lookups} == {b"".join(sorted(KEYS[:2])), b""}
     rig.run(Drop("disk"))
-    assert list(store.objects) == [theirs]
+    assert list(store.objects) == [other_key]
 
 
-def test_drop_of_keys_removes_objects_of_every_group(rigs):
+def test_drop_of_keys_removes_objects_of_all_groups(rigs):
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
@@ -264,7 +264,7 @@ def test_drop_of_keys_removes_objects_of_every_group(rigs):
     ],
 )
 def test_read_with_wrong_label_is_a_miss(rigs, label, ok):
-    """The label of an object must match, not only its key."""
+    """A read must compare the label of an object, and not only its key."""
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0], [0]))
@@ -277,11 +277,11 @@ def test_read_with_wrong_label_is_a_miss(rigs, label, ok):
     assert rig.host(5)[0] == (saved[0] if ok else b"\xee" * len(saved[0]))
 
 
-def test_changed_host_blocks_are_reported_as_damaged(rigs):
+def test_poll_reports_corrupt_host_blocks_as_damaged(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1], [3, 4]))
     rig.run(rig.store([3], [0]))
-    rig.run(rig.fetch([0, 5], [6, 7]))  # the second is not stored
+    rig.run(rig.fetch([0, 5], [6, 7]))  # block 5 is not in the store
     deadline = time.monotonic() + 30
     while set(rig.controller._scrubber._sums) != {3, 4, 6}:
         assert time.monotonic() < deadline
@@ -300,7 +300,7 @@ def test_changed_host_blocks_are_reported_as_damaged(rigs):
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_resize_host_keeps_the_remaining_slots(rigs):
+def test_resize_host_keeps_blocks_in_remaining_slots(rigs):
     rig = rigs(8, 6, stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1, 2], [0, 3, 5]))
     kept = [rig.host(slot) for slot in (0, 3)]
@@ -311,14 +311,14 @@ def test_resize_host_keeps_the_remaining_slots(rigs):
     (outcome,) = rig.run(rig.save([4], [11]))
     assert outcome.ok
     assert rig.host(11) == rig.device(4)
-    (outcome,) = rig.run(rig.store([11], [6]))  # transfers of stores use the new memory, too
+    (outcome,) = rig.run(rig.store([11], [6]))  # store transfers also use the new memory
     (outcome,) = rig.run(rig.fetch([6], [10]))
     assert outcome.ok
     assert rig.host(10) == rig.device(4)
     assert rig.sizes[-1] == 12
 
 
-def test_controller_release_keeps_host_blocks(rigs):
+def test_release_frees_device_tensors_and_keeps_host_blocks(rigs):
     import gc
     import weakref
 
@@ -331,7 +331,7 @@ def test_controller_release_keeps_host_blocks(rigs):
     gc.collect()
     assert [reference() for reference in references] == [None, None]
     (outcome,) = rig.run(rig.load([2], [0]))
-    assert not outcome.ok  # without device tensors the load fails, and does not crash
+    assert not outcome.ok  # the load fails without device tensors
     rig.caches = caches_of(4, seed=9)
     rig.controller.register(rig.caches)
     (outcome,) = rig.run(rig.load([2], [3]))
@@ -339,7 +339,7 @@ def test_controller_release_keeps_host_blocks(rigs):
     assert rig.device(3) == expected
 
 
-def test_poll_reports_host_growth_once(rigs):
+def test_poll_reports_new_host_slots_once(rigs):
     rig = rigs(4, 5000)
     assert rig.controller.num_host_ready >= 1
     for host in rig.controller._hosts:
@@ -363,7 +363,7 @@ def test_layer_waits_return_as_layers_arrive(rigs):
     assert [outcome.ok for outcome in rig.drain()] == [True]
 
 
-def test_layer_waits_of_a_failed_load_do_not_hang(rigs):
+def test_layer_waits_return_if_the_load_fails(rigs):
     def mover(*_):
         raise RuntimeError("the link is down")
 
@@ -377,7 +377,7 @@ def test_layer_waits_of_a_failed_load_do_not_hang(rigs):
     assert [outcome.ok for outcome in rig.drain()] == [False]
 
 
-def test_reports_carry_the_epoch_of_the_last_plan(rigs):
+def test_report_has_the_epoch_of_the_last_plan(rigs):
     rig = rigs()
     (outcome,) = rig.run(rig.save([0], [0]), epoch=7)
     assert outcome.ok
@@ -391,7 +391,7 @@ def test_controller_with_mismatched_caches_raises():
 
 
 def test_copy_seconds_exclude_the_time_until_poll():
-    """Regression: a load that overlapped a step of 1 s was measured as 1 s, and every prefix was then recomputed."""
+    """Regression: a load during a step of 1 s was measured as 1 s, so all later prefixes were recomputed."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     slots = slot_bytes(np.array([1], np.int32))
@@ -407,8 +407,8 @@ def test_copy_seconds_exclude_the_time_until_poll():
     controller.close()
 
 
-def test_load_that_cannot_start_has_not_arrived():
-    """Regression: a step that started early took the load for done, and computed a token from invalid KV."""
+def test_layer_waits_report_failure_if_load_cannot_start():
+    """Regression: a step that started early treated such a load as finished, and computed a token from invalid KV."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     good, bad = slot_bytes(np.array([1], np.int32)), slot_bytes(np.array([9], np.int32))
@@ -437,7 +437,7 @@ def test_controller_init_failure_leaves_no_thread():
     assert not [thread.name for thread in set(threading.enumerate()) - before if "disk" in thread.name]
 
 
-def test_layer_waits_outlast_their_timeout():
+def test_layer_waits_are_repeated_after_a_timeout():
     """Regression: a wait timed out, and the layer was computed before its blocks arrived."""
     may_go = threading.Event()
 

@@ -1,4 +1,4 @@
-"""CacheController and its StoreWorker on every path: freed once, reported once, waited for as long as needed."""
+"""CacheController and StoreWorker: freed memory, one result per transfer, waits, and stores that fail or hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_BYTES = sum(group.block_bytes for group in LAYOUT.groups)
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_close_frees_the_host_memory_and_ends_every_thread():
+def test_close_frees_host_memory_and_stops_all_threads():
     before = set(threading.enumerate())
     rig = Rig(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0], [0]))
@@ -50,7 +50,7 @@ def test_close_waits_for_a_running_copy():
 
 
 @pytest.mark.parametrize("num_host", [1, 3, 20])
-def test_resize_frees_the_old_memory_and_reports_the_new(rigs, num_host):
+def test_resize_host_frees_old_memory_and_reports_new_slots(rigs, num_host):
     rig = rigs(8, 6)
     (first,) = rig.controller.poll()
     assert (first.epoch, first.num_host_slots) == (0, 6)
@@ -64,14 +64,14 @@ def test_resize_frees_the_old_memory_and_reports_the_new(rigs, num_host):
     assert rig.controller.poll() == []
 
 
-def test_single_host_block_is_reported(rigs):
+def test_poll_reports_a_single_host_slot(rigs):
     rig = rigs(2, 1)
     (report,) = rig.controller.poll()
     assert report.num_host_slots == 1
 
 
-def test_num_host_ready_is_that_of_the_slowest_group(monkeypatch):
-    """The memory of the main group grows by two slots at a time, and stops after the first two until `may_go`."""
+def test_num_host_ready_is_the_minimum_over_cache_groups(monkeypatch):
+    """The memory of the main group grows by two slots at a time. After the first two slots, it waits for `may_go`."""
     may_begin, may_go, make_present, made = threading.Event(), threading.Event(), HostMemory._make_present, []
 
     def held(self, offset: int, nbytes: int) -> None:
@@ -82,9 +82,9 @@ def test_num_host_ready_is_that_of_the_slowest_group(monkeypatch):
     monkeypatch.setattr(HostMemory, "_make_present", held)
     monkeypatch.setitem(HostMemory.__init__.__kwdefaults__, "piece_bytes", 2 * LAYOUT.groups[0].slot_bytes)
     making = Call(lambda: made.append(Rig(8, 8)))
-    making.must_wait()  # for the first slots
+    making.must_wait()  # until the first slots are ready
     may_begin.set()
-    making.must_end()  # and not for all of them
+    making.must_end()  # before all slots are ready
     controller = made[0].controller
     main, draft = controller._hosts
     assert (draft.wait_ready(), main.num_ready) == (8, 2)
@@ -97,7 +97,7 @@ def test_num_host_ready_is_that_of_the_slowest_group(monkeypatch):
     controller.close()
 
 
-def test_failed_resize_frees_new_memory_and_keeps_old(rigs, monkeypatch):
+def test_failed_resize_host_frees_new_memory_and_keeps_old(rigs, monkeypatch):
     rig = rigs(8, 6)
     rig.run(rig.save([3], [2]))
     made: list[HostMemory] = []
@@ -118,7 +118,7 @@ def test_failed_resize_frees_new_memory_and_keeps_old(rigs, monkeypatch):
     assert rig.device(7) == rig.device(3)
 
 
-def test_resize_keeps_scrubbing_the_remaining_slots(rigs):
+def test_resize_host_keeps_scrubbing_remaining_slots(rigs):
     rig = rigs(8, 6)
     scrubber = rig.controller._scrubber
     rig.run(rig.save([0, 1, 2], [1, 3, 4]))
@@ -157,7 +157,7 @@ def test_rewritten_slot_is_not_reported_as_damaged(rigs, purpose):
     assert np.frombuffer(report.damaged, "<i4").tolist() == [3]
 
 
-def test_register_needs_a_tensor_for_every_group(rigs):
+def test_register_without_a_tensor_per_group_raises(rigs):
     rig = rigs()
     rig.controller.release()
     with pytest.raises(ValueError, match="shorter"):
@@ -173,10 +173,10 @@ def test_layout_of_keeps_draft_groups_whole_on_every_rank():
     assert [group.block_bytes for group in layout.of_rank(4).groups] == [sizes[0] // 4, *sizes[1:]]
 
 
-# ---- one report for each transfer ----------------------------------------------------------------------------------
+# ---- one result per transfer ---------------------------------------------------------------------------------------
 
 
-def test_saves_of_a_plan_are_reported_each_with_its_share(rigs):
+def test_each_save_of_a_plan_is_reported_with_its_own_bytes(rigs):
     rig = rigs()
     transfers = [rig.save([0], [0]), rig.save([1, 2, 3], [1, 2, 3]), rig.save([4, 5], [4, 5])]
     began = time.perf_counter()
@@ -189,7 +189,7 @@ def test_saves_of_a_plan_are_reported_each_with_its_share(rigs):
     assert rig.controller.poll() == []
 
 
-def test_copy_seconds_are_those_of_the_slowest_group(rigs):
+def test_copy_seconds_are_the_maximum_over_cache_groups(rigs):
     calls = []
 
     def slow_at_first(*arguments):
@@ -202,12 +202,12 @@ def test_copy_seconds_are_those_of_the_slowest_group(rigs):
 
     rig = rigs(mover=slow_at_first)
     (outcome,) = rig.run(rig.save([0], [0]))
-    assert len(calls) == 2  # one for each group
+    assert len(calls) == 2  # one copy per cache group
     assert outcome.seconds >= 0.1
 
 
 def test_copy_failure_fails_only_the_affected_transfers(rigs):
-    """Blocks are copied one by one; the third copy fails."""
+    """Each block is copied separately, and the third copy fails."""
     calls = []
 
     def breaks_once(*arguments):
@@ -227,7 +227,7 @@ def test_copy_failure_fails_only_the_affected_transfers(rigs):
     assert set(rig.controller._scrubber._sums) == {4, 5, 7}
 
 
-def test_save_that_cannot_start_does_not_fail_the_other(rigs):
+def test_save_that_cannot_start_does_not_fail_other_saves(rigs):
     rig = rigs(4, 4)
     good, bad = rig.save([1], [2]), rig.save([0], [99])
     outcomes = {outcome.transfer_id: outcome for outcome in rig.run(good, bad)}
@@ -238,8 +238,8 @@ def test_save_that_cannot_start_does_not_fail_the_other(rigs):
     assert rig.host(2) == rig.device(1)
 
 
-def test_copy_started_for_one_group_ends_before_its_report():
-    """The tensor of the second group is shorter: its copy cannot start while that of the first group runs."""
+def test_submit_waits_for_started_copy_if_another_group_fails():
+    """The tensor of the second group is too short, so its copy fails to start while the first group's copy runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)
@@ -291,7 +291,7 @@ def test_layer_waits_fail_if_one_load_fails(rigs):
     assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {first.id: True, second.id: False}
 
 
-def test_poll_loads_only_leaves_saves_for_the_next(rigs):
+def test_poll_with_loads_only_leaves_saves_for_the_next_poll(rigs):
     rig = rigs()
     rig.run(rig.save([0], [0]))
     save, load = rig.save([1], [1]), rig.load([0], [7])
@@ -318,7 +318,7 @@ def test_wait_returns_when_a_copy_ends():
     controller.submit(Plan(1, 0, (TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", slots, slots),)))
     assert controller.is_busy
     assert controller.is_copying
-    controller.wait(0.001)  # the end of the timeout is not an error
+    controller.wait(0.001)  # a timeout is not an error
     waiting = Call(lambda: controller.wait(60))
     waiting.must_wait()
     assert controller.poll() == []
@@ -329,7 +329,7 @@ def test_wait_returns_when_a_copy_ends():
     controller.close()
 
 
-def test_wait_returns_for_loads_before_saves(rigs):
+def test_wait_returns_when_a_load_ends_before_a_save(rigs):
     gate = Gate(is_open=False)
     rig = rigs(mover=gate)
     rig.controller.submit(Plan(1, 0, (rig.save([0], [0]),)))
@@ -337,7 +337,7 @@ def test_wait_returns_for_loads_before_saves(rigs):
     load = rig.load([1], [7])
     rig.controller.submit(Plan(2, 0, (load,)))
     waiting = Call(lambda: rig.controller.wait(60))
-    waiting.must_end()  # the save is still held
+    waiting.must_end()  # although the save is still blocked
     rig.controller._under[load.id].copies[1].settle(30)
     outcomes = [outcome for report in rig.controller.poll() for outcome in report.results]
     assert [outcome.transfer_id for outcome in outcomes] == [load.id]
@@ -362,7 +362,7 @@ def test_wait_returns_when_a_store_has_answered(rigs):
     assert not rig.controller.is_busy
 
 
-def test_wait_with_a_hung_store_returns_for_copies(rigs):
+def test_wait_returns_soon_if_a_store_hangs_and_copies_run(rigs):
     store, gate = Hangs(), Gate(is_open=False)
     rig = rigs(stores={"disk": store}, mover=gate)
     rig.controller.submit(Plan(1, 0, (rig.fetch([0], [0]), rig.save([1], [1]))))
@@ -401,7 +401,7 @@ class SmallPages(MemoryStore):
         return super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
 
 
-def test_inventory_and_drop_all_read_every_page(rigs):
+def test_probe_and_drop_of_all_keys_read_every_page(rigs):
     store = SmallPages(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
@@ -419,13 +419,13 @@ def test_inventory_and_drop_all_read_every_page(rigs):
 
 
 class FailingWrites(MemoryStore):
-    """A store that fails to write, with another reason for each object."""
+    """A store whose writes fail with a different reason for each object."""
 
     def write(self, writes, **_):
         return Results(tuple(ObjectResult(ObjectStatus.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
 
 
-def test_failed_store_names_three_reasons(rigs):
+def test_failed_store_result_has_at_most_three_reasons(rigs):
     rig = rigs(stores={"disk": FailingWrites(1 << 20)})
     rig.run(rig.save([0, 1, 2], [0, 1, 2]))
     (outcome,) = rig.run(rig.store([0, 1, 2], [0, 1, 2]))
@@ -434,7 +434,7 @@ def test_failed_store_names_three_reasons(rigs):
     assert rig.lookups == []
 
 
-def test_fetch_seconds_are_at_most_the_time_waited(rigs):
+def test_fetch_seconds_do_not_exceed_elapsed_time(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     began = time.perf_counter()
     (outcome,) = rig.run(rig.fetch([0], [0]))
@@ -454,11 +454,11 @@ class SlowUnregister(MemoryStore):
 
     def unregister(self, memory: memoryview) -> None:
         assert self.may_go.wait(60)
-        memory[0] = memory[0]  # it is still mapped
+        memory[0] = memory[0]  # fails if the memory is not mapped
         self.calls.append("unregister")
 
 
-def test_resize_waits_until_every_store_unregistered(rigs):
+def test_resize_host_waits_until_all_stores_unregistered(rigs):
     quick, slow = SlowUnregister(), SlowUnregister()
     quick.may_go.set()
     rig = rigs(stores={"quick": quick, "slow": slow})
@@ -467,11 +467,11 @@ def test_resize_waits_until_every_store_unregistered(rigs):
     slow.may_go.set()
     resizing.must_end()
     rig.run(rig.save([0], [0]))
-    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # after the registration
+    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # these writes follow the registration
     assert quick.calls == slow.calls == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
 
 
-def test_process_exits_without_close():
+def test_process_exits_if_controller_is_not_closed():
     code = """
 import torch
 from kvtier.worker.controller import CacheController, layout_of

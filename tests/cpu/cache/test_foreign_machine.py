@@ -1,7 +1,7 @@
-"""State machine of a manager without a device tier: a small engine owns the device blocks, and reads no wrong KV.
+"""State machine of a manager without a device tier. A small engine owns the device blocks and checks the KV it reads.
 
-The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference ends. The
-next check of a request's KV then finds a save that read a freed block, or a load that was used too early.
+The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference ends. If a
+save reads a freed block, or if a load is used too early, a later check of the KV fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUP = CacheGroup("main", (LayerSpec((TensorSpec("kv", dt.f32, (1, BLOCK, DIM),
 
 @functools.lru_cache(1 << 16)  # every step checks all earlier tokens
 def kv_of(tokens: bytes, salt: bytes, rank: int) -> torch.Tensor:
-    """Return the KV of the last of these tokens: [layer, dim]. It depends on all tokens, the salt and the rank."""
+    """Return the KV of the last token as [layer, dim]. The KV depends on all tokens, the salt and the rank."""
     digest = hashlib.shake_128(tokens + salt + bytes([rank])).digest(LAYERS * DIM * 2)
     return torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float32)).view(LAYERS, DIM)
 
@@ -66,7 +66,7 @@ class Running:
 
 
 class ForeignMachine(RuleBasedStateMachine):
-    """Random requests, aborts, preemptions, resets and faults of an engine that owns the device blocks."""
+    """An engine that owns the device blocks, with random requests, aborts, preemptions, resets and faults."""
 
     steps: ClassVar[Counter[str]] = Counter()
 
@@ -180,7 +180,7 @@ class ForeignMachine(RuleBasedStateMachine):
         if request.prefetch is not None:
             self.manager.end_prefetch(request.prefetch)
         request.is_over = True
-        if request.load is None:  # the blocks of a load in flight are freed after its report
+        if request.load is None:  # otherwise `finish_load` frees the blocks
             self.free(request.table)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class ForeignMachine(RuleBasedStateMachine):
         scheduled = [request for request in running if self.prepare(request)]
         if running and not scheduled:
             self.restart(running[-1])
-        for request in scheduled:  # planned before the step computes the blocks, as vLLM's connector does
+        for request in scheduled:  # saves are planned before the step computes the blocks, as in vLLM's connector
             self.save(request, min(request.num_computed + self.chunk(request), request.chain.num_tokens) // BLOCK)
         plan = self.manager.plan(now=self.now)
         loads = [each.id for each in plan.transfers if each.route is Route.HOST_TO_DEVICE]
@@ -234,7 +234,7 @@ class ForeignMachine(RuleBasedStateMachine):
         return min(6, request.chain.num_tokens - request.num_computed)
 
     def prepare(self, request: Running) -> bool:
-        """Allocate the block of the next token. True if the request can be in this step."""
+        """Allocate blocks for all tokens of a request. Return True if the request can be in this step."""
         missing = -(-request.chain.num_tokens // BLOCK) - len(request.table)
         blocks = self.allocate(missing) if missing > 0 else []
         if blocks is not None:
@@ -313,7 +313,7 @@ class ForeignMachine(RuleBasedStateMachine):
             assert {block: count for block, count in enumerate(self.references) if count} == expected
 
     def teardown(self):
-        """Run all requests to their end, then check that no lease and no reference is left."""
+        """Run all requests to their end, and check that all leases and references are released."""
         if not hasattr(self, "manager"):
             return
         for _ in range(400):

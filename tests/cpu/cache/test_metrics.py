@@ -1,4 +1,4 @@
-"""Metrics of the cache, read with Prometheus' own parser."""
+"""Metrics of the cache, parsed with the Prometheus client library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sampled(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_metrics_count_every_transfer():
+def test_cache_metrics_count_transferred_blocks_and_bytes():
     machine = TiersMachine()
     machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
     prompt = [1] * 33

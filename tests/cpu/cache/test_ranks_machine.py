@@ -1,4 +1,4 @@
-"""State machine of two ranks: one manager, and two controllers whose copies and stores fail independently."""
+"""State machine of one manager and two ranks, whose copies and stores fail independently."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SHARE = replace(TINY, num_heads=HEADS, num_kv_heads=HEADS)
 MODEL = Model(SHARE, random_weights(SHARE, torch.float32, torch.device("cpu"), seed=1))
 
 
-class Together:
-    """The controllers of all ranks in one process."""
+class AllControllers:
+    """The controllers of all ranks in one process, with the interface of one controller."""
 
     def __init__(self, controllers: Sequence[CacheController], groups: Sequence[DeviceCacheGroup]) -> None:
         self.all, self.groups = controllers, groups
@@ -58,7 +58,7 @@ class Together:
                 controller.wait(timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Return those of rank 0. The other ranks settle theirs first, as before they report a step as done."""
+        """Wait for the loads of all other ranks, and return the layer waits of rank 0."""
         for controller in self.all[1:]:
             controller.layer_waits(transfer_ids).arrived()
         return self.all[0].layer_waits(transfer_ids)
@@ -84,7 +84,7 @@ class Together:
 
 
 class RanksMachine(TiersMachine):
-    """TiersMachine for two ranks, each with heads of its own."""
+    """TiersMachine with two ranks. Each rank has its own KV heads."""
 
     steps: ClassVar[Counter[str]] = Counter()
     hits: ClassVar[Counter[str]] = Counter()
@@ -110,7 +110,7 @@ class RanksMachine(TiersMachine):
             self.controller = new_controller(num_host, [group], {"disk": store}, namespace.fingerprint, sharding)
             self.break_copies(random.Random(seed + 10 + rank), share / 2)
             controllers.append(self.controller)
-        self.together = Together(controllers, self.groups)
+        self.together = AllControllers(controllers, self.groups)
         store = StoreConfig("disk", saving, wait, 3.0, is_shared=is_shared, max_fetching_blocks=6)
         config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(store,), always_load=True)
         self.manager = CacheManager(namespace, config, num_ranks=RANKS, num_host_ready=num_host)
@@ -137,7 +137,7 @@ class RanksMachine(TiersMachine):
         return step.rows
 
     def compute(self, row) -> RowResult:
-        """Check the KV of the previous tokens on every rank, then write that of the row's own tokens."""
+        """Check the KV of all earlier tokens on every rank, and write the KV of the row's tokens."""
         request = row.request
         table, tokens, salt = request.allocation.table, request.chain.tokens, request.chain.salt
         for rank, group in enumerate(self.groups):
@@ -154,5 +154,5 @@ class RanksMachine(TiersMachine):
 
 
 def test_ranks_machine_never_reads_wrong_bytes():
-    """Run at least 6,000 steps; KVTIER_SOAK=200 runs more."""
+    """Run at least 6,000 steps. KVTIER_SOAK=200 runs 200 times as many examples."""
     run(RanksMachine, 150)

@@ -1,4 +1,4 @@
-"""Scrubber: reports blocks of host memory that changed by themselves, and not those that were written."""
+"""Scrubber: reports corrupt blocks in host memory, but no blocks that were written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvtier.worker.scrubber import Scrubber
 GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4)]
 
 
-class Room:
-    """Host memory of two groups, and a scrubber that verifies it continuously."""
+class ScrubbedMemory:
+    """Host memory of two cache groups, and a scrubber that verifies it continuously."""
 
     def __init__(self, every_seconds: float = 0.0) -> None:
         self.hosts = self.new(6)
@@ -55,7 +55,7 @@ class Room:
 
 @pytest.fixture
 def room():
-    made = Room()
+    made = ScrubbedMemory()
     yield made
     made.scrubber.close()
     for host in made.hosts:
@@ -64,8 +64,8 @@ def room():
 
 @pytest.fixture
 def quiet():
-    """Yield a room whose scrubber thread sleeps; the tests call `_verify_some` themselves."""
-    made = Room(every_seconds=3600.0)
+    """Yield a memory whose scrubber thread sleeps, so that tests call `_verify_some` themselves."""
+    made = ScrubbedMemory(every_seconds=3600.0)
     yield made
     made.scrubber.close()
     for host in made.hosts:
@@ -73,12 +73,12 @@ def quiet():
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_scrubber_reports_only_the_changed_block(room, group):
+def test_scrubber_reports_only_the_corrupt_block(room, group):
     room.write(0, 2, 5)
     room.wait_until_known(0, 2, 5)
     room.flip(2, group)
     assert room.wait_for_damage() == [2]
-    assert room.wait_for_damage() == [2]  # reported again until it is written
+    assert room.wait_for_damage() == [2]  # reported in every round until the slot is written
     room.write(2)
     room.wait_until_known(2)
     room.flip(5, group)
@@ -102,7 +102,7 @@ def test_scrubber_skips_forgotten_slots(room):
     assert room.wait_for_damage() == [4]
 
 
-def test_scrubber_keeps_sums_in_resized_memory(room):
+def test_scrubber_use_keeps_checksums_of_copied_slots(room):
     room.write(0, 4)
     room.wait_until_known(0, 4)
     old, new = room.hosts, room.new(3)
@@ -117,7 +117,7 @@ def test_scrubber_keeps_sums_in_resized_memory(room):
     assert room.wait_for_damage() == [0]
 
 
-def test_scrubber_close_twice_ends_the_thread(room):
+def test_second_close_of_scrubber_has_no_effect(room):
     room.write(0)
     room.scrubber.close()
     room.scrubber.close()
@@ -127,19 +127,19 @@ def test_scrubber_close_twice_ends_the_thread(room):
 BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
 
 
-@pytest.mark.parametrize(("num_blocks", "per_look"), [(2, 2), (3, 3), (0, 1)])
-def test_scrubber_pass_verifies_as_many_blocks_as_the_rate(quiet, monkeypatch, num_blocks, per_look):
+@pytest.mark.parametrize(("num_blocks", "num_verified"), [(2, 2), (3, 3), (0, 1)])
+def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_blocks, num_verified):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3)
     quiet.scrubber._verify_some()
-    assert list(quiet.scrubber._sums) == [0, 1, 2, 3][:per_look]
-    assert list(quiet.scrubber._new) == [0, 1, 2, 3][per_look:]
+    assert list(quiet.scrubber._sums) == [0, 1, 2, 3][:num_verified]
+    assert list(quiet.scrubber._new) == [0, 1, 2, 3][num_verified:]
 
 
-def test_scrubber_without_pause_uses_the_rate_of_100_ms(monkeypatch):
+def test_scrubber_without_pause_verifies_bytes_of_100_ms(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
-    room = Room()
-    room.scrubber.close()  # ends the thread; the test calls `_verify_some`
+    room = ScrubbedMemory()
+    room.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself
     room.write(0, 1, 2)
     room.scrubber._verify_some()
     assert list(room.scrubber._sums) == [0, 1]
@@ -147,7 +147,7 @@ def test_scrubber_without_pause_uses_the_rate_of_100_ms(monkeypatch):
         host.free()
 
 
-def test_scrubber_rounds_verify_every_block(quiet, monkeypatch):
+def test_scrubber_verifies_every_block_over_several_rounds(quiet, monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3, 4)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_scrubber_rounds_verify_every_block(quiet, monkeypatch):
     assert {slot for batch in damaged for slot in batch} == {0, 1, 2, 3, 4}
 
 
-def test_scrubber_sums_a_new_slot(quiet):
+def test_scrubber_computes_checksum_of_a_new_slot(quiet):
     quiet.scrubber.note([2])
     quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {2}
@@ -173,14 +173,14 @@ def test_scrubber_sums_a_new_slot(quiet):
     assert quiet.scrubber.take_damaged() == []
 
 
-def test_scrubber_skips_slot_forgotten_before_a_pass(quiet):
+def test_scrubber_skips_slot_forgotten_before_a_round(quiet):
     quiet.write(1, 2)
     quiet.scrubber.forget([1])
     quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {2}
 
 
-def test_scrubber_discards_damage_of_a_forgotten_slot(quiet):
+def test_scrubber_does_not_report_damage_of_forgotten_slot(quiet):
     quiet.write(1, 2)
     quiet.scrubber._verify_some()
     quiet.flip(1, 0)
@@ -190,7 +190,7 @@ def test_scrubber_discards_damage_of_a_forgotten_slot(quiet):
     assert quiet.scrubber.take_damaged() == [2]
 
 
-def test_scrubber_forgets_slots_beyond_smaller_memory(quiet):
+def test_scrubber_use_forgets_slots_that_do_not_fit(quiet):
     quiet.write(0, 3)
     quiet.scrubber._verify_some()
     quiet.write(2, 4)

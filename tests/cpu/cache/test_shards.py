@@ -1,4 +1,4 @@
-"""Blocks stored by several ranks: the same objects for any number of ranks, and a miss if one is lost."""
+"""Blocks stored by several ranks. The stored objects must not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NAMESPACE = hashlib.sha256(b"a model").digest()
 BLOCKS = 5
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(BLOCKS)]
 HOST = [4, 0, 5, 2, 3]
-"""Host slots of the blocks, in no particular order."""
+"""Host slot of each block."""
 
 
 @st.composite
 def layouts(draw):
-    """Draw a layout with 4 or 8 KV heads; scales per head, indexers on every rank, draft layers, a draft group, MLA."""
+    """Draw a layout with 4 or 8 KV heads and optional scales, indexers, draft layers, draft groups and MLA groups."""
     tokens, heads = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([4, 8]))
     element = draw(st.sampled_from([dt.u8, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extras = [
@@ -56,7 +56,7 @@ def layouts(draw):
 
 
 def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
-    """Return random tensors of every group, [block, outer, head, bytes of a head]; one head if all ranks share it."""
+    """Return random tensors [block, outer, head, byte] for every group. A replicated tensor has one head."""
     random = np.random.default_rng(seed)
     made = []
     for group in layout.groups:
@@ -71,7 +71,7 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """The oracle: return the blocks of a rank for every group, [block, byte], with its heads of each tensor."""
+    """Return the expected blocks [block, byte] of a rank for every group, with the rank's heads of each tensor."""
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []
@@ -85,7 +85,7 @@ def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ran
 
 
 class Ranks:
-    """The `num_ranks` controllers of one cache."""
+    """The controllers of all ranks of one cache."""
 
     def __init__(self, layout: KVLayout, num_ranks: int, num_shards: int, stores) -> None:
         self.layout, self.num_ranks = layout, num_ranks
@@ -139,12 +139,12 @@ class Ranks:
         }[purpose]
         return TransferRequest(next(self.ids), purpose, *ends, b"".join(KEYS[i] for i in blocks))
 
-    def down(self) -> None:
+    def save_and_store(self) -> None:
         for purpose in (Route.DEVICE_TO_HOST, Route.HOST_TO_STORE):
             for outcomes in self.run(self.transfer(purpose)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
 
-    def up(self) -> None:
+    def fetch_and_load(self) -> None:
         for purpose in (Route.STORE_TO_HOST, Route.HOST_TO_DEVICE):
             for outcomes in self.run(self.transfer(purpose)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
@@ -176,27 +176,27 @@ def payloads(store: MemoryStore) -> dict[bytes, bytes]:
     return {key: bytes(stored.payload) for key, stored in store.objects.items()}
 
 
-# ---- every byte ----------------------------------------------------------------------------------------------------
+# ---- stored bytes --------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=40)
 @given(layouts(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 99))
-def test_blocks_written_by_n_ranks_are_read_by_m(layout, num_writers, num_readers, seed):
+def test_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num_readers, seed):
     stores, blocks = [MemoryStore(1 << 22) for _ in range(2)], blocks_of(layout, seed)
     made = []
     try:
         made.append(Ranks(layout, num_writers, 4, stores[0]))
         made[0].fill(blocks)
-        made[0].down()
+        made[0].save_and_store()
         made.append(Ranks(layout, num_readers, 4, stores[0]))
-        made[1].up()
+        made[1].fetch_and_load()
         made[1].assert_holds(blocks)
         made.append(Ranks(layout, num_readers, 4, stores[1]))
         made[2].fill(blocks)
-        made[2].down()
-        assert payloads(stores[0]) == payloads(stores[1])  # byte for byte, for any number of writers
+        made[2].save_and_store()
+        assert payloads(stores[0]) == payloads(stores[1])  # the number of writers does not matter
         made.append(Ranks(layout, num_writers, 4, stores[1]))
-        made[3].up()
+        made[3].fetch_and_load()
         made[3].assert_holds(blocks)
     finally:
         for each in made:
@@ -204,7 +204,7 @@ def test_blocks_written_by_n_ranks_are_read_by_m(layout, num_writers, num_reader
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_block_is_one_object_per_shard_and_one_shared(ranks, num_ranks):
+def test_block_has_one_object_per_shard_and_one_replicated(ranks, num_ranks):
     store, layout = (
         MemoryStore(1 << 20),
         KVLayout(
@@ -217,44 +217,44 @@ def test_block_is_one_object_per_shard_and_one_shared(ranks, num_ranks):
     )
     cache_ranks = ranks(layout, num_ranks, 4, store)
     cache_ranks.fill(blocks_of(layout))
-    cache_ranks.down()
+    cache_ranks.save_and_store()
     assert len(store.objects) == BLOCKS * (4 + 1 + 1)
     sizes = sorted({len(payload) for payload in payloads(store).values()})
     assert sizes == sorted({2 * 2 * 2 * 8 * 2, 2 * 2 * 5, 2 * 2 * 9 * 2})
 
 
-def test_single_shard_is_stored_without_gathering(ranks):
+def test_single_shard_of_rank_is_stored_without_gathering(ranks):
     layout = KVLayout(16, (CacheGroup.attention("main", 3, 4, 8, dt.f16, 16),))
     for sharding in (Sharding(), Sharding(3, 4, 4)):
         (part,) = parts_of(layout.of_rank(sharding.num_ranks).groups, sharding)
         assert part.span is not None
     (first, second) = parts_of(layout.of_rank(2).groups, Sharding(1, 2, 4))
     assert (first.shard, second.shard) == (2, 3)
-    assert [len(part.pieces) for part in (first, second)] == [1, 1]  # equal layers are one strided copy
+    assert [len(part.pieces) for part in (first, second)] == [1, 1]  # equal layers form one piece
     store = MemoryStore(1 << 22)
     alone, blocks = ranks(layout, 1, 1, store), blocks_of(layout)
     alone.fill(blocks)
-    alone.down()
+    alone.save_and_store()
     assert payloads(store) == {key: of_rank(layout, blocks, 0, 1)[0][i].tobytes() for i, key in enumerate(KEYS)}
 
 
-def test_objects_of_other_shard_counts_do_not_collide(ranks):
+def test_keys_of_different_shard_counts_do_not_collide(ranks):
     store = MemoryStore(1 << 22)
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),))
     for num_shards in (1, 2, 4):
         each = ranks(layout, 1, num_shards, store)
         each.fill(blocks_of(layout, num_shards))
-        each.down()
+        each.save_and_store()
     assert len(store.objects) == BLOCKS * (1 + 2 + 4)
     for num_shards in (1, 2, 4):
         again = ranks(layout, 1, num_shards, store)
-        again.up()
+        again.fetch_and_load()
         again.assert_holds(blocks_of(layout, num_shards))
 
 
 @pytest.mark.parametrize(("max_bytes", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
-def test_gather_writes_blocks_in_bounded_batches(ranks, monkeypatch, max_bytes, expected):
-    monkeypatch.setattr(store_io, "_GATHER_BYTES", max_bytes)  # 5000 bytes: two blocks
+def test_store_writes_gathered_blocks_in_bounded_batches(ranks, monkeypatch, max_bytes, expected):
+    monkeypatch.setattr(store_io, "_GATHER_BYTES", max_bytes)  # two blocks fit into 5000 bytes
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
     calls: list[int] = []
 
@@ -266,17 +266,17 @@ def test_gather_writes_blocks_in_bounded_batches(ranks, monkeypatch, max_bytes, 
     store, blocks = Counting(1 << 22), blocks_of(layout)
     cache_ranks = ranks(layout, 1, 2, store)
     cache_ranks.fill(blocks)
-    cache_ranks.down()
+    cache_ranks.save_and_store()
     assert calls == expected  # two shards and one shared object per block
     other = ranks(layout, 2, 2, store)
-    other.up()
+    other.fetch_and_load()
     other.assert_holds(blocks)
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 
-def test_disk_has_one_folder_per_shard_for_any_rank_count(tmp_path):
+def test_disk_has_one_folder_per_shard_for_any_rank_number(tmp_path):
     layout, blocks = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),)), None
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     for num_ranks in (1, 2, 4, 1):
@@ -285,32 +285,32 @@ def test_disk_has_one_folder_per_shard_for_any_rank_count(tmp_path):
         if blocks is None:
             blocks = blocks_of(layout)
             cache_ranks.fill(blocks)
-            cache_ranks.down()
+            cache_ranks.save_and_store()
         else:
             cache_ranks.run(Probe(99, "disk"))
             for presences in cache_ranks.presences:
                 assert sorted(b"".join(each.present for each in presences)) == sorted(b"".join(KEYS))
-            cache_ranks.up()
+            cache_ranks.fetch_and_load()
             cache_ranks.assert_holds(blocks)
         assert stores[0].stats.num_objects == BLOCKS * 4 // num_ranks
         cache_ranks.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
 
 
-def test_open_shards_opens_a_server_once():
+def test_open_shards_opens_one_store_for_a_server():
     shards = open_shards(["memory:?bytes=1MiB"], range(2, 4), 4)
     assert len(shards.stores) == 1
     assert shards.of(2) is shards.of(3) is shards.of(None)
     shards.close()
 
 
-def test_open_shards_failure_closes_the_others(tmp_path):
+def test_failed_open_shards_closes_opened_stores(tmp_path):
     (tmp_path / "shard-1-of-2").write_text("not a folder")
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     with pytest.raises(Exception, match="shard-1-of-2"):
         open_shards([url], range(2), 2)
     (tmp_path / "shard-1-of-2").unlink()
-    open_shards([url], range(2), 2).close()  # the first is not locked
+    open_shards([url], range(2), 2).close()  # the first folder is not locked
 
 
 # ---- lookups -------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_block_without_one_shard_is_absent(ranks, num_ranks, which):
     store = MemoryStore(1 << 22)
     cache_ranks = ranks(LAYOUT, num_ranks, 4, store)
     cache_ranks.fill(blocks_of(LAYOUT))
-    cache_ranks.down()
+    cache_ranks.save_and_store()
     parts = [
         part
         for rank in range(num_ranks)
@@ -345,22 +345,22 @@ def test_block_without_one_shard_is_absent(ranks, num_ranks, which):
         assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in owners else (True, b""))
 
 
-def test_drop_removes_every_shard(ranks):
+def test_drop_removes_objects_of_all_shards(ranks):
     store = MemoryStore(1 << 22)
     cache_ranks = ranks(LAYOUT, 2, 4, store)
     cache_ranks.fill(blocks_of(LAYOUT))
-    cache_ranks.down()
+    cache_ranks.save_and_store()
     cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
     assert len(store.objects) == (BLOCKS - 2) * 5
     cache_ranks.run(Drop("disk"))
     assert not store.objects
 
 
-def test_drop_of_keys_reaches_the_store_of_every_shard(ranks):
+def test_drop_of_keys_removes_objects_in_all_shard_stores(ranks):
     stores = ShardStores(tuple(MemoryStore(1 << 22) for _ in range(4)))
     cache_ranks = ranks(LAYOUT, 1, 4, stores)
     cache_ranks.fill(blocks_of(LAYOUT))
-    cache_ranks.down()
+    cache_ranks.save_and_store()
     assert [len(store.objects) for store in stores.stores] == [2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS]
     cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
     assert [len(store.objects) for store in stores.stores] == [2 * (BLOCKS - 2), *[BLOCKS - 2] * 3]
@@ -370,7 +370,7 @@ def test_drop_of_keys_reaches_the_store_of_every_shard(ranks):
     assert not any(store.objects for store in stores.stores)
 
 
-def test_rank_without_own_parts_writes_nothing(ranks):
+def test_rank_with_only_replicated_tensors_writes_nothing(ranks):
     layout = KVLayout(4, (CacheGroup.mla("latent", 2, 9, dt.bf16, 4),))
     stores = [MemoryStore(1 << 22), MemoryStore(1 << 22)]
     cache_ranks, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)
@@ -382,11 +382,11 @@ def test_rank_without_own_parts_writes_nothing(ranks):
     assert [len(store.objects) for store in stores] == [BLOCKS, 0]
 
 
-def test_unreadable_shard_leaves_its_bytes_unchanged(ranks):
+def test_fetch_of_corrupt_shard_leaves_host_bytes_unchanged(ranks):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     cache_ranks = ranks(LAYOUT, 1, 4, store)
     cache_ranks.fill(blocks)
-    cache_ranks.down()
+    cache_ranks.save_and_store()
     bad = parts_of(LAYOUT.groups, Sharding(0, 1, 4))[1].key_list(KEYS[2])[0]
     again = ranks(LAYOUT, 1, 4, FaultyStore(store, [Fault(flip_bit=9, only=lambda key: key == bad)]))
     hosts = again.controllers[0]._hosts
@@ -397,7 +397,7 @@ def test_unreadable_shard_leaves_its_bytes_unchanged(ranks):
     kept = hosts[0].block(HOST[2]).numpy()
     expected = of_rank(LAYOUT, blocks, 0, 1)[0][2]
     rows = (kept.reshape(-1, 4, 16), expected.reshape(-1, 4, 16))
-    assert (rows[0][:, 1] == 0xEE).all()  # the damaged shard
+    assert (rows[0][:, 1] == 0xEE).all()  # shard 1 is corrupt
     np.testing.assert_array_equal(rows[0][:, [0, 2, 3]], rows[1][:, [0, 2, 3]])
 
 
@@ -405,7 +405,7 @@ def test_unreadable_shard_leaves_its_bytes_unchanged(ranks):
 
 
 class Cache:
-    """One manager, several controllers, one store."""
+    """One manager with a controller per rank and one store."""
 
     def __init__(self, num_ranks: int, stores, *, is_shared: bool) -> None:
         self.namespace = Namespace("model", block_tokens=4)
@@ -440,7 +440,7 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """Load the chain to the device, check its blocks on every rank, and return their number."""
+        """Load the chain to the device, and check its blocks on every rank; returns the number of blocks."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         hold = self.manager.match(self.chain, prefetch=fetch)
@@ -458,7 +458,7 @@ class Cache:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_manager_finds_blocks_of_another_number_of_ranks(num_writers, num_readers, is_shared):
+def test_manager_finds_blocks_written_by_other_rank_count(num_writers, num_readers, is_shared):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     writers = Cache(num_writers, store, is_shared=is_shared)
     writers.compute(blocks)
@@ -470,7 +470,7 @@ def test_manager_finds_blocks_of_another_number_of_ranks(num_writers, num_reader
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("fault", [Fault("an error"), Fault(flip_bit=3), Fault(cut_to=1)], ids=["error", "flip", "cut"])
-def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
+def test_failed_read_on_one_rank_is_a_miss_on_all_ranks(fault, is_shared):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     writers = Cache(2, store, is_shared=is_shared)
     writers.compute(blocks)
@@ -483,7 +483,7 @@ def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
     fault.only = hits
 
     class Late(FaultyStore):
-        """A store that reports its objects correctly, and then fails to read one."""
+        """A store that lists an object, but fails to read it."""
 
         def contains(self, keys, **_):
             return self.inner.contains(keys)
@@ -496,7 +496,7 @@ def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
             return super().read_into(reads, **options)
 
     readers = Cache(2, [store, Late(store, [fault])], is_shared=is_shared)
-    assert readers.find(blocks) == 2  # the third failed on rank 1, and later blocks depend on it
+    assert readers.find(blocks) == 2  # the third block failed on rank 1, so later blocks cannot match
     assert next(calls) == 1
     readers.manager.check()
     readers.ranks.close()
@@ -506,7 +506,7 @@ def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
 # ---- invalid arguments --------------------------------------------------------------------------------------------
 
 
-def test_sharding_that_does_not_divide_raises():
+def test_indivisible_sharding_raises():
     layout = KVLayout(4, (CacheGroup.attention("main", 1, 6, 8, dt.f16, 4),))
     with pytest.raises(ArgumentError, match="6 KV heads, which cannot be split among 4 ranks"):
         layout.of_rank(4)

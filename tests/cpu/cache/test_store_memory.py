@@ -1,4 +1,4 @@
-"""Registration of the host tier's memory with stores: before the first write, until the memory is freed."""
+"""Registration of host memory with stores, from the first write until the memory is freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = bytes(range(32))
 
 
 class RecordingStore(MemoryStore):
-    """A store that records registrations of memory, and for each written block whether it is in registered memory."""
+    """A store that records calls to `register`, and checks whether each written block is in registered memory."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -30,12 +30,12 @@ class RecordingStore(MemoryStore):
 
     def register(self, memory: memoryview) -> None:
         self.may_register.wait(30)
-        memory[-1] = memory[-1]  # all of it is mapped
+        memory[-1] = memory[-1]  # fails if the memory is not mapped
         self.memory[address_of(memory)] = memory
         self.calls.append(("register", address_of(memory), len(memory)))
 
     def unregister(self, memory: memoryview) -> None:
-        memory[-1] = memory[-1]  # it is still mapped
+        memory[-1] = memory[-1]  # fails if the memory is not mapped
         del self.memory[address_of(memory)]
         self.calls.append(("unregister", address_of(memory), len(memory)))
 
@@ -93,30 +93,30 @@ def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> N
     assert all(torch.equal(cache[0], cache[1]) for cache in caches)
 
 
-def extents_of(controller: CacheController, what: str) -> list[tuple[str, int, int]]:
-    return [(what, host.pointer, len(host.view())) for host in controller._hosts]
+def calls_for_hosts(controller: CacheController, method: str) -> list[tuple[str, int, int]]:
+    return [(method, host.pointer, len(host.view())) for host in controller._hosts]
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["store", "stores of shards"])
-def test_host_memory_is_registered_until_freed(is_sharded):
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["single store", "sharded store"])
+def test_controller_registers_host_memory_until_it_is_freed(is_sharded):
     store, caches = RecordingStore(), caches_of(4)
     controller = controller_of(caches, ShardStores((store,)) if is_sharded else store)
     keep_and_fetch(controller, caches)
-    expected = extents_of(controller, "register")
+    expected = calls_for_hosts(controller, "register")
     assert store.calls == expected
-    expected += extents_of(controller, "unregister")
+    expected += calls_for_hosts(controller, "unregister")
     controller.resize_host(9, caches)
-    expected += extents_of(controller, "register")
+    expected += calls_for_hosts(controller, "register")
     keep_and_fetch(controller, caches)
     assert store.calls == expected
     assert store.is_registered == [True] * 4
-    expected += extents_of(controller, "unregister")
+    expected += calls_for_hosts(controller, "unregister")
     controller.close()
     controller.close()
     assert store.calls == [*expected, ("close", 0, 0), ("close", 0, 0)]
 
 
-def test_store_that_refuses_registration_still_works():
+def test_transfers_work_if_store_refuses_registration():
     store, caches = RefusingStore(), caches_of(4)
     controller = controller_of(caches, store)
     keep_and_fetch(controller, caches)
@@ -127,7 +127,7 @@ def test_store_that_refuses_registration_still_works():
     assert store.calls == [("close", 0, 0)]
 
 
-def test_slow_registration_does_not_block_reads():
+def test_slow_registration_does_not_delay_store_reads():
     store, caches = RecordingStore(), caches_of(4)
     store.may_register.clear()
     controller = controller_of(caches, store)
@@ -137,7 +137,7 @@ def test_slow_registration_does_not_block_reads():
         controller.wait(1.0)
         controller.poll()
     assert store.calls == []
-    expected = [*extents_of(controller, "register"), *extents_of(controller, "unregister")]
+    expected = [*calls_for_hosts(controller, "register"), *calls_for_hosts(controller, "unregister")]
     later = threading.Timer(0.2, store.may_register.set)
     later.start()
     controller.resize_host(9, caches)

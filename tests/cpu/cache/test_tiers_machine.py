@@ -1,4 +1,4 @@
-"""State machine of the tiers on the CPU: real copies, real threads, a failing store."""
+"""State machine of the tiers on the CPU, with real copies, real threads and a failing store."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from tiers_machine import TiersMachine, run
 
 
 def test_tiers_machine_never_reads_wrong_bytes():
-    """Run at least 5,000 steps; KVTIER_SOAK=200 runs a million."""
+    """Run at least 5,000 steps. KVTIER_SOAK=200 runs at least a million steps."""
     run(TiersMachine, 150)
