@@ -104,7 +104,7 @@ def test_batch_data_with_invalid_arguments_raises():
     batch.abandon()
     with pytest.raises(StateError, match="step 3 cannot follow step 3"):
         batch.begin(3, Permutation.identity(0), [], [])
-    with pytest.raises(ArgumentError, match="done to requests"):
+    with pytest.raises(ArgumentError, match="per request, not per batch"):
         batch.check(BatchOp.ADD)
 
 

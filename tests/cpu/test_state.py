@@ -364,7 +364,7 @@ TestRowMap = RowMapMachine.TestCase
 def test_row_map_with_invalid_permutation_raises():
     rows = RowMap(3)
     rows.apply(Permutation([5, 5], 0))
-    with pytest.raises(ArgumentError, match="of 1 rows, the map has 2"):
+    with pytest.raises(ArgumentError, match="has 1 old rows, but the map has 2"):
         rows.apply(Permutation([0], 1))
     with pytest.raises(ArgumentError, match="fork"):
         rows.apply(Permutation([0, 0], 2))

@@ -175,7 +175,7 @@ def test_invalid_metric_names_raise(kind, name, labels):
 def test_invalid_metric_use_raises():
     registry = Registry()
     counter = registry.counter("a_total", "A.", ("x",))
-    with pytest.raises(ArgumentError, match="declared already, as counter"):
+    with pytest.raises(ArgumentError, match="already declared as a counter"):
         registry.counter("a_total", "A.", ("x",))
     with pytest.raises(ArgumentError, match="labels"):
         counter.of()

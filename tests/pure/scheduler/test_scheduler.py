@@ -394,7 +394,7 @@ def test_step_must_be_updated_once_with_all_results():
     step = scheduler.schedule(0.0)
     with pytest.raises(StateError, match="has no results yet"):
         scheduler.schedule(0.0)
-    with pytest.raises(ArgumentError, match="0 results for 1 rows"):
+    with pytest.raises(ArgumentError, match="1 rows needs one result per row, got 0"):
         scheduler.update(step, [], 0.0)
     scheduler.update(step, device.run(step), 0.0)
     with pytest.raises(StateError, match="once"):

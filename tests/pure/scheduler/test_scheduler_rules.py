@@ -147,7 +147,7 @@ def test_config_accepts_smallest_values_and_rejects_smaller_ones():
         "max_context": {"max_context": 0},
         "lookahead_tokens": {"lookahead_tokens": -1},
         "age_seconds": {"age_seconds": 0.0},
-        "5 rows need": {"max_rows": 5, "max_step_tokens": 4},
+        "at least max_rows=5": {"max_rows": 5, "max_step_tokens": 4},
     }
     for name, wrong in cases.items():
         with pytest.raises(RangeError, match=name):
