@@ -1,7 +1,7 @@
-"""Tiers as dictionaries: workers that carry out the plans of a manager and check the content of every block.
+"""Simulated workers that execute the plans of a CacheManager on dictionaries and check the content of every block.
 
 The content of a block is a tuple of everything that determines its KV. A slot holds the content that was computed or
-copied into it last. Between the plan of a copy and its end the target slot holds RUBBISH.
+copied into it last. While a copy is planned but not executed, its target slot holds RUBBISH.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
 RUBBISH = "rubbish"
 Lose = Callable[[TransferRequest, int], Sequence[bool]]
-"""Function of a transfer and a rank that returns, for each block, True if the block is lost."""
+"""Function of a transfer and a rank. Returns one value per block, which is True if the block is lost."""
 
 
 def chain_of(
@@ -35,7 +35,7 @@ def chain_of(
 
 
 def prompt(number: int, num_blocks: int, tail: int = 1, **more) -> Chain:
-    """Return a prompt of `num_blocks` full blocks of the token `number`, and a tail that is never cached."""
+    """Return a prompt with `num_blocks` full blocks of the token `number` and an incomplete block of `tail` tokens."""
     return chain_of(*([number] * (num_blocks * BLOCK)), *([99] * tail), **more)
 
 
@@ -47,7 +47,7 @@ def content(chain: Chain, block: int):
 
 
 class Worker:
-    """Memory and stores of one rank. A submitted transfer takes effect when `work` carries it out."""
+    """Memory and stores of one rank. `submit` queues the tasks of a plan, and `work` executes a task."""
 
     def __init__(self, rank: int, stores: Sequence[str]) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class Worker:
                 memory.update(dict.fromkeys(transfer.targets.tolist(), RUBBISH))
 
     def work(self, lose: Lose | None = None, at: int = 0) -> Report:
-        """Carry out the task at position `at` of the queue and return its report."""
+        """Execute the task at position `at` in the queue and return its report."""
         epoch, task = self.todo[at]
         del self.todo[at]
         if isinstance(task, Drop):
@@ -155,7 +155,7 @@ class Lab:
         return plan
 
     def run_workers(self, count: int = 1 << 30, lose: Lose | None = None) -> None:
-        """Carry out the `count` oldest tasks of each worker and apply the reports."""
+        """Execute the `count` oldest tasks of each worker and apply the reports."""
         for worker in self.workers:
             for _ in range(min(count, len(worker.todo))):
                 self.manager.apply(worker.work(lose))
@@ -172,7 +172,7 @@ class Lab:
     # ---- a request -------------------------------------------------------------------------------------------------
 
     def fetched(self, chain: Chain, lose: Lose | None = None) -> Prefetch:
-        """Start a prefetch and return it when it has ended."""
+        """Run a prefetch to its end and return it."""
         fetch = self.manager.prefetch(chain, now=self.now)
         assert fetch is not None
         for _ in range(100):
@@ -183,7 +183,7 @@ class Lab:
         raise AssertionError("the prefetch did not end")
 
     def start(self, chain: Chain, fetch: Prefetch | None = None, lose: Lose | None = None) -> Allocation:
-        """Allocate the blocks of a request, load and verify its cached blocks. Fail on a shortage."""
+        """Allocate the blocks of a request, then load and verify its cached blocks. Fail if blocks are short."""
         may_load = True
         while True:
             allocation = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)
@@ -215,7 +215,7 @@ class Lab:
         self.manager.publish(allocation, allocation.chain.num_tokens, now=self.now)
 
     def serve(self, chain: Chain, lose: Lose | None = None) -> Allocation:
-        """Run a request to its end and settle. Return its finished allocation."""
+        """Run a request to its end, then call `settle`. Return the finished allocation of the request."""
         fetch = self.fetched(chain, lose) if self.manager.stores else None
         allocation = self.start(chain, fetch, lose)
         if fetch is not None:
@@ -235,7 +235,7 @@ class Lab:
         assert not isinstance(tree.evict(found, found.num_evictable), Shortage)
 
     def num_in(self, tier: str, chain: Chain) -> int:
-        """Count the blocks of a prompt that are readable in a tier, or in the store of the first rank."""
+        """Count the blocks of a prompt that are readable in a memory tier, or that the first rank has in a store."""
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))
         lease = self.manager.tree.match(chain)

@@ -1,4 +1,4 @@
-"""Settings of every test process and of the processes that tests start."""
+"""Settings for every test process and for the processes that tests start."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import settings
 settings.register_profile("kvtier", deadline=None)
 settings.load_profile("kvtier")
 
-# Several test processes share the cores, and the threads of torch spin while they wait for each other: a batch of tiny
-# matrices took 8 s of CPU time with one thread and 88 s with two and a second process (2 cores, 2026-11-16).
+# Several test processes share the cores, and the threads of torch spin while they wait for each other. A batch of tiny
+# matrices took 8 s of CPU time with one thread and 88 s with two threads next to another process (2 cores, 2026-11-16).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # httpx and openai read the certificates of the system for every client, which takes 45 ms of CPU time per request, and
@@ -25,13 +25,13 @@ os.environ["SSL_CERT_DIR"] = os.devnull
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a Llama with 2 layers and a byte tokenizer."""
+    """Return the folder of a Llama with 2 layers and a byte tokenizer."""
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the imported modules from garbage collection: many tests collect, and a pass over torch is slow."""
+    """Exclude imported modules from garbage collection. Many tests call gc.collect, which is slow with torch."""
     gc.collect()
     gc.freeze()

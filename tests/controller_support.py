@@ -1,4 +1,4 @@
-"""A CacheController with real tensors, host memory and stores, driven by single transfers."""
+"""Helpers for tests of CacheController with real tensors, host memory and stores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def caches_of(num_blocks: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 class Rig:
-    """A controller, its device tensors, and its reports."""
+    """A controller with its device tensors. Creates single transfers and collects reports."""
 
     def __init__(self, num_device: int = 8, num_host: int = 8, stores=None, **options) -> None:
         self.caches = caches_of(num_device)
@@ -104,7 +104,7 @@ def draft_of(key: bytes) -> bytes:
 
 
 class Hangs(MemoryStore):
-    """A store whose calls block until `may_go` is set."""
+    """A store whose reads and writes block until `may_go` is set."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -123,17 +123,17 @@ class Hangs(MemoryStore):
 
 
 class Gate:
-    """Carries out copies. A closed gate blocks the first copy, and only that one, until it opens."""
+    """Executes copies. A closed gate blocks only the next copy, until `open` is called."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self.may_go = threading.Event()
-        self.has_come = threading.Event()
+        self.reached = threading.Event()
         self._lock = threading.Lock()
         self._is_closed = not is_open
 
     def close(self) -> None:
         self.may_go.clear()
-        self.has_come.clear()
+        self.reached.clear()
         self._is_closed = True
 
     def open(self) -> None:
@@ -143,20 +143,20 @@ class Gate:
         with self._lock:
             is_held, self._is_closed = self._is_closed, False
         if is_held:
-            self.has_come.set()
+            self.reached.set()
             assert self.may_go.wait(60)
         return run_path(*arguments)
 
 
 class Call:
-    """A call in another thread, to check whether it blocks."""
+    """Runs a call in another thread, to check that the call blocks or returns."""
 
     def __init__(self, call) -> None:
         self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()
 
     def must_wait(self) -> None:
-        """Check that the call blocks. A call that blocks passes on a machine of any speed."""
+        """Check that the call blocks. A call that blocks passes this check even on a slow machine."""
         self._thread.join(0.1)
         assert self._thread.is_alive(), "the call returned"
 

@@ -1,4 +1,4 @@
-"""Take pictures of the dashboard for the documentation: a server under load in Chromium.
+"""Take pictures of the dashboard for the documentation, with a server under load and Chromium.
 
 python tests/dashboard_pictures.py docs/images [--model smollm2 --chars 5000] [--seconds 100]
 """

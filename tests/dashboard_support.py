@@ -1,6 +1,6 @@
-"""Support for tests of the dashboard: Chromium, traffic and pictures.
+"""Helpers for tests of the dashboard: Chromium, traffic and pictures.
 
-`python tests/dashboard_pictures.py docs/images` takes the pictures of the documentation.
+`python tests/dashboard_pictures.py docs/images` takes the pictures for the documentation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
 
 
 class Traffic:
-    """Clients that send prompts about a few texts, with a skewed distribution, until the block ends."""
+    """Clients that send prompts about a few texts until the `with` block ends. Some texts are used more often."""
 
     def __init__(self, server: ServerProcess, texts: Sequence[str], *, clients: int = 3, max_tokens: int = 12) -> None:
         self._server = server
@@ -76,7 +76,7 @@ class Traffic:
 
 
 def hide(page: Any, is_hidden: bool) -> None:
-    """Simulate that the tab moves to the background or to the foreground."""
+    """Simulate a tab that moves to the background or to the foreground."""
     page.evaluate(
         """(is) => {
             Object.defineProperty(document, "hidden", { value: is, configurable: true });
@@ -87,7 +87,7 @@ def hide(page: Any, is_hidden: bool) -> None:
 
 
 def take_picture(page: Any, path: Path, max_height: int = 1300) -> None:
-    """Save the top of the page down to the third recent request, at most `max_height` pixels."""
+    """Save a picture of the page from the top to the third recent request, at most `max_height` pixels high."""
     hide(page, True)  # stops the updates
     row = page.locator("#recent tbody tr").nth(2).bounding_box()
     assert row is not None, "there is no third request"

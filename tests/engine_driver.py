@@ -1,4 +1,4 @@
-"""Drives Model in tests: sequences with their own blocks, in chunks and batches that the test chooses."""
+"""Run a Model on sequences in chunks and batches that the test chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.engine.model import Model
 
 
 class Driver:
-    """Runs chunks of sequences. Each sequence owns scattered blocks of one cache."""
+    """Runs chunks of sequences. Each sequence has its own blocks, at random places in one cache."""
 
     def __init__(self, model: Model, num_sequences: int, tokens: int, block_tokens: int = 4, seed: int = 0) -> None:
         per_sequence = -(-tokens // block_tokens)
@@ -25,7 +25,7 @@ class Driver:
         self.computed = [0] * num_sequences
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Run new tokens of some sequences as one batch. Return the logits of every new token by sequence."""
+        """Run new tokens of some sequences as one batch. Return, for each sequence, the logits of every new token."""
         inputs = [SequenceInput(ids, self.computed[i], self.tables[i], len(ids)) for i, ids in chunks.items()]
         batch = ForwardBatch.build(inputs, self.block_tokens, self.model.weights.device)
         logits = self.model.logits(self.model.forward(batch, self.cache))
@@ -60,7 +60,7 @@ def run_schedule(driver: Driver, steps: list[dict[int, list[int]]]) -> dict[int,
 
 
 def greedy(driver: Driver, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Prefill the prompts one per step while earlier ones decode. Return the greedy tokens."""
+    """Prefill one prompt per step while earlier sequences decode. Return the greedy tokens of each sequence."""
     found: list[list[int]] = [[] for _ in prompts]
     for step in range(len(prompts) + count):
         running = {i: [found[i][-1]] for i in range(min(step, len(prompts))) if len(found[i]) < count}

@@ -1,4 +1,4 @@
-"""Support for tests of the engine: random arrivals, collected answers, recorded logits, the oracle."""
+"""Helpers for tests of the engine: random arrivals, collected answers, recorded logits, and transformers models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_engine(
     prefix_caching: bool = True,
     **options: Any,
 ) -> Engine:
-    """Return an engine whose clock counts its calls."""
+    """Return an engine whose clock advances by one second per call."""
     config = EngineConfig(
         block_tokens,
         CacheConfig(num_blocks, prefix_caching=prefix_caching),
@@ -85,7 +85,7 @@ class Answers(dict[tuple[str, int], Answer]):
 
 
 def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000) -> Answers:
-    """Run steps until the engine has no work, and check the scheduler after each."""
+    """Run steps until the engine has no work, and check the scheduler after each step."""
     answers = Answers() if answers is None else answers
     for _ in range(max_steps):
         if not engine.has_work():
@@ -96,7 +96,7 @@ def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000
 
 
 def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], seed: int = 0) -> list[Answer]:
-    """Add requests at random between steps. Return their first answers in order."""
+    """Add requests one by one, with a random number of steps between them. Return the first answer of each request."""
     random, answers, names = np.random.default_rng(seed), Answers(), []
     for prompt, params in requests:
         while random.random() < 0.5:
@@ -110,14 +110,14 @@ def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams
 
 
 def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
-    """Return the answer of a new engine without prefix caching."""
+    """Return the answer of a new engine that runs only this request, without prefix caching."""
     engine = make_engine(model, 256 // 4, 4, max_step_tokens=256, prefix_caching=False, **options)
     name = engine.add(prompt, params)
     return finish(engine)[name]
 
 
 def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[int]]:
-    """Return random prompts of these lengths. Prompt i begins with `shared[i]` common tokens."""
+    """Return prompts of `lengths` random tokens. Prompt i has `shared[i]` additional common tokens at its start."""
     random = np.random.default_rng(seed)
     common = random.integers(3, VOCAB, max(shared, default=0)).tolist()
     common_of = [*shared, *[0] * (len(lengths) - len(shared))]
@@ -128,14 +128,14 @@ def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[i
 
 
 def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Return True if these tokens are the greedy continuation of the prompt by transformers' model."""
+    """True if these tokens are the greedy continuation of the prompt according to the transformers model."""
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
 class Recorder(Model):
-    """Records the logits of every prefix, and the prefixes whose logits differ between two runs."""
+    """A model that records the logits of every prefix, and lists the prefixes whose logits differ between two runs."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.config, model.weights, model.ops)
@@ -161,7 +161,7 @@ class Recorder(Model):
         return found
 
     def _prefixes(self) -> list[tuple[int, ...]]:
-        """Return the prefix of each row of logits, found by the block that the row writes to."""
+        """Return the tokens up to each row of logits. The block that a row writes to identifies its request."""
         assert self.engine is not None
         assert self._batch is not None
         block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running
@@ -177,7 +177,7 @@ class Recorder(Model):
 
 
 def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Engine, Recorder]:
-    """Return an engine with a recorder of logits, which may be shared with another engine."""
+    """Return an engine and its Recorder, which several engines may share."""
     recorder = recorder or Recorder(model)
     recorder.engine = make_engine(recorder, *args, **options)
     return recorder.engine, recorder
@@ -192,7 +192,7 @@ def conversations(random: Any, count: int, vocab: int = 61) -> list[list[list[in
 def talk(
     engine: Engine, talks: list[list[list[int]]], before_step: Callable[[], object] = lambda: None
 ) -> list[list[tuple[int, ...]]]:
-    """Run all conversations concurrently, turn by turn. Each prompt begins with the history."""
+    """Run all conversations concurrently, turn by turn, and return the answers. Each prompt contains the history."""
     history = [[] for _ in talks]
     answers: list[list[tuple[int, ...]]] = [[] for _ in talks]
     for turn in range(len(talks[0])):
@@ -214,7 +214,7 @@ def talk(
 
 @functools.cache
 def transformers_twin(path: Path) -> Any:
-    """Return transformers' Llama with the unfused tensors of a GGUF file."""
+    """Return a transformers Llama with the weights of a GGUF file."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

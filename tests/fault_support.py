@@ -1,4 +1,4 @@
-"""Fault injection per row: requests that fail at one stage of a step, and others that must not be affected."""
+"""Inject faults into single rows: some requests ("victims") fail at one stage of a step, others must be unaffected."""
 
 import itertools
 import os
@@ -16,19 +16,19 @@ from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
 from support import check_pipeline
 
-# Steps with a failing row per stage: 12, or 2,000 if KVTIER_SOAK is at least 20, the default of `make soak`.
+# Number of steps with a failing row, per stage. KVTIER_SOAK=20, the default of `make soak`, sets it to 2,000.
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
-POISON = 197  # the only token that the broken tokenizer cannot decode; a row samples it only if forced
+POISON = 197  # the only token that the broken tokenizer cannot decode; only a constraint can cause its sampling
 NUM_LIVE, NUM_VICTIMS = 4, 2
 
 
 class Break(Exception):
-    """Raised by the broken parts below."""
+    """Raised by the broken classes below."""
 
 
 class FaultyModel(Model):
-    """Replaces the logits of victims by `value` once they have `ages` tokens; None disables it."""
+    """Replaces the logits of a victim with `value` (unless None) when the victim has as many tokens as its age."""
 
     def __init__(self, model, value=None):
         super().__init__(model.config, model.weights, model.ops)
@@ -50,14 +50,14 @@ class FaultyModel(Model):
             if request.num_new_tokens < self.ages.get(request.id.split("#")[0], 1 << 30):
                 continue
             table = np.asarray(request.allocation.table)
-            places = np.minimum(positions // 4, len(table) - 1)  # a block that is written belongs to one request
+            places = np.minimum(positions // 4, len(table) - 1)  # only one request writes to a block
             mine = (table[places] == blocks) & (places == positions // 4)
             found[torch.from_numpy(mine).to(found.device)] = torch.tensor(self.value, device=found.device)
         return found
 
 
 class BrokenConstraint:
-    """Allows every token. After `age` tokens it raises in the method of its stage, or allows only POISON."""
+    """Allows every token. After `age` tokens, it raises in the method of its stage or forbids tokens."""
 
     def __init__(self, stage, age):
         self.stage, self.num_left = stage, age
@@ -77,7 +77,7 @@ class BrokenConstraint:
 
 
 class BrokenPenalties:
-    """Raises after the sampler has read it `age` times."""
+    """Raises after the sampler has read `repetition` `age` times."""
 
     presence = frequency = 0.0
 
@@ -163,7 +163,7 @@ VALUES = {
 
 
 def other(number):
-    """Return prompt and random parameters of unaffected request `number`."""
+    """Return the prompt and random parameters of the unaffected request `number`."""
     random = np.random.default_rng([1, number])
     (prompt,) = prompts(number % 7, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
     options = {"max_tokens": int(random.integers(1, 12)), "seed": number, "ignore_eos": bool(random.integers(2))}
@@ -179,7 +179,7 @@ def other(number):
 
 
 def victim(stage, number):
-    """Return prompt and parameters of a request that fails at a stage, and its number of tokens then."""
+    """Return the prompt, parameters and age of a victim, which fails at a stage after `age` tokens."""
     random = np.random.default_rng([2, number])
     age = int(random.integers(0, 4))
     (prompt,) = prompts(number % 5, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
@@ -208,13 +208,13 @@ def make_tokenizer():
 
 
 class Run:
-    """An engine under random load: unaffected requests, and victims of one stage until enough have failed."""
+    """An engine under random load, with unaffected requests and with victims that fail at one stage."""
 
     def __init__(self, model, tokenizer, stage=None):
         self.stage = stage
         self.model = FaultyModel(model, VALUES.get(stage))
         proposer = BrokenProposer() if stage == "proposer" else NgramProposer(2, shortest=1)
-        # no graphs: they would replay the logits without the faults
+        # no graphs, because they would replay the logits without the faults
         config = EngineConfig(4, CacheConfig(48), SchedulerConfig(8, 24), graph_sizes=())
         ticks = itertools.count()
         self.engine = Engine(self.model, tokenizer, config, proposer=proposer, clock=lambda: float(next(ticks)))
@@ -257,7 +257,7 @@ class Run:
         assert self.engine.manager.num_available == 48
 
     def unaffected_answers(self, exact):
-        """Return the answers of unaffected requests without steps and cache hits, which depend on the load."""
+        """Return the answers of unaffected requests, without the numbers that depend on the load."""
         return {
             key: (each.tokens, each.text, each.logprobs if exact else len(each.logprobs), each.reason, each.error)
             for key, each in self.answers.items()
@@ -266,7 +266,7 @@ class Run:
 
 
 def inject(run, monkeypatch):
-    """Patch our code to raise for victims, at stages that callers cannot reach."""
+    """Patch engine code to raise for victims, at stages that request parameters cannot influence."""
     if run.stage == "explain":
         explain = run.engine.manager.explain
 
@@ -290,7 +290,7 @@ def inject(run, monkeypatch):
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
     """Run unaffected requests with victims that fail at a stage, then without them, and compare the answers.
 
-    `exact` compares log-probabilities bit by bit; the model must be batch-invariant.
+    With `exact`, log-probabilities are compared bit by bit, which needs a batch-invariant model.
     """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)
@@ -302,7 +302,7 @@ def check_row_faults(model, stage, monkeypatch, *, exact=True):
     for (name, _), answer in run.answers.items():
         if name.startswith("other") or stage == "proposer":
             assert answer.reason in (FinishReason.STOP, FinishReason.LENGTH), answer
-        elif answer.reason is not FinishReason.STOP:  # the model may end it first
+        elif answer.reason is not FinishReason.STOP:  # the model may end an answer before the failure
             assert answer.reason is FinishReason.ERROR
             assert answer.error.startswith(STAGES[stage])
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Builders for the tests of kvtier.index: trees, chains, leases and whole requests."""
+"""Helpers for the tests of kvtier.index: trees, chains, leases and whole requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMESPACE = Namespace("model", block_tokens=BLOCK)
 
 
 def tree_of(*sizes: int, policy: str = "lru", **options) -> RadixTree:
-    """Return a tree whose tiers device, host and disk have `sizes` slots."""
+    """Return a tree with one tier per size, named device, host and disk. A size is a number of slots."""
     names = ("device", "host", "disk")
     tiers = [Tier(n, BlockPool(names[n], size), lambda: make_policy(policy)) for n, size in enumerate(sizes)]
     return RadixTree(NAMESPACE, tiers, **options)
 
 
 def tokens_of(blocks: Sequence[int]) -> list[int]:
-    """Return the tokens of one block of equal ids per number."""
+    """Return the tokens of one block for each number. All token ids in the block equal the number."""
     return [block for block in blocks for _ in range(BLOCK)]
 
 
@@ -40,7 +40,7 @@ def begin(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention 
 
 
 def run(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | None = None, **options) -> list[int]:
-    """Run a request from match to release. Return its table."""
+    """Run a request from match to release. Return its block table."""
     lease = begin(tree, *blocks, now=now, retention=retention, **options)
     tree.publish(lease, lease.chain.num_tokens, now=now)
     tree.release(lease, now=now)
@@ -48,14 +48,14 @@ def run(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | 
 
 
 def matched(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> int:
-    """Return the number of matched blocks without counting as a use."""
+    """Return the number of matched blocks. The match does not count as a use of the blocks."""
     lease = tree.match(chain_of(*blocks, **options), now=now)
     tree.release(lease, used=False)
     return lease.num_matched
 
 
 def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count: int | None = None) -> list[int]:
-    """Copy blocks of a lease from the device to a slower tier and complete the copy."""
+    """Copy blocks of a lease from the device to the slower tier `number`. Return the slots of the copies."""
     count = lease.num_blocks - first if count is None else count
     tier = tree.tiers[number]
     slots = tree.reserve(tier, count, lease.chain.salt)
@@ -67,7 +67,7 @@ def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count:
 
 @dataclass(frozen=True)
 class Path:
-    """Number of the fastest readable tier and the slot, for each block of a lease in order."""
+    """For each block of a lease, the number of the fastest readable tier and the slot in this tier."""
 
     tiers: np.ndarray
     slots: np.ndarray

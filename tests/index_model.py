@@ -1,4 +1,4 @@
-"""Reference model of the block index: one object per block, every query a walk over all blocks."""
+"""Reference model of the block index. It has one object per block, and every query walks over all blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Domain = tuple[bytes, bytes]
 
 
 def tenant(salt: bytes) -> bytes:
-    """Return the tenant of a salt: the part before a NUL."""
+    """Return the tenant of a salt, which is the part before the first NUL byte."""
     return salt.split(b"\0")[0]
 
 
@@ -33,7 +33,7 @@ def root_key(namespace: bytes, salt: bytes, adapter: bytes) -> bytes:
 def block_contents(
     tokens: Sequence[int], media: Iterable[tuple[int, int, bytes]] = (), block_tokens: int = BLOCK_TOKENS
 ) -> list[Content]:
-    """Return tokens and overlapping media items of each full block. Item positions are relative to the block."""
+    """Return the tokens and the overlapping media items of each full block. Positions are relative to the block."""
     contents = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         span = set(range(start, start + block_tokens))
@@ -64,7 +64,7 @@ class Spec:
 
 @dataclass(eq=False)
 class Copy:
-    """A block in one tier."""
+    """A copy of a block in one tier."""
 
     slot: int
     state: str = "ready"  # writing, ready
@@ -81,8 +81,8 @@ class Block:
     content: Content | None
     domain: Domain
     low: int = 0
-    """Bounds of the logical time of the last use. They differ for blocks that were published and never used."""
     high: int = 0
+    """`low` and `high` bound the logical time of the last use. They differ until a published block is used."""
     priority: int = 0
     expires: float = math.inf
     attached: bool = True
@@ -91,7 +91,7 @@ class Block:
 
     @property
     def name(self) -> tuple[Domain, tuple[Content, ...]]:
-        """Return salt, adapter and the contents of all blocks from the first to this one."""
+        """Return the domain, and the contents of all blocks from the root to this block."""
         contents: list[Content] = []
         at = self
         while at.parent is not None:
@@ -113,7 +113,7 @@ class Block:
 
 @dataclass(eq=False)
 class Holder:
-    """A lease."""
+    """The model of a lease."""
 
     spec: Spec
     root: Block
@@ -126,7 +126,7 @@ class Holder:
     stopped: str | None = None
     num_matched: int = 0
     unused_blocks: bool = False
-    """True if it published blocks and has not used its path since."""
+    """True if the lease has published blocks and has not used its path since."""
 
     @property
     def end(self) -> Block:
@@ -169,7 +169,7 @@ class Model:
         ]
 
     def owners(self, tier: int) -> list[tuple[int, Domain]]:
-        """Return every used slot of a tier with its domain; a slot with two owners occurs twice."""
+        """Return every used slot of a tier with the domain of its owner. A slot with two owners is listed twice."""
         found = [
             (copy.slot, block.domain)
             for block in {*self.blocks(), *self.held()}
@@ -256,7 +256,7 @@ class Model:
     # ---- eviction ----
 
     def victims_needed(self, tier: int, n: int, salt: bytes) -> list[bytes | None] | None:
-        """Return the tenant of each eviction that n slots need (None: any tenant), or None for a shortage."""
+        """Return, for each eviction that n slots need, the tenant (None for any tenant). None if slots are short."""
         salt = tenant(salt)
         quota, excess = self.quotas[tier].get(salt), 0
         if quota is not None and n:
@@ -269,7 +269,7 @@ class Model:
         return [salt] * excess + [None] * (short - excess)
 
     def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[tuple[Domain, tuple[Content, ...]]]) -> None:
-        """Evict all blocks but `left`, and check that an order with leaves and oldest first leads to them."""
+        """Evict all blocks except `left`. Check that evicting the oldest leaf first can leave these blocks."""
         stayed = set(left)
         evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
         assert len(evicted) == len(tenants), (
@@ -310,7 +310,7 @@ class Model:
         )
 
     def forget(self, block: Block) -> int:
-        """Remove a block and its descendants from the tree; leased blocks keep their slots until release."""
+        """Remove a block and its descendants from the tree. Leased blocks keep their slots until they are released."""
         held = self.held()
         assert block.parent is not None
         del block.parent.children[block.content]

@@ -1,4 +1,4 @@
-"""Traces with known hit rates: the committed one, and the Mooncake conversation trace if KVTIER_TRACE is its path."""
+"""Traces with known hit rates: the trace in tests/data, and the Mooncake conversation trace if KVTIER_TRACE is set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReferenceTrace:
     """Policy -> hit rate at each capacity."""
     tolerance: float
     ghost_error: float
-    """Upper bound of the error that the ghost states; a short trace gives a small sample."""
+    """Largest accepted error estimate of the ghost cache. It is larger for a short trace, which is a small sample."""
 
     @property
     def requests(self) -> tuple[TraceRequest, ...]:
@@ -47,9 +47,9 @@ def _committed() -> ReferenceTrace:
 
 
 def _conversation(path: str) -> ReferenceTrace:
-    """Return the conversation trace; its rates are from an independent simulator, to four digits.
+    """Return the conversation trace. An independent simulator computed the hit rates, to four digits.
 
-    The policies are LRU, FIFO with leaves first, and Belady with bypass.
+    Its policies are LRU, FIFO that evicts leaves first, and Belady with bypass.
     """
     rates = {
         "lru": [0.0470, 0.1237, 0.2243, 0.3448, 0.3715, 0.3795],

@@ -1,4 +1,4 @@
-"""A simulated device for tests of the scheduler. It checks that the slots of a row hold exactly its prefix."""
+"""A simulated device for tests of the scheduler. It checks that the slots of a row hold the KV of its prefix."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""Result of a row whose loads failed. The simulated model never samples 77."""
+"""Result of a row whose loads failed. The scheduler must ignore it; the simulated model never samples token 77."""
 
 
 class Device:
-    """Tiers as dictionaries: (slot, offset) -> the prefix whose KV was computed there.
+    """Device and host memory as dictionaries from (slot, offset) to the prefix whose KV was computed there.
 
-    Transfers take effect, or fail, in `move`. Until then their targets hold rubbish.
+    `move` executes transfers. Until then, the targets of a transfer hold rubbish.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Device:
         self.planned: list[tuple[int, TransferRequest]] = []
 
     def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
-        """Carry out the `count` oldest transfers and report them."""
+        """Execute the `count` oldest transfers and apply their reports. With ok=False, the transfers fail."""
         for epoch, transfer in self.planned[:count]:
             if ok:
                 source, target = (self.host, self.kv) if transfer.source == "host" else (self.kv, self.host)
@@ -42,7 +42,7 @@ class Device:
     def run(
         self, step: Step, finish: set[str] = frozenset(), *, scheduler: Scheduler | None = None, ok: bool = True
     ) -> list[RowResult]:
-        """Compute a step. Its loads are carried out, or fail, and are reported before it."""
+        """Compute a step after its loads have been executed and reported. With ok=False, the loads fail."""
         for transfer in step.plan.transfers:
             self.planned.append((step.plan.epoch, transfer))
             for slot in transfer.targets.tolist():
@@ -64,7 +64,7 @@ class Device:
     def _compute(self, row: Row, finish: set[str]) -> RowResult:
         request, table = row.request, row.request.allocation.table.tolist()
         tokens = (*request.chain.tokens.tolist(), *request.draft)
-        for position in range(row.first):  # all earlier KV must be of this prefix
+        for position in range(row.first):  # the KV of all earlier positions must belong to this prefix
             assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
         for position in range(row.first, row.stop):
             self.kv[table[position // BLOCK], position % BLOCK] = tokens[: position + 1]
@@ -126,7 +126,7 @@ def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool 
 
 
 def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> None:
-    """Check the invariants of a step. `ran` are the requests that were running before it."""
+    """Check the invariants of a step. `ran` are the requests that were running before the step."""
     limits, rows = scheduler.config, step.rows
     assert step.num_tokens == sum(row.num_tokens for row in rows) <= limits.max_step_tokens
     assert len({row.request.id for row in rows}) == len(rows)

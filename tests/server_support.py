@@ -1,4 +1,4 @@
-"""Support for tests of the server: real server processes."""
+"""Start real server processes for tests of the server."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine, the child that is not a helper of multiprocessing."""
+        """Process id of the engine process. The other child processes are helpers of multiprocessing."""
         for child in psutil.Process(self.process.pid).children():
             if "spawn_main" in " ".join(child.cmdline()):
                 return child.pid
         raise AssertionError("there is no engine process")
 
     def client(self, key: str = "no key") -> openai.OpenAI:
-        """Return the OpenAI client of a key. It is closed with the server."""
+        """Return the OpenAI client for an API key. `stop` closes the client."""
         if key not in self._clients:
             self._clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
         return self._clients[key]
@@ -75,7 +75,7 @@ class ServerProcess:
     def wait_for(
         self, condition: Callable[[dict[str, Any]], bool], seconds: float = 30, key: str = ""
     ) -> dict[str, Any]:
-        """Poll the state until it meets the condition, and return it."""
+        """Poll the state until the condition is True for it. Return the state."""
         deadline = time.monotonic() + seconds
         while not condition(state := self.state(key)):
             assert time.monotonic() < deadline, f"condition not met within {seconds} s: {state}"

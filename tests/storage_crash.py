@@ -1,10 +1,10 @@
-"""A process that writes to a DiskStore until it is killed with SIGKILL, and a check of the store afterwards.
+"""Kill a process with SIGKILL while it writes to a DiskStore, and check the store afterwards.
 
-python storage_crash.py FOLDER WORKLOAD            the writing process; started by Victim, below
+python storage_crash.py FOLDER WORKLOAD            the parent of the writers; started by Victim, below
 
-It reads lines "go SEED SYNC". For each it forks a writer, which saves the start of Python, prints "pid N" and, when the
-writer is dead, "dead". The writer prints "trying NUMBER VERSION .." before each write and "stored NUMBER VERSION .."
-after each write that reported all objects stored.
+The parent reads lines "go SEED SYNC". For each line, it forks a writer, because a fork is faster than a new Python. It
+prints "pid N" when the writer has started and "dead" when the writer has ended. The writer prints "trying NUMBER
+VERSION .." before each write, and "stored NUMBER VERSION .." after each write that stored all objects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUMBERS = 48
 
 @dataclass(frozen=True)
 class Workload:
-    """Object sizes and limits of a store that has room for all objects, so that nothing is evicted."""
+    """Object sizes and store limits. The store has room for all objects, so that nothing is evicted."""
 
     sizes: tuple[int, ...]
     max_bytes: int
@@ -67,7 +67,7 @@ def write_until_killed(folder: str, workload: Workload, seed: int, sync: Sync) -
 
 
 class Victim:
-    """The writing process. `possible` maps each number to the versions that may be stored after a kill."""
+    """The parent process and its writers. `possible` contains, for each object, the versions that may be stored."""
 
     def __init__(self, folder: Path, workload: str = "small") -> None:
         self.folder, self.workload = folder, WORKLOADS[workload]
@@ -80,10 +80,10 @@ class Victim:
         self.num_stored = 0
 
     def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
-        """Start a writer, kill it `spin_ns` after it has printed `num_lines` lines, and read the rest of its output."""
+        """Start a writer and kill it `spin_ns` nanoseconds after it has printed `num_lines` lines. Read its output."""
         print("go", seed, sync.value, file=self._process.stdin, flush=True)
         word, pid = self._process.stdout.readline().split()
-        while word != "pid":  # the child may print before its parent
+        while word != "pid":  # the writer may print before its parent
             self._take(word, pid)
             word, pid = self._process.stdout.readline().split()
         for _ in range(num_lines):
@@ -96,7 +96,7 @@ class Victim:
             self._take(*line)
 
     def inspect(self) -> Damage:
-        """Open the store, read all objects, and expect the versions that were read from now on."""
+        """Open the store and read all objects. From now on, the versions that were read are expected."""
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
@@ -135,13 +135,13 @@ class Victim:
 
 @dataclass(frozen=True)
 class Damage:
-    """Result of an inspection: all but `found` must be 0."""
+    """Result of an inspection. All numbers except `found` must be 0."""
 
     found: int
     lost: int
-    """Objects that were reported stored and are missing."""
+    """Number of missing objects that were reported as stored."""
     corrupt: int
-    """Objects with bytes that were never written, and damaged objects."""
+    """Number of damaged objects, and of objects with bytes that were never written."""
     evicted: int
     leaked_bytes: int
 

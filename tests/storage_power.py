@@ -17,7 +17,7 @@ Call = tuple[str, list[int], int]
 
 
 class Versions:
-    """Sizes of all versions that were written, by number."""
+    """Sizes of all versions of each object that were written, by the number of the object."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, list[int]] = {number: [] for number in range(12)}
@@ -27,7 +27,7 @@ class Versions:
         return write_of(number, nbytes, len(self.sizes[number]) - 1)
 
     def check_read(self, store: DiskStore, number: int) -> int | None:
-        """Read an object, check its bytes and return its version, or None if it is missing."""
+        """Read an object, check its bytes and return its version, or None if the object is missing."""
         for version, nbytes in reversed([*enumerate(self.sizes[number])]):
             result, room = get(store, number, nbytes)
             if not result.ok:
@@ -37,16 +37,16 @@ class Versions:
                 continue
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
             found = [v for v in matching if payload_of(number, nbytes, v) == room]
-            assert found, f"object {number} has bytes that were never written, last version {version}"
+            assert found, f"object {number} has bytes that were never written; its last version is {version}"
             return found[-1]
         return None
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk until the power fails before its operation `at`.
+    """Runs calls on a simulated disk until the power fails, just before operation number `at` of the disk.
 
-    `left` is the disk after the failure. `durable` maps the numbers whose state was reported durable before it to their
-    version, None for removed objects.
+    `left` is the disk after the failure. `durable` contains the objects whose state was reported as durable before the
+    failure. It maps the number of an object to its version, or to None if the object was removed.
     """
 
     def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int) -> None:
@@ -63,15 +63,15 @@ class PowerFailure:
             self.fail()
 
     def restart(self, sync: Sync) -> None:
-        """Open the store on the current disk. The previous store is closed or killed."""
+        """Open the store on the current disk. The previous store must be closed or killed."""
         self.store = DiskStore(self.folder, self.room, files=self.disk, sync=sync, **self._settings)
 
     def fail(self, keep: float = 0.5) -> None:
-        """Fail the power. Each unsynced part is kept with probability `keep`."""
+        """Simulate a power failure. Each unsynced part is kept with probability `keep`."""
         self.left = self.disk.after_crash(lambda: self._random.random() < keep)
 
     def kill(self) -> None:
-        """End the store without a sync, like SIGKILL: its writes remain in the page cache."""
+        """End the store without a sync. Its writes remain in the page cache, as after SIGKILL."""
         self.disk.before = _refuse_sync
         with contextlib.suppress(StoreError):
             self.store.close()
@@ -87,7 +87,7 @@ class PowerFailure:
         else:
             results = self.store.remove([key_of(n) for n in numbers])
             reported = dict.fromkeys(numbers)
-        for number in numbers:  # unknown during the call, and after it unless it is durable
+        for number in numbers:  # their state is unknown during the call, and after the call unless it is durable
             self.durable.pop(number, None)
         if self.left is None and results.is_durable:
             self.durable |= reported
@@ -107,7 +107,7 @@ class PowerFailure:
         self.store.close()
 
     def inspect(self) -> Checked:
-        """Open the store after the failure, read all objects, then check that all can be written again."""
+        """Open the store after the failure, read all objects, then write all objects again and read them."""
         store = self.reopen()
         found = lost = refilled = 0
         for number in range(12):
@@ -137,13 +137,13 @@ class Checked:
 
     found: int
     durable: int
-    """Objects that were reported durably stored or removed."""
+    """Number of objects that were reported as durably stored or removed."""
     lost: int
-    """Durable objects in another state than reported."""
+    """Number of durable objects whose state differs from the reported state."""
     refilled: int
-    """Objects found after 12 were written again."""
+    """Number of objects that were found after all 12 objects had been written again."""
     leaked_bytes: int
-    """Quarantined bytes, although nothing was damaged."""
+    """Number of quarantined bytes. It must be 0, because nothing was damaged."""
 
 
 def same_bytes(versions: Versions, number: int, found: int | None, expected: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Support for tests of stores: objects, a store with injected faults, and a simulated disk."""
+"""Helpers for tests of stores: objects, a store with injected faults, and a simulated disk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> 
 
 
 def check_disk(store: DiskStore) -> None:
-    """Raise AssertionError if metadata and files of an idle store are inconsistent."""
+    """Raise AssertionError if the metadata and the files of an idle store are inconsistent."""
     space, catalog = store._space, store._space._catalog
     assert space._segments.keys() == catalog._segments.keys()
     assert space.used_bytes <= space._max_bytes or not space._segments
@@ -120,18 +120,18 @@ class Clock:
 
 @dataclass
 class Fault:
-    """Fault of one call: an error, a hang until the deadline, or damage of stored objects before the call."""
+    """Fault of one store call: an error, a hang until the deadline, or damage to stored objects before the call."""
 
     error: str = ""
     hangs: bool = False
     flip_bit: int | None = None
     cut_to: int | None = None
     only: Callable[[bytes], bool] = lambda _: True
-    """True for the keys that are affected."""
+    """Function that returns True for the keys that are affected."""
 
 
 class FaultyStore:
-    """A MemoryStore that applies the next fault to each call. A hang advances the clock by its deadline."""
+    """A MemoryStore that applies the next fault to each call. A hang advances the clock by the timeout of the call."""
 
     def __init__(
         self, inner: MemoryStore, faults: Iterable[Fault] = (), clock: Clock | None = None, timeout_s: float = 10.0
@@ -194,7 +194,7 @@ class Node:
     durable: bytearray = field(default_factory=bytearray)
     current: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)
-    """(offset, bytes), or (length, None) for an allocation."""
+    """(offset, bytes) for a write, (length, None) for an allocation."""
 
 
 def apply(data: bytearray, offset: int, written: bytes | None) -> None:
@@ -206,7 +206,7 @@ def apply(data: bytearray, offset: int, written: bytes | None) -> None:
 
 
 class SimulatedDisk:
-    """File operations of a DiskStore on files in memory, which lose random unsynced data in a crash.
+    """Implements the file operations of a DiskStore with files in memory, which lose random unsynced data in a crash.
 
     `pending_names` lists the unsynced changes of the folder as (operation, name, node or new name).
     """
@@ -218,7 +218,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Called before each operation with its name and number; it may raise or wait."""
+        """Function that is called before each operation, with its name and number. It may raise or wait."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000
@@ -311,7 +311,7 @@ class SimulatedDisk:
         return self.capacity - sum(len(node.current) for node in self.names.values())
 
     def after_crash(self, keep: Callable[[], bool]) -> SimulatedDisk:
-        """Return the disk after a crash. `keep` decides for each unsynced name and sector."""
+        """Return the disk after a crash. `keep` decides for each unsynced name and sector whether it is kept."""
         with self._lock:
             names = dict(self.durable_names)
             for operation, name, what in self.pending_names:

@@ -1,4 +1,4 @@
-"""The contract of all stores. Test modules define a `store` fixture and import all tests."""
+"""Tests that every store must pass. Test modules define a `store` fixture and import all tests from here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and a real server that injects faults."""
+"""A TCP proxy that injects faults between a client and a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Faults:
 class Proxy:
     """Listens on `port` until closed.
 
-    `num_asked` counts the bytes from clients, `num_connections` their connections, `num_turns` the round trips.
+    `num_asked` counts the bytes from clients, `num_connections` the connections, and `num_turns` the round trips.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -50,7 +50,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def set(self, faults: Faults) -> None:
-        """Replace the faults, release connections that hang, and reset the offset."""
+        """Replace the faults, close connections that hang, and count offsets from 0 again."""
         with self._lock:
             self._faults, self._num_sent = faults, 0
             self._changed.set()
@@ -88,7 +88,7 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
-            for each in (client, server):  # like Redis and its clients; otherwise some answers wait 40 ms for an ACK
+            for each in (client, server):  # as Redis and its clients do; otherwise some answers wait 40 ms for an ACK
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}
@@ -124,7 +124,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
     def _apply_faults(self, data: bytearray, faults: Faults, begin: int, changed: threading.Event) -> bool:
-        """Apply the faults to data from the server. Return False if the connection ends after it."""
+        """Apply the faults to data from the server. False if the connection must be closed after this data."""
         if faults.delay_s:
             changed.wait(faults.delay_s)
         for bit in faults.flips:
@@ -138,7 +138,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Faults], None]]]:
-    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and its `set`."""
+    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and `Proxy.set`."""
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(upstream, child_end), daemon=True)

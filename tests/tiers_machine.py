@@ -1,7 +1,6 @@
-"""State machine of manager and controller with real copies and faulty stores: no request reads wrong KV.
+"""State machine of manager and controller with real copies and faulty stores. It checks that no request reads wrong KV.
 
-The KV of a token is a pure function of the tokens up to it, the layer and the position, so that every block of a
-request can be checked.
+The KV of a token depends only on the salt and on the tokens up to it, so every block of a request can be checked.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ LAYERS, DIM = TINY.num_layers, TINY.head_dim
 
 
 def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
-    """Return the KV of the last of these tokens: [layer, K/V, head, dim], exact in float32."""
+    """Return the KV of the last token, [layer, K/V, head, dim]. The values are exact in float32."""
     return _kv_of(salt + tokens.astype("<i4").tobytes())
 
 
@@ -58,7 +57,7 @@ def _kv_of(data: bytes) -> torch.Tensor:
 
 
 class Faults:
-    """Random faults of store calls from a seed, so that a failing example can be repeated."""
+    """Random faults for store calls. They depend only on the seed, so that a failing example can be repeated."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = random.Random(seed), share
@@ -78,7 +77,7 @@ class Faults:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Random requests, aborts, preemptions, resets, sleeps, resizes, operators and faults over three tiers."""
+    """Random requests, aborts, preemptions, operations on tiers, and faults, over three tiers."""
 
     device: ClassVar[str] = "cpu"
     steps: ClassVar[Counter[str]] = Counter()
@@ -145,7 +144,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        if len(self.requests) >= 6:  # not a precondition: the available rules must not depend on threads
+        if len(self.requests) >= 6:  # not a precondition, because the available rules must not depend on threads
             return
         self.num_requests += 1
         chain = Chain(self.manager.namespace, tokens, salt=salt)
@@ -155,7 +154,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12))
     def run_with_reports(self, count):
-        """Run steps and apply the reports of all transfers before each."""
+        """Run steps. Before each step, wait for all transfers and apply their reports."""
         for _ in range(count):
             self.apply_reports()
             self.step()
@@ -167,7 +166,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.step()
 
     def apply_reports(self) -> None:
-        """Wait for all transfers and apply their reports, independent of timing."""
+        """Wait for all transfers and apply their reports, so that the result does not depend on timing."""
         while self.controller._under or self.controller._stores._num_open:
             self.controller.wait(0.01)
             for report in self.controller._transfers.poll():
@@ -261,7 +260,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.scheduler.check()
 
     def teardown(self):
-        """Run all requests to their end, then check that there are no leases."""
+        """Run all requests to their end, then check that no transfers and leases are left."""
         if not hasattr(self, "scheduler"):
             return
         for pin in self.pins:
@@ -281,7 +280,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
-    """Run `examples` examples of a machine, and check that they had enough steps and hits in every tier."""
+    """Run a machine, and check that the examples had enough steps and that every tier had hits."""
     before = machine.steps["steps"]
     run_state_machine_as_test(
         machine,

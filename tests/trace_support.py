@@ -1,4 +1,4 @@
-"""Writer of traces in Mooncake's format."""
+"""Write traces in Mooncake's format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvtier.replay import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 def write_trace(requests: Iterable[TraceRequest], path: str | Path) -> int:
-    """Write requests in Mooncake's format, compressed according to the suffix. Return their number."""
+    """Write requests in Mooncake's format, compressed according to the suffix. Return the number of requests."""
     lines = []
     for request in requests:
         if request.block_tokens != TRACE_BLOCK_TOKENS:
             raise ArgumentError(
-                f"Mooncake's format has blocks of {TRACE_BLOCK_TOKENS} tokens, the request {request.block_tokens}"
+                f"Mooncake's format needs blocks of {TRACE_BLOCK_TOKENS} tokens, got {request.block_tokens}"
             )
         record = {
             "timestamp": round(request.timestamp_ms),

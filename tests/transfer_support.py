@@ -1,4 +1,4 @@
-"""Support for tests of transfers: layouts, caches with known bytes, a numpy oracle, and waiting threads."""
+"""Helpers for tests of transfers: layouts, caches with known bytes, expected bytes in numpy, and waiting threads."""
 
 import threading
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
 
 @st.composite
 def groups(draw, name="main"):
-    """Draw a group: attention or MLA, scales, indexers, draft layers of another shape, any element type."""
+    """Draw a cache group: attention or MLA, with or without scales, indexers and draft layers, of any element type."""
     tokens = draw(st.sampled_from([1, 4, 16]))
     element = draw(st.sampled_from([dt.u8, dt.f16, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extra = [
@@ -57,10 +57,10 @@ def filled_cache(group, num_blocks, form, placement, seed):
         return DeviceCache.block_first(group, whole), views
     for index, layer in enumerate(group.layers):
         sizes = [each.nbytes for each in layer.tensors]
-        if form == "pairs":  # all tensors of a layer side by side, block by block
+        if form == "pairs":  # each block contains all tensors of the layer
             wide = made(num_blocks, sum(sizes))
             parts = torch.split(wide, sizes, dim=1)
-        elif form == "interleaved":  # every second block row of a larger tensor
+        elif form == "interleaved":  # every second row of a larger tensor
             parts = [made(num_blocks, 2, size)[:, 1] for size in sizes]
         else:
             parts = [made(num_blocks, size) for size in sizes]
@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition that reports when a thread has begun to wait, so that a later notify reaches it."""
+    """A condition for tests that must notify a thread only after the thread has begun to wait."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class WatchedCondition(threading.Condition):
         return super().wait(timeout)
 
     def start_waiter(self, function):
-        """Run a function in a thread. Return its future once the thread waits here or has ended."""
+        """Run a function in a thread. Return its future when the thread waits for this condition or has ended."""
         future = run_in_thread(function)
         future.add_done_callback(lambda _: self._begun.release())
         self._begun.acquire()
@@ -127,7 +127,7 @@ def run_in_thread(function):
 
 
 class SteppedMover:
-    """Carries out one copy per permit and records the host slots of each."""
+    """Executes one copy per permit, and records the host slots of each copy."""
 
     def __init__(self):
         self.permits, self.host, self.slots, self.jobs = threading.Semaphore(0), None, [], []
@@ -146,7 +146,7 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """Return a manager on the CPU with one slice per block, its mover and the tensors of its cache."""
+    """Return a manager on the CPU that moves each block as one slice, its mover, and the tensors of its cache."""
     mover = SteppedMover()
     options = TransferConfig(
         **{"slice_bytes": SMALL.block_bytes, "max_in_flight_bytes": 2 * SMALL.block_bytes, **config}
@@ -170,7 +170,7 @@ def num_layers_done(load: TransferHandle) -> int:
 
 
 def arrival_ms(load: TransferHandle, layer: int) -> float:
-    """Wait for a layer. Return the milliseconds from the first copy of the load to its arrival."""
+    """Wait for a layer. Return the milliseconds from the first copy of the load to the arrival of the layer."""
     load.layers.wait(layer)
     event = load.layers._events[load.layers._group_of(layer)]
     return 0.0 if load.begin is None else load.begin.elapsed(event)

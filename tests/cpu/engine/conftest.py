@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture, made by transformers, which is also the oracle."""
+"""Tiny random checkpoints of every architecture, created by transformers. Tests compare kvtier with transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 NEEDED = ("transformers", "safetensors", "tokenizers", "jinja2")
 collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDED) else ["test_*.py"]
 
-# Some virtual machines report AMX but fault on its instructions: with it, oneDNN kills the process on bf16 matrices.
+# Some virtual machines report AMX but fault on AMX instructions, which oneDNN would use for bf16 matrices.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 TINY: dict[str, Any] = {
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread: two are very slow when another process uses a core."""
+    """Run torch on one thread, because two threads are very slow if another process uses a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return `checkpoint(kind, **save options) -> (folder, transformers' model)`, which makes each once a session."""
+    """Return a function `checkpoint(kind, **save_options)` that returns (folder, transformers model), with a cache."""
     made: dict[Any, tuple[Path, Any]] = {}
 
     def make(kind: str, **options: Any) -> tuple[Path, Any]:

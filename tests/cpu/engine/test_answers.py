@@ -1,4 +1,4 @@
-"""The cache never changes an answer: 500 requests of conversations give the same tokens with any set of tiers."""
+"""The cache never changes an answer: 500 requests of 100 conversations get the same tokens with any set of tiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def talks() -> list[list[list[int]]]:
-    """Return the user turns of conversations over three system prompts."""
+    """Return the user turns of conversations that share three system prompts."""
     words = random.Random(11)
     systems = [[words.randrange(61) for _ in range(length)] for length in (9, 17, 30)]
     return [
@@ -55,7 +55,7 @@ def make(model: Model, cache: CacheConfig, store: Store | None = None) -> Engine
 
 
 def play(engine: Engine, talks: list[list[list[int]]]) -> Answers:
-    """Play AT_ONCE conversations at a time; a turn is sent when the answer to the previous one has arrived."""
+    """Run AT_ONCE conversations at a time. Send a turn when the answer to the previous turn has arrived."""
     answers: Answers = [[] for _ in talks]
     prompts: dict[str, list[int]] = {}
     outputs: dict[str, list[int]] = {}

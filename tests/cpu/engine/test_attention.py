@@ -1,4 +1,4 @@
-"""Fast attention and native code of the CPU against the plain versions, over random block tables."""
+"""Fast attention and native code on the CPU equal the plain versions, with random block tables."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
-    """Return queries, keys and values by sequence, flat heads, the filled cache of layer 1 of 3, and the batch."""
+    """Return (q, k, v) of each sequence, all of them as flat heads, the filled cache of one layer, and the batch."""
     random = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
@@ -38,7 +38,7 @@ def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
 
 
 def masked_attention(q, keys, values):
-    """Return torch's own attention with a mask, after repeating keys and values."""
+    """Compute attention with torch, with a mask and with keys and values repeated for each query head."""
     group = q.shape[1] // keys.shape[1]
     mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
     q, keys, values = (
@@ -86,7 +86,7 @@ needs_compiler = pytest.mark.skipif(native().code is None, reason=native().reaso
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (208, 576)])
-def test_packed_matrix_equals_the_dequantised_one(kind, shape, threads):
+def test_packed_product_equals_dequantised_product(kind, shape, threads):
     gguf = pytest.importorskip("gguf")
     torch.set_num_threads(threads)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -98,7 +98,7 @@ def test_packed_matrix_equals_the_dequantised_one(kind, shape, threads):
         raw, exact = torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, quant))
     packed = pack(kind, raw)
     code = native().code
-    # A unit vector selects a column: nothing is summed, so every bit must be equal.
+    # A product with a unit vector selects a column without summing, so every bit must be equal.
     for first in range(0, shape[1], 4):
         columns = torch.eye(shape[1])[first : first + 4]
         assert torch.equal(code.linear(columns, packed), exact[:, first : first + 4].t())
@@ -107,7 +107,7 @@ def test_packed_matrix_equals_the_dequantised_one(kind, shape, threads):
     for count in range(1, 17):
         unit = wide[:count].double().norm(dim=1, keepdim=True) * exact.double().norm(dim=1)
         error = (code.linear(wide[:count], packed) - right[:count]).abs() / unit
-        assert error.max() < 2e-6  # some units in the last place of float32
+        assert error.max() < 2e-6  # a few units in the last place of float32
 
 
 @needs_compiler
@@ -173,7 +173,7 @@ def test_native_norm_silu_and_rope_equal_torch(threads):
     torch.testing.assert_close(copied, cache)
 
 
-def test_model_without_compiler_computes_the_same(monkeypatch, checkpoint):
+def test_model_without_compiler_computes_same_logits(monkeypatch, checkpoint):
     from engine_driver import Driver
     from kvtier.engine import load_model, ops
 
@@ -185,7 +185,7 @@ def test_model_without_compiler_computes_the_same(monkeypatch, checkpoint):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_native_with_failing_compiler_has_a_reason(monkeypatch, tmp_path):
+def test_native_without_working_compiler_reports_reason(monkeypatch, tmp_path):
     from kvtier.engine import native as module
 
     monkeypatch.setenv("CC", "/nonexistent/cc")

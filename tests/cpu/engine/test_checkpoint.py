@@ -1,4 +1,4 @@
-"""Loading checkpoints: shards, dtypes, GGUF files written here, and invalid checkpoints of every kind."""
+"""Loading checkpoints: shards, dtypes, GGUF files that the tests write, and invalid checkpoints."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write what llama.cpp's converter writes: q and k of llama interleaved, head by head."""
+    """Write a GGUF file like the converter of llama.cpp, which interleaves each head of q and k for llama."""
     config, writer = oracle.config, gguf.GGUFWriter(path, architecture)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -104,7 +104,7 @@ def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_gguf_logits_equal_those_of_the_folder(checkpoint, tmp_path, kind):
+def test_gguf_logits_equal_folder_logits(checkpoint, tmp_path, kind):
     folder, oracle = checkpoint(kind)
     path = write_gguf(tmp_path / "m.gguf", kind, oracle)
     torch.testing.assert_close(logits_of(path), logits_of(folder), rtol=1e-5, atol=1e-5)
@@ -129,7 +129,7 @@ def test_quantised_gguf_equals_dequantised_weights(checkpoint, tmp_path, quant):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gguf_uses_own_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
+def test_gguf_uses_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
     folder, oracle = checkpoint("llama, llama3 rope")
     rope = ModelConfig.from_folder(folder).rope
     factors = RopeConfig(rope.theta).inverse_frequencies(16) / rope.inverse_frequencies(16)
@@ -143,7 +143,7 @@ def test_gguf_uses_own_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
     assert model.weights.head.weight is model.weights.embedding
 
 
-def test_damaged_gguf_error_names_the_damage(checkpoint, tmp_path):
+def test_damaged_gguf_raises_with_the_cause(checkpoint, tmp_path):
     _, oracle = checkpoint("llama")
     data = write_gguf(tmp_path / "m.gguf", "llama", oracle).read_bytes()
     broken = tmp_path / "broken.gguf"

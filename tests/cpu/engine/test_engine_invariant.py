@@ -1,6 +1,6 @@
-"""Batch-invariant mode in the whole engine: the logits after a prefix are bit-identical, however it was computed.
+"""Batch-invariant mode in the whole engine: the logits after a prefix are bit-identical in all circumstances.
 
-Alone or in any batch, in any chunks, recomputed, cached, partly copied, after evictions and preemptions.
+These are other batches and chunks, cache hits, partial block copies, evictions and preemptions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def model(checkpoint, request):
 
 
 def record_alone(recorder: Recorder, prompt, params):
-    """Run the request alone, in one chunk, without a cache, to record the expected bits. Return its tokens."""
+    """Run a request alone, in one chunk and without a cache, to record the expected logits. Return its tokens."""
     engine, _ = recorded(recorder, 64, 4, max_step_tokens=256, prefix_caching=False, recorder=recorder)
     name = engine.add(prompt, params)
     return finish(engine)[name].tokens
@@ -59,14 +59,14 @@ def test_logits_are_bit_identical_in_any_batch(model):
         )
         assert [answer.tokens for answer in serve(engine, requests, seed)] == expected
         assert recorder.different == []
-        assert recorder.num_again - num_again >= sum(map(len, expected))  # every row was compared with an expected one
+        assert recorder.num_again - num_again >= sum(map(len, expected))  # every row was compared with a recorded row
         assert len(recorder.seen) == num_known
 
     check()
 
 
-def test_preempted_request_continues_with_the_same_bits(model):
-    """Run two requests in a cache that holds hardly more than one: every block is evicted and recomputed."""
+def test_preempted_request_computes_the_same_bits(model):
+    """Run two requests in a cache that is too small for both, so that blocks are evicted and recomputed."""
     given = prompts(1, 20, 21)
     recorder = Recorder(model)
     expected = [record_alone(recorder, prompt, greedy(10)) for prompt in given]
@@ -90,13 +90,13 @@ def test_prefix_hits_and_partial_blocks_give_the_same_bits(model, block_tokens):
         name = engine.add(prompt, greedy(5))
         assert finish(engine)[name].tokens == tokens
         cached.append(engine.explain(name).num_cached_tokens)
-    kept = 44 // block_tokens * block_tokens  # of the first request, whose last token is not stored
+    kept = 44 // block_tokens * block_tokens  # tokens of the first request in full blocks; its last token is not stored
     assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]  # including partial blocks
     assert recorder.different == []
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Add, step and abort requests with shared prefixes, and reset the cache; every answer is correct."""
+    """Adds, steps and aborts requests with shared prefixes, resets the cache, and checks every answer."""
 
     model: Model
     expected: dict[tuple[object, ...], list[int]]
@@ -154,7 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.manager.reset()
 
     @invariant()
-    def bits_are_right(self):
+    def logits_are_bit_identical(self):
         if hasattr(self, "recorder"):
             assert self.recorder.different == []
 
@@ -200,7 +200,7 @@ def test_engine_machine_gives_correct_answers(checkpoint):
 
 
 def test_recorder_detects_a_changed_cache(model):
-    """A cache that changes between two steps gives different bits."""
+    """If the cache changes between two steps, the logits differ."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
     for is_changed in (False, True):
@@ -212,6 +212,6 @@ def test_recorder_detects_a_changed_cache(model):
 
 
 def test_alone_equals_the_recording_engine(model):
-    """The helper `alone` and the recording engine give the same tokens."""
+    """The helper `alone` and the recording engine return the same tokens."""
     (prompt,) = prompts(4, 9)
     assert alone(model, prompt, greedy(5)).tokens == record_alone(Recorder(model), prompt, greedy(5))

@@ -1,4 +1,4 @@
-"""The engine against transformers: the same greedy tokens for any arrival order and cache size."""
+"""The engine generates the same greedy tokens as transformers, for any arrival order and cache size."""
 
 import os
 
@@ -96,7 +96,7 @@ def test_smollm2_answers_equal_transformers(smollm2, smollm2_oracle):
 
 
 @needs_smollm2
-@pytest.mark.skipif(SOAK < 2, reason="long: KVTIER_SOAK=2 or more")
+@pytest.mark.skipif(SOAK < 2, reason="slow; set KVTIER_SOAK to 2 or more")
 def test_soak_32_mixed_prompts_equal_transformers(smollm2, smollm2_oracle):
     model, tokenizer = smollm2
     text = tokenizer.encode(" ".join(f"{text} {number}." for number in range(60) for text in TEXTS))

@@ -1,4 +1,4 @@
-"""Options of requests, their finish reasons, and the effects of aborts and errors."""
+"""Request options, finish reasons, aborts and errors in the engine."""
 
 import functools
 import json
@@ -23,11 +23,11 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer():
-    """Return a tokenizer with a token per byte, to split characters in every way; the tiny model has 199 tokens."""
+    """Return a tokenizer with one token per byte, so that tokens split characters. The tiny model has 199 tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
-    kept = letters[:128] + letters[160:230]  # mostly ASCII, and bytes that begin and continue characters
+    kept = letters[:128] + letters[160:230]  # mostly ASCII, and some bytes of multi-byte characters
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -125,11 +125,11 @@ def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
         assert answer.text == text[: text.index(stop)]
         assert answer.reason is FinishReason.STOP
         assert stop in byte_tokenizer.decode(answer.tokens)
-        if not stop.endswith("\ufffd"):  # a partial character may still become whole
+        if not stop.endswith("\ufffd"):  # U+FFFD may be a partial character that a later token completes
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 
-def test_incomplete_stop_text_is_shown_at_the_end(model, byte_tokenizer):
+def test_incomplete_stop_text_is_released_at_the_end(model, byte_tokenizer):
     (prompt,) = prompts(5, 10)
     engine = make_engine(model, tokenizer=byte_tokenizer)
     name = engine.add(prompt, greedy(40))
@@ -171,14 +171,14 @@ def test_prompt_larger_than_the_cache_refuses_all_answers(model, n):
     assert answers[other].reason is FinishReason.LENGTH
 
 
-def test_answer_larger_than_the_cache_ends_by_length(model):
+def test_answer_larger_than_the_cache_finishes_with_length(model):
     engine = make_engine(model, 4, 4)
     (prompt,) = prompts(8, 6)
     name = engine.add(prompt, greedy(100))
     answer = finish(engine)[name]
     assert answer.reason is FinishReason.LENGTH
     assert answer.tokens == alone(model, prompt, greedy(len(answer.tokens))).tokens
-    assert len(prompt) + len(answer.tokens) == 17  # the last one is not stored
+    assert len(prompt) + len(answer.tokens) == 17  # 16 tokens fit into the cache; the last token is not stored
 
 
 def test_invalid_prompt_raises(model):
@@ -197,7 +197,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """Without the check, the index beyond the logits would fail the step of all requests."""
+    """Without the check, the index would be outside the logits, and the step would fail for all requests."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"stop_token_ids must be in \[0, 199\), got \(5, {token}\)"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
@@ -228,7 +228,7 @@ def test_engine_logprobs_equal_transformers(checkpoint, model):
 
 def test_output_texts_join_to_the_decoded_tokens(model, byte_tokenizer):
     @given(seed=st.integers(0, 10**6), stop=st.sampled_from([(), ("é",), ("\ufffd\ufffd",)]))
-    @example(seed=43887, stop=("\ufffd\ufffd",))  # half a character at the end was taken for the stop text
+    @example(seed=43887, stop=("\ufffd\ufffd",))  # regression: a partial character at the end matched the stop text
     @settings(max_examples=15, deadline=None)
     def check(seed, stop):
         engine = make_engine(model, 64, 4, tokenizer=byte_tokenizer)
@@ -280,10 +280,10 @@ def test_abort_frees_blocks_and_ends_output(model):
     assert engine.explain(other).state == "abort"
 
 
-def test_abort_before_first_step_or_with_waiting_siblings(model):
+def test_abort_with_waiting_siblings_leaves_no_work(model):
     engine = make_engine(model)
     for steps in (0, 1):
-        name = engine.add(prompts(11, 100)[0], sampled(4, n=3))  # 100 tokens: two steps of 64
+        name = engine.add(prompts(11, 100)[0], sampled(4, n=3))  # the prompt needs two steps of 64 tokens
         for _ in range(steps):
             engine.step()
         assert engine.abort(name)
@@ -295,7 +295,7 @@ def test_abort_before_first_step_or_with_waiting_siblings(model):
 
 
 class Faulty(Model):
-    """A model that computes, writes to the cache, and then raises `raise_next` once."""
+    """A model that raises `raise_next` once, after it has written to the cache."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
@@ -312,7 +312,7 @@ class Faulty(Model):
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_step_error_ends_only_its_requests(model, at):
+def test_step_error_ends_only_requests_in_the_step(model, at):
     faulty = Faulty(model)
     engine = make_engine(faulty, 32, 4, max_step_tokens=24, max_rows=2)
     given = prompts(12, 30, 12, 20, 12, shared=[0, 0, 10, 10])
@@ -320,15 +320,15 @@ def test_step_error_ends_only_its_requests(model, at):
     answers = Answers()
     for _ in range(at):
         answers.take(engine.step())
-    faulty.raise_next = RuntimeError("the device fell over")
+    faulty.raise_next = RuntimeError("the device failed")
     answers.take(engine.step())
     engine.scheduler.check()
     finish(engine, answers)
     failed = [key for key, answer in answers.items() if answer.reason is FinishReason.ERROR]
     assert failed
-    assert all("RuntimeError: the device fell over" in answers[key].error for key in failed)
+    assert all("RuntimeError: the device failed" in answers[key].error for key in failed)
     assert {key[0] for key in failed} < set(names)
-    assert (names[0], 1) in answers  # reported even if the step failed before it started
+    assert (names[0], 1) in answers  # a sibling is reported even if the step failed before the sibling started
     for name, prompt in zip(names[1:], given[1:], strict=True):
         if (name, 0) not in failed:
             assert answers[name].tokens == alone(model, prompt, greedy(6)).tokens
@@ -338,14 +338,14 @@ def test_step_error_ends_only_its_requests(model, at):
 
 
 class FailingConstraint:
-    """A constraint that allows every token, and raises after `num_tokens` of them."""
+    """A constraint that allows every token and raises after `num_tokens` tokens."""
 
     def __init__(self, num_tokens):
         self.num_left = num_tokens
 
     def forbid(self, _):
         if not self.num_left:
-            raise StateError("this is too much")
+            raise StateError("no more tokens")
 
     def accept(self, _):
         self.num_left -= 1
@@ -360,7 +360,7 @@ def test_failing_constraint_ends_only_its_request(model, num_tokens, n):
     answers = finish(engine)
     for index in range(n):
         answer = answers[name, index]
-        assert (answer.reason, answer.error) == (FinishReason.ERROR, "this is too much")
+        assert (answer.reason, answer.error) == (FinishReason.ERROR, "no more tokens")
         assert len(answer.tokens) == num_tokens
     assert answers[other].tokens == alone(model, others, greedy(8)).tokens
     assert answers[other].reason is FinishReason.LENGTH

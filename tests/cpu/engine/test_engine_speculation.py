@@ -1,4 +1,4 @@
-"""Speculation with any proposer gives the same answers as without, and accepts correct drafts."""
+"""With any proposer, speculation does not change the answers and accepts correct drafts."""
 
 import os
 from dataclasses import replace
@@ -19,18 +19,18 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    """Return a model whose bits do not depend on the number of tokens verified at once."""
+    """Return a batch-invariant model, whose results do not depend on the number of tokens verified at once."""
     return load_model(checkpoint("llama")[0], ops=InvariantOps())
 
 
 @pytest.fixture(scope="module")
 def draft(checkpoint):
-    """Return a model of another architecture and shape with the same vocabulary."""
+    """Return a model with another architecture and shape, and with the same vocabulary."""
     return load_model(checkpoint("qwen3")[0], ops=InvariantOps())
 
 
 class RandomProposer:
-    """A proposer of random drafts, some correct and some not."""
+    """Proposes random parts of the correct answer, some with a wrong token."""
 
     models = ()
 
@@ -63,7 +63,7 @@ def test_drafts_never_change_an_answer(model, draft):
         seed=st.integers(0, 10**6),
         proposer_name=st.sampled_from(sorted(proposers)),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([52, 64, 256]),  # the longest has 38 + 15 tokens; the KV of the last one is not needed
+        room=st.sampled_from([52, 64, 256]),  # at least the longest request: 38 + 15 tokens, without the last token
         max_step_tokens=st.sampled_from([4, 32]),
         prefix_caching=st.booleans(),
     )
@@ -97,8 +97,8 @@ def steps_alone(engine, prompt, params):
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
-def test_self_draft_is_always_accepted(model, block_tokens, temperature):
-    """Also after a prefix hit and a partial block copy, which include the KV of the draft."""
+def test_draft_by_the_same_model_is_always_accepted(model, block_tokens, temperature):
+    """Also check prefix hits and partial block copies, which include the KV of the draft model."""
     engine = make_engine(model, 256 // block_tokens, block_tokens, proposer=DraftProposer(model, 4))
     params = SamplingParams(temperature=temperature, seed=1, ignore_eos=True, max_tokens=21)
     long, short = prompts(1, 37, 21, shared=[23, 23])
@@ -107,7 +107,7 @@ def test_self_draft_is_always_accepted(model, block_tokens, temperature):
     for prompt, hit in ((long, 56), (short, 20), (long + cold.tokens[:9], 61)):
         answer = steps_alone(engine, prompt, params)
         assert answer.num_cached >= hit // block_tokens * block_tokens
-        assert answer.num_steps == 5  # the first token, then five at a time
+        assert answer.num_steps == 5  # one step for the first token, then four steps of five tokens
         assert answer.tokens == alone(model, prompt, params).tokens
     copied = steps_alone(engine, [*long[:30], 7, 8, 9], params)
     assert copied.num_cached == 30
@@ -140,7 +140,7 @@ def test_drafts_stop_at_the_end_of_the_context(model, length):
 
 @pytest.mark.parametrize("num_blocks", [3, 4, 5])
 def test_drafts_need_no_more_blocks_than_the_answer(model, num_blocks):
-    """The cache is full to its last slot, with and without a proposer."""
+    """Fill the cache to its last slot, with and without a proposer."""
     (prompt,) = prompts(4, 6)
     plain = make_engine(model, num_blocks, 4)
     guessing = make_engine(model, num_blocks, 4, proposer=DraftProposer(model, 4))
@@ -151,25 +151,25 @@ def test_drafts_need_no_more_blocks_than_the_answer(model, num_blocks):
 
 
 class Failing(Model):
-    """A draft model that fails when it drafts, but not when the engine's steps fill its cache."""
+    """A draft model that fails when it drafts, but not when a step of the engine fills its cache."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
 
     def logits(self, hidden):
         del hidden
-        raise RuntimeError("no drafts today")
+        raise RuntimeError("the draft model failed")
 
 
 def test_failing_proposer_warns_and_answers_continue(model, draft):
     engine = make_engine(model, proposer=DraftProposer(Failing(draft), 2))
     (prompt,) = prompts(5, 9)
-    with pytest.warns(RuntimeWarning, match="no drafts today"):
+    with pytest.warns(RuntimeWarning, match="the draft model failed"):
         answer = steps_alone(engine, prompt, greedy(6))
     assert answer.tokens == alone(model, prompt, greedy(6)).tokens
 
 
-def test_draft_vocabulary_must_match_and_context_limits(model):
+def test_draft_model_limits_vocabulary_and_context(model):
     other = Model(replace(model.config, vocab_size=100), model.weights)
     with pytest.raises(ArgumentError, match="100 tokens, but the model has 199"):
         make_engine(model, proposer=DraftProposer(other))
@@ -183,7 +183,7 @@ def test_draft_vocabulary_must_match_and_context_limits(model):
         engine.add([5] * 64)
 
 
-def test_n_answers_with_drafts_are_the_same(model, draft):
+def test_n_answers_are_the_same_with_and_without_drafts(model, draft):
     (prompt,) = prompts(7, 21)
     params = SamplingParams(temperature=0.3, seed=3, n=3, max_tokens=10, ignore_eos=True)
     actual = []

@@ -1,4 +1,4 @@
-"""The cache never changes an answer, bit for bit: with a host tier, tiny pools, every write policy, failing copies."""
+"""The cache never changes an answer: with a host tier, tiny pools, every write policy and failing copies."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
     talks = conversations(random, 5)
     expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
-    if overlaps_compute:  # as on a GPU: other transfers start after the compute of a step and are polled while it runs
+    if overlaps_compute:  # as on a GPU, saves start after the forward pass was launched and are polled while it runs
         engine.tiers._controller.overlaps_compute = True
         engine._choose._to_list = polling(engine)
     assert talk(engine, talks) == expected
 
 
 def polling(engine: Engine):
-    """Return a function that copies tokens to the host as on a GPU: it polls transfers until none is in flight."""
+    """Return a `to_list` that polls transfers until no copy is in flight, as on a GPU."""
 
     def to_list(tokens: torch.Tensor) -> list[int]:
         while engine.tiers.poll_while_waiting():
@@ -112,7 +112,7 @@ def test_poll_while_waiting_ignores_store_transfers(model, tmp_path):
 
 
 def test_saves_start_after_compute_and_loads_before(model):
-    """A save is submitted after the compute of its step; a load that the step needs is submitted before."""
+    """A save is submitted after its step has computed. A load that the step needs is submitted before."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -140,7 +140,7 @@ def test_saves_start_after_compute_and_loads_before(model):
 
 
 def test_saves_are_polled_after_compute_and_when_idle(model):
-    """A step without compute, as for a request that waits for a save to free blocks, polls saves at once."""
+    """A step without rows polls saves at once, because a request may wait until a save has freed blocks."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -171,7 +171,7 @@ def test_saves_are_polled_after_compute_and_when_idle(model):
     engine.close()
 
 
-def test_failed_step_submits_its_plan(model):
+def test_failed_step_still_submits_its_plan(model):
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     engine.add([1] * 21, greedy(6))
@@ -236,7 +236,7 @@ def test_host_hits_are_counted(model):
 
 
 def test_draft_blocks_are_moved_with_the_main_blocks(model):
-    """The model drafts for itself: if its KV is correct, also after a load, every draft is accepted."""
+    """The model drafts for itself. The cache group of the draft is saved and loaded with the main group."""
     import random
 
     talks = conversations(random.Random(5), 4)
@@ -262,7 +262,7 @@ def test_disk_and_restart_never_change_an_answer(
     expected = talk(make(model, 400, None, caching=False), talks)
     folder = tmp_path_factory.mktemp("disk")
     disk = StoreConfig("disk", saving, wait, is_shared=is_shared)
-    for _ in range(2):  # the second time from the disk of the first
+    for _ in range(2):  # the second engine reads the disk that the first engine wrote
         store = DiskStore(folder, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, num_blocks, HostConfig(num_host), disk=disk, stores={"disk": store})
         assert talk(engine, talks) == expected

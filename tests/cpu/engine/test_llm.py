@@ -1,4 +1,4 @@
-"""LLM, EngineRunner and the command line; on the real default model where the text of an answer matters."""
+"""LLM, EngineRunner and the command line. Tests that check the text of an answer use the real default model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_prompt_of_invalid_token_ids_raises(llm):
     assert not llm.engine.has_work()
 
 
-def test_llm_bad_prompt_leaves_no_request_behind(llm):
+def test_llm_invalid_prompt_cancels_all_requests(llm):
     with pytest.raises(ArgumentError, match="prompt is empty"):
         llm.generate(["One", []], GREEDY)
     assert not llm.engine.has_work()
@@ -89,7 +89,7 @@ def test_llm_used_by_threads_answers_each_correctly(llm):
 
 
 class InterruptsMain:
-    """A constraint that allows every token except the end, and interrupts the main thread at the third token."""
+    """A constraint that allows all but special tokens, and interrupts the main thread at the third token."""
 
     def __init__(self):
         self.num_tokens = 0
@@ -178,8 +178,8 @@ def test_runner_stream_closed_early_aborts_the_request(runner):
     assert runner.call(lambda engine: engine.manager.stats.num_allocations).result() == 0
 
 
-def test_runner_submit_cancelled_early_is_harmless(runner):
-    """Regression: a cancelled future in the queue of the engine ended the engine."""
+def test_runner_cancelled_submit_does_not_end_the_engine(runner):
+    """Regression: a cancelled future in the queue of the runner ended the engine."""
     holding, may_continue = threading.Event(), threading.Event()
 
     def hold(_: Engine) -> None:
@@ -204,7 +204,7 @@ def test_runner_stream_raises_errors_and_yields_n_answers(runner):
     assert {output.index for output in outputs if output.finish_reason is not None} == {0, 1, 2}
 
 
-def test_runner_call_runs_once_and_its_error_ends_nothing(runner):
+def test_runner_call_error_does_not_end_streams(runner):
     stream = runner.stream("Once", ENDLESS)
     next(stream)
     done = []

@@ -1,4 +1,4 @@
-"""The model against transformers: the same logits at every position and the same greedy tokens, in any batch."""
+"""The model computes the same logits and greedy tokens as transformers, at every position and in any batch."""
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def test_forward_batch_layout_is_flat():
         (SequenceInput([1], 0, [1], 2), RangeError, r"must be in \[0, 1\], got 2"),
     ],
 )
-def test_forward_batch_invalid_sequence_is_named(sequence, error, text):
+def test_forward_batch_with_invalid_sequence_raises(sequence, error, text):
     with pytest.raises(error, match=text):
         ForwardBatch.build([sequence], 4, torch.device("cpu"))
 

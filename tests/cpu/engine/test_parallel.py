@@ -1,4 +1,4 @@
-"""Tensor parallelism: a split model equals the whole one, on threads and in real processes; failures of ranks."""
+"""Tensor parallelism: a split model equals the whole model, on threads and in processes. Also failures of ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ DRAFT_MODEL = model_of(DRAFT, 2)
 
 
 class AllReduce:
-    """A sum over threads, in place of a group of processes."""
+    """An all_reduce over threads, in place of a process group."""
 
     def __init__(self, num_ranks: int) -> None:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
@@ -90,7 +90,7 @@ class AllReduce:
     ],
     ids=["llama", "bias", "qwen2", "qwen3"],
 )
-def test_split_weights_of_all_ranks_equal_the_model(config, num_ranks):
+def test_split_model_on_all_ranks_equals_whole_model(config, num_ranks):
     model, all_reduce, blocks = model_of(config), AllReduce(num_ranks), 6
     sequences = [
         SequenceInput([3, 4, 5, 6, 7, 8, 9], 0, [0, 1], 1),
@@ -132,7 +132,7 @@ def test_split_weights_of_all_ranks_equal_the_model(config, num_ranks):
         (replace(SHAPE, ffn_dim=46), 4, "46 feed-forward features"),
     ],
 )
-def test_split_config_that_does_not_divide_raises(config, num_ranks, reason):
+def test_split_config_with_unequal_shares_raises(config, num_ranks, reason):
     with pytest.raises(ArgumentError, match=f"tensor_parallel={num_ranks}: the model's {reason}"):
         split_config(config, num_ranks)
 
@@ -154,7 +154,7 @@ def test_engine_invalid_parallel_options_start_no_process():
 
 
 class Scripted:
-    """A controller of two simulated ranks that report when the test says so."""
+    """A controller of two simulated ranks. `poll` returns the reports that the test adds to `reports`."""
 
     overlaps_compute = False
 
@@ -174,7 +174,7 @@ class Scripted:
         return LayerWaits([], CPU)
 
 
-def test_load_failed_on_one_rank_has_not_arrived():
+def test_arrived_is_false_after_load_failed_on_one_rank():
     namespace, controller = Namespace("model", block_tokens=BLOCK), Scripted()
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), always_load=True), num_ranks=2)
     scheduler = Scheduler(manager, SchedulerConfig())
@@ -201,12 +201,12 @@ def test_load_failed_on_one_rank_has_not_arrived():
     assert manager.allocate(hold, 2 * BLOCK) is None
     loads = manager.overlap(hold)
     assert loads
-    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # rank 1 is faster, and fails
+    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # rank 1 reports first, and fails
     transfers = tiers.begin_step(manager.plan(), loads)
     assert not transfers.arrived()
     settle(ranks=(0,))
     assert not transfers.arrived()
-    # The manager has applied the failure: the load has ended, and no request starts with it.
+    # The manager has applied the failure, so the load is no longer in flight.
     assert tiers.begin_step(manager.plan(), loads).arrived()
     manager.abort(hold)
     manager.check()
@@ -221,7 +221,7 @@ def children() -> list[psutil.Process]:
 
 
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
-    """Return an engine with a host tier, and a disk tier if `folder` is given. It loads every cached block."""
+    """Return an engine with a host tier, and with a disk tier if `folder` is given. It loads every cached block."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
@@ -259,12 +259,12 @@ def expected(requests) -> list[Answer]:
     return answers
 
 
-def test_two_ranks_equal_one_through_tiers_and_controls(requests, expected, tmp_path):
+def test_two_ranks_give_same_answers_as_one_from_all_tiers(requests, expected, tmp_path):
     engine = engine_of(2, tmp_path, draft=True)
     try:
         (child,) = children()
         assert_equal(answers_of(engine, requests), expected)
-        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # the device has room for two of them
+        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # the device has room for two requests
         host = engine.manager.stats.tiers[1]
         assert host.hit_tokens > 0
         states = {state.name: state for state in engine.tiers.states()}
@@ -283,7 +283,7 @@ def test_two_ranks_equal_one_through_tiers_and_controls(requests, expected, tmp_
         assert_equal(again, expected)
         assert min(answer.num_cached for answer in again) > 0
         tiers.reset()
-        fetched = answers_of(engine, requests)  # all from the disk
+        fetched = answers_of(engine, requests)  # all cached blocks are read from the disk
         assert_equal(fetched, expected)
         assert sum(answer.num_cached for answer in fetched) > 40
         assert engine.explain("request-0").state == "length"
@@ -298,7 +298,7 @@ def test_two_ranks_equal_one_through_tiers_and_controls(requests, expected, tmp_
     engine.close()  # a second close has no effect
 
 
-def test_stored_blocks_are_read_by_other_numbers_of_ranks(requests, expected, tmp_path):
+def test_stored_blocks_can_be_read_with_other_rank_counts(requests, expected, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
@@ -307,7 +307,7 @@ def test_stored_blocks_are_read_by_other_numbers_of_ranks(requests, expected, tm
             assert_equal(actual, expected)
             num_cached.append(sum(answer.num_cached for answer in actual))
             engine.tiers.save_all()
-            if num_ranks == 2:  # now only the blocks of these two ranks
+            if num_ranks == 2:  # the last engine must read blocks that only these two ranks stored
                 engine.tiers.reset(clear_stores=True)
                 assert_equal(answers_of(engine, requests), expected)
                 engine.tiers.save_all()
@@ -324,7 +324,7 @@ def test_block_unreadable_on_one_rank_is_a_miss_on_all(requests, expected, tmp_p
     answers_of(engine, requests)
     engine.tiers.save_all()
     engine.close()
-    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # every page of the shard of rank 1
+    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # damage every page in the shard of rank 1
     with segment.open("r+b") as data:
         for at in range(0, segment.stat().st_size, 512):
             data.seek(at)
@@ -341,7 +341,7 @@ def test_block_unreadable_on_one_rank_is_a_miss_on_all(requests, expected, tmp_p
 
 
 def test_ranks_sending_more_than_a_pipe_holds_do_not_deadlock(tmp_path):
-    """Regression: both ends sent, plans with many keys one way and lookups the other, and neither read."""
+    """Regression: rank 0 sent plans with many keys while rank 1 sent lookups, and neither rank read its pipe."""
     engine = engine_of(2, tmp_path)
     controller = engine.tiers._controller
     keys, num_lookups = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 0
@@ -355,7 +355,7 @@ def test_ranks_sending_more_than_a_pipe_holds_do_not_deadlock(tmp_path):
 
 
 def listeners() -> set[tuple[str, int]]:
-    """Return the addresses at which this process and its ranks listen."""
+    """Return the addresses on which this process and its ranks listen."""
     processes = [psutil.Process(), *children()]
     connections = [each for process in processes for each in process.net_connections(kind="inet")]
     return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
@@ -417,11 +417,11 @@ def test_failure_of_rank_0_in_a_step_ends_all_ranks(requests, monkeypatch):
     engine = engine_of(2)
 
     def broken(*_):
-        raise RuntimeError("out of luck")
+        raise RuntimeError("out of memory")
 
     engine.add(requests[0], greedy(50))
     monkeypatch.setattr(engine.model, "logits", broken)
-    with pytest.raises(EngineError, match="rank 0 failed in a step: RuntimeError: out of luck"):
+    with pytest.raises(EngineError, match="rank 0 failed in a step: RuntimeError: out of memory"):
         engine.step()
     engine.close()
     assert not children()

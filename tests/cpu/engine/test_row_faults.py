@@ -1,4 +1,4 @@
-"""A row that fails at any stage of a step ends alone: all other rows keep their tokens, texts and log-probabilities."""
+"""If a row fails at any stage of a step, the tokens, texts and log-probabilities of all other rows do not change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sampler against numpy, transformers' logits processors, and itself alone."""
+"""The sampler compared with numpy and with the logits processors of transformers, and for different batches."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def rows(count, seed=0, scale=3.0, vocab=VOCAB):
 
 
 def reference_distribution(logits, params):
-    """Return the probability of each token that is kept, computed one by one from the likeliest on."""
+    """Return the probability of each token that is kept, computed token by token from the most likely."""
     scaled = logits.double().numpy() / max(params.temperature, 1e-300)
     order = np.argsort(-scaled, kind="stable")
     order = order[: params.top_k or len(order)]
@@ -102,7 +102,7 @@ def test_greedy_sample_is_the_argmax():
 
 
 def test_native_sample_equals_torch():
-    """An additional column of probability 0 gives rows of a length that native code does not take."""
+    """With an additional token of probability 0, torch samples the rows: native code does not accept their length."""
     random = np.random.default_rng(5)
     for vocab in (16, 64, 1008, 4096):
         logits = rows(60, vocab, scale=random.uniform(0.1, 6), vocab=vocab)
@@ -176,7 +176,7 @@ def test_penalties_equal_transformers_and_the_formula():
     torch.testing.assert_close(actual[0], logits[0] - change)
 
 
-def test_min_tokens_forbids_the_end():
+def test_min_tokens_forbids_early_end_tokens():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
     request = RequestSampler(params, eos_token_ids=[2])
     for position in range(3):
@@ -193,7 +193,7 @@ def test_min_tokens_forbids_the_end():
     assert ignoring_eos.is_end(5)
 
 
-def test_logprobs_are_those_of_the_raw_logits():
+def test_logprobs_are_computed_before_penalties_and_filters():
     logits = rows(2)
     expected = logits.log_softmax(-1)
     params = SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=4, penalties=Penalties(2.0))
@@ -263,7 +263,7 @@ KINDS = [
 @pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
 @pytest.mark.parametrize("corrupt", NOT_FINITE.values(), ids=list(NOT_FINITE))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_sample_non_finite_row_fails_alone(kind, corrupt, vocab):
+def test_sample_with_non_finite_row_fails_only_that_row(kind, corrupt, vocab):
     for others in ([], [kind], [kind] * 3, KINDS):
         logits = rows(len(others) + 1, vocab=vocab)
         expected = sample(logits[1:].clone(), [RequestSampler(each) for each in others]) if others else []
@@ -279,7 +279,7 @@ def test_sample_non_finite_row_fails_alone(kind, corrupt, vocab):
 @pytest.mark.parametrize("repetition", REPETITION_PENALTY)
 @pytest.mark.parametrize("scale", [1.0, 1e30, 3.4e38])
 @pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
-def test_penalties_at_their_bounds_stay_finite(repetition, scale, vocab):
+def test_penalties_at_the_limits_keep_logits_finite(repetition, scale, vocab):
     penalties = Penalties(repetition, *PENALTY)
     request = RequestSampler(SamplingParams(penalties=penalties, top_p=0.5, seed=1), range(20))
     for token in range(10, 30):
@@ -315,7 +315,7 @@ def test_invalid_sampling_options_raise():
     stops=st.lists(st.text("ab#\n", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(1, 5), min_size=1),
 )
-def test_stop_checker_stream_equals_the_whole_text(text, stops, cuts):
+def test_stop_checker_in_pieces_equals_whole_text(text, stops, cuts):
     checker, shown, at, is_stopped = StopChecker(stops), "", 0, False
     for cut in cuts * 40:
         released, is_stopped = checker.feed(text[at : at + cut])

@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Return transformers' model with weights read by the gguf package, without code of kvtier."""
+    """Return the transformers model with weights read by the gguf package, without using kvtier."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     reader = gguf.GGUFReader(resolve("smollm2"))
@@ -100,13 +100,13 @@ def test_smollm2_invariant_bits_do_not_depend_on_the_batch(model):
 
 
 def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
-    """Five conversations of two turns in batch-invariant mode: every token is the same."""
+    """Run five conversations of two turns in batch-invariant mode, and compare every token."""
     invariant = Model(model.config, model.weights, InvariantOps())
     tokenizer = load_tokenizer()
     expected = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
     disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), always_load=True)
-    for _ in range(2):  # the second time from the disk of the first
+    for _ in range(2):  # the second engine reads the disk that the first engine wrote
         store = DiskStore(tmp_path, 1 << 30, segment_bytes=64 << 20, min_free_bytes=0)
         engine = Engine(invariant, tokenizer, EngineConfig(16, cache), stores={"disk": store})
         assert talk(engine, tokenizer) == expected

