@@ -68,7 +68,7 @@ def test_cli_help_lists_commands(capsys):
     output = capsys.readouterr().out
     assert "usage: kvtier" in output
     assert "doctor" in output
-    assert "hardware and packages of this machine" in output
+    assert "show the hardware, packages and usable copy paths" in output
 
 
 def test_cli_command_help_lists_options(capsys):

@@ -144,7 +144,7 @@ def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
     assert json.loads(output.out)["trace"]["num_problems"] == 10
     number = path.read_text().splitlines().index("{]") + 1
     assert f"{path}:{number}: not JSON" in output.err
-    assert "invalid lines that were skipped: 10, 5 more than shown" in output.err
+    assert "skipped invalid lines: 10 (5 of them not shown)" in output.err
     assert main([*arguments, "--strict"]) == 1
 
 

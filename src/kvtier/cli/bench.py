@@ -1,4 +1,4 @@
-"""`kvtier bench`: load test of a running server."""
+"""`kvtier bench`: load test for a running server."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvtier.errors import ArgumentError, UnavailableError
 
 
 def add(commands: Commands) -> None:
-    text = "Measure a running server under load. Reports times to first token and between tokens."
+    text = "Measure a running server under load. Reports the time to first token and the time between tokens."
     examples = """
     kvtier bench
     kvtier bench --url http://127.0.0.1:8000 --clients 64 --requests 1000 --disconnect 0.1 --json
     """
     command = add_command(commands, "bench", text, examples, bench)
     option = command.add_argument
-    option("--url", default="http://127.0.0.1:8000", help="address of the server; $KVTIER_API_KEY is its key")
+    option("--url", default="http://127.0.0.1:8000", help="server address; $KVTIER_API_KEY contains its API key")
     option("--clients", type=int, default=8, metavar="N", help="concurrent clients")
     option("--requests", type=int, default=64, metavar="N", help="total requests")
     option("--max-tokens", type=int, default=64, metavar="N", help="tokens per answer")
     option("--prompt-words", type=int, default=64, metavar="N", help="words per prompt")
-    option("--shared-words", type=int, default=48, metavar="N", help="words that all prompts begin with")
-    option("--disconnect", type=float, default=0.0, metavar="SHARE", help="share of requests to abandon midway")
+    option("--shared-words", type=int, default=48, metavar="N", help="words at the start that all prompts share")
+    option("--disconnect", type=float, default=0.0, metavar="SHARE", help="share of requests to cancel midway")
 
 
 def bench(options: argparse.Namespace) -> int:

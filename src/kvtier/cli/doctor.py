@@ -26,12 +26,12 @@ from kvtier.memory.stream import Stream
 from kvtier.storage import checksum as storage_native
 from kvtier.transfer.strategy import TransferShape, choose
 
-_BLOCKS = {  # blocks for which strategies are shown
+_BLOCKS = {  # examples for which transfer strategies are shown
     "Llama-3-8B, 16 tokens": CacheGroup.attention("main", 32, 8, 128, "bf16", 16),
     "DeepSeek MLA, 16 tokens": CacheGroup.mla("main", 61, 576, "bf16", 16),
 }
 _NUM_BLOCKS = 512
-_OPTIONAL = {  # module: the extra that installs it
+_OPTIONAL = {  # optional modules, and the extra that installs each
     "cuda.bindings": "cuda",
     "ml_dtypes": "numpy",
     "redis": "redis",
@@ -43,7 +43,7 @@ _OPTIONAL = {  # module: the extra that installs it
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the findings, after measuring GPUs that have no saved costs. Returns 0, also without a GPU."""
+    """Print the findings. Calibrates GPUs that have no saved costs first. Returns 0 even if there is no GPU."""
     progress = partial(print, "measuring", file=sys.stderr)
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     costs = {
@@ -114,9 +114,9 @@ def _paths(job: CopyContext) -> str:
 
 
 def _measured(gpu: Placement, costs: CostTable) -> dict[str, Any]:
-    """Return the calibration of a GPU as plain numbers, for programs (`--json`).
+    """Return the calibration of a GPU for `--json`.
 
-    Directions are "to host" and "to device". `expected_gbs` is the rate of scattered blocks with the chosen strategy.
+    `expected_gbs` is the expected rate in GB/s at which the chosen strategy copies scattered blocks.
     """
     ways = {"to host": (gpu, PINNED), "to device": (PINNED, gpu)}
     keys = {way: f"{src.kind}>{dst.kind}" for way, (src, dst) in ways.items()}
@@ -153,7 +153,7 @@ def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, cos
 
 
 def _lines(gpu: str, figures: dict[str, Any]) -> dict[str, str]:
-    """Return the result of `_measured` as text: link rates, slowdown of the model by copy path, strategies by block."""
+    """Return the result of `_measured` as lines of text, by label."""
     node, source = figures["numa_node"], figures["numa_source"]
     lines = {
         f"link {gpu}": ", ".join(f"{rate:.1f} GB/s {way}" for way, rate in figures["link_gbs"].items())
@@ -161,7 +161,7 @@ def _lines(gpu: str, figures: dict[str, Any]) -> dict[str, str]:
     }
     for way, lost in figures["model_loses"].items():
         shares = ", ".join(f"{path} {share:.0%}" for path, share in lost.items())
-        lines[f"model loses, {way}, {gpu}"] = f"{shares or 'not measured'} of its time while a path is active"
+        lines[f"model loses, {way}, {gpu}"] = f"{shares} of its time during copies" if shares else "not measured"
     strategies: dict[str, list[str]] = {}
     for row in figures["blocks"]:
         rate = f" {row['expected_gbs']:.1f} GB/s expected" if row["expected_gbs"] else ""

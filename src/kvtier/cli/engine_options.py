@@ -1,4 +1,4 @@
-"""Command-line options made from the fields of a configuration."""
+"""Command-line options generated from the fields of a configuration dataclass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.server.config import EngineOptions, TierOptions
 
 
 def add_fields(command: Parser, title: str, config: type, names: str = "") -> None:
-    """Add a group of options for fields of a configuration: those in `names`, separated by spaces, or all."""
+    """Add one option per field of a configuration. `names`, separated by spaces, selects fields; empty selects all."""
     group = command.add_argument_group(title)
     for name, field in _fields(config).items():
         if names and name not in names.split():
@@ -31,13 +31,13 @@ def add_fields(command: Parser, title: str, config: type, names: str = "") -> No
 
 
 def read_fields(options: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the values of a configuration's options, by field."""
+    """Return the parsed values of a configuration's options, by field name."""
     values = {field.name: getattr(options, dest, field.default) for dest, field in _fields(config).items()}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _fields(config: Any) -> dict[str, Field[Any]]:
-    """Return the fields made by `kvtier.server.config.option`, by the name of their option."""
+    """Return the fields that `kvtier.server.config.option` created, by option name."""
     return {field.metadata["dest"] or field.name: field for field in fields(config) if field.metadata}
 
 

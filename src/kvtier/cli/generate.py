@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    text = "Generate text from prompts. Without a prompt, every line of standard input is one."
+    text = "Generate text from prompts. Without arguments, every line of standard input is a prompt."
     examples = """
     kvtier generate "The capital of France is"
     kvtier generate --temperature 0.8 --seed 1 --json < prompts.txt
@@ -80,7 +80,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, answer: Any, row: dict[str, str]) -> bool:
-    """Print the token counts of an answer, and its error if it failed. Returns True if it failed."""
+    """Print the token counts of an answer and the error of a failed answer. Returns True if the answer failed."""
     from kvtier.engine.params import FinishReason
 
     reason, num_prompt, num_cached = answer.finish_reason, answer.num_prompt_tokens, answer.num_cached_tokens
@@ -104,11 +104,11 @@ def _ask(options: argparse.Namespace) -> str:
 
 
 def _text(given: str) -> str:
-    """Return an argument as text, decoded as UTF-8 in any locale. Raises ArgumentError if it is not UTF-8."""
+    """Return an argument decoded as UTF-8, whatever the locale is. Raises ArgumentError if it is not valid UTF-8."""
     try:
         given.encode()
         return given
-    except UnicodeEncodeError:  # has surrogates, which are bytes that the locale could not decode
+    except UnicodeEncodeError:  # it contains surrogates, which stand for bytes that the locale could not decode
         pass
     try:
         return os.fsencode(given).decode("utf-8")
@@ -133,9 +133,9 @@ def _add_options(command: Parser) -> None:
     command.add_argument("-v", "--verbose", action="store_true", help="show how many tokens of the prompt were cached")
     add_engine_options(command)
     option = command.add_argument_group("sampling").add_argument
-    option("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
+    option("--max-tokens", type=int, default=256, metavar="N", help="maximum number of tokens in an answer")
     option("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
-    option("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens up to this share")
+    option("--top-p", type=float, default=1.0, metavar="P", help="sample from the top tokens with total probability P")
     option("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens; 0: all")
     option("--seed", type=int, metavar="N", help="seed for reproducible answers")
     option("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable")

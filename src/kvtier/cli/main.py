@@ -1,4 +1,4 @@
-"""The `kvtier` command: parses arguments and calls the module that does the work."""
+"""The `kvtier` command: parses the command line and runs a subcommand."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Run 'kvtier COMMAND --help' for the options of a command.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # escape characters that the locale lacks
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # while an error can still be reported
+                sys.stdout.flush()  # here, because an error at interpreter exit could not be handled
     except KvtierError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ def _run(arguments: list[str]) -> int:
     commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND", parser_class=Parser)
     add_commands(commands)
     known: dict[str, Parser] = dict(commands.choices)
-    _settle(known, arguments, parser)
+    _apply_settings(known, arguments, parser)
     options, rest = parser.parse_known_args(arguments)
     options.parser.refuse_unknown(rest)
     return int(options.run(options))
@@ -86,7 +86,7 @@ def add_commands(commands: Commands) -> None:
     completion.add(commands)
 
 
-def _settle(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) -> None:
+def _apply_settings(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) -> None:
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     if name and name not in known:
         parser.error(f"unknown command {name!r} (commands: {', '.join(known)}){suggest(name, known)}")
@@ -96,7 +96,7 @@ def _settle(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) 
     finder.add_argument("--config")
     file, origin = read_config(finder.parse_known_args(arguments)[0].config, known)
     check_environment(os.environ, known)
-    known[name].take_settings(name, os.environ, file, origin)
+    known[name].apply_settings(name, os.environ, file, origin)
     known[name].set_defaults(config_file=file)
 
 
@@ -106,7 +106,7 @@ def _add_doctor(commands: Commands) -> None:
 
         return doctor(options)
 
-    text = "Show the hardware and packages of this machine and the copy paths that work on it."
+    text = "Show the hardware, packages and usable copy paths of this machine."
     command = add_command(commands, "doctor", text, "kvtier doctor\nkvtier doctor --calibrate --json", run)
     help = "measure the copy paths again (about a second per GPU) and save the result"
     command.add_argument("--calibrate", action="store_true", help=help)

@@ -1,6 +1,6 @@
 """Command line parser with settings from a file and the environment, and a progress bar.
 
-flag  >  environment (KVTIER_PORT)  >  TOML file ([serve] port = 8001)  >  default
+Precedence: flag > environment (KVTIER_PORT) > TOML file ([serve] port = 8001) > default
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvtier.errors import ArgumentError
 
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar if standard error is a terminal. Yields a function that takes the progress and a note."""
+    """Show a progress bar if standard error is a terminal. Yields `update(num_done, note)`."""
     is_shown, last = sys.stderr.isatty(), 0.0
 
     def update(num_done: int, note: str) -> None:
         nonlocal last
-        if is_shown and (time.monotonic() - last > 0.1 or num_done >= total):  # at most ten times a second
+        if is_shown and (time.monotonic() - last > 0.1 or num_done >= total):  # redraw at most ten times a second
             last = time.monotonic()
             filled = 30 * num_done // max(1, total)
             bar = "#" * filled + "." * (30 - filled)
@@ -46,11 +46,11 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, except those that mean "none"."""
+    """Appends default values to help texts, except empty values and 0."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
-        self._action_max_length = 14  # minimum width; argparse does not count the indentation of commands
+        self._action_max_length = 14  # minimum width, because argparse ignores the indentation of commands
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -60,7 +60,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of the whole command line, or of one command. Options cannot be abbreviated."""
+    """Parser for the whole command line or for one command. Options cannot be abbreviated."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", _HelpFormatter)
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         return {action.dest: action for action in self._actions if action.option_strings and action.dest not in names}
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write a message. Unlike argparse, raise OSError if that fails."""
+        """Write a message. Unlike argparse, raise OSError if the write fails."""
         if message and (stream := file or sys.stderr) is not None:
             stream.write(message)
 
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
             what = f"unknown option {name}" if name.startswith("-") else f"unexpected argument {argument!r}"
             self.error(what + suggest(name, known))
 
-    def take_settings(self, name: str, environ: Mapping[str, str], file: Mapping[str, Any], origin: str) -> None:
+    def apply_settings(self, name: str, environ: Mapping[str, str], file: Mapping[str, Any], origin: str) -> None:
         table = file.get(name, {})
         if not isinstance(table, Mapping):
             self.error(f"{origin}: {name} must be a table, [{name}]")
@@ -121,13 +121,13 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands = Any
-"""Result of `Parser.add_subparsers`, whose type argparse does not export."""
+"""Type of the result of `Parser.add_subparsers`, which argparse does not export."""
 
 
 def add_command(
     commands: Commands, name: str, text: str, examples: str, run: Callable[..., int], operands: str = ""
 ) -> Parser:
-    """Add a command with the common options. The first sentence of `text` is its short help."""
+    """Add a command with the common options. The first sentence of `text` is the command's short help."""
     epilog = "examples:\n" + "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     short = text[0].lower() + text[1:].partition(".")[0]
     usage = " ".join(filter(None, ("kvtier", name, "[options]", operands)))
@@ -139,13 +139,13 @@ def add_command(
 
 
 def read_config(path: str | None, commands: Mapping[str, Parser]) -> tuple[dict[str, Any], str]:
-    """Return the contents and the name of the TOML file; empty if there is none. Unknown tables are errors."""
+    """Return the contents and the path of the TOML file; both are empty without a file. Rejects unknown tables."""
     path = path or os.environ.get("KVTIER_CONFIG")
     if not path:
         return {}, ""
     try:
         file = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:  # ValueError: NUL in the path
         raise ArgumentError(f"{path} cannot be read as TOML: {error}") from error
     known = [*commands, "tenants"]
     for key in file:
@@ -155,7 +155,7 @@ def read_config(path: str | None, commands: Mapping[str, Parser]) -> tuple[dict[
 
 
 def check_environment(environ: Mapping[str, str], commands: Mapping[str, Parser]) -> None:
-    """Raise ArgumentError for a variable that looks like a misspelled option. Other KVTIER_ variables are ignored."""
+    """Raise ArgumentError for a variable that looks like a misspelled option. Other unknown variables are ignored."""
     known = {PREFIX + key.upper() for parser in commands.values() for key in parser.options} | {*_OTHER_VARIABLES}
     for name in environ:
         if name.startswith(PREFIX) and name not in known and (near := suggest(name, known, cutoff=0.85)):
@@ -163,6 +163,6 @@ def check_environment(environ: Mapping[str, str], commands: Mapping[str, Parser]
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return "; did you mean ...?", or an empty string."""
+    """Return "; did you mean ...?" with the closest known name, or an empty string if none is close."""
     near = difflib.get_close_matches(name, [*known], 1, cutoff)
     return f"; did you mean {near[0]}?" if near else ""

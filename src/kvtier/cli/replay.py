@@ -41,16 +41,16 @@ def add(commands: Commands) -> None:
     )
     option("--host", type=size, default=0, metavar="SIZE", help="host memory per replica")
     option("--disk", type=size, default=0, metavar="SIZE", help="disk per replica")
-    option("--capacities", type=int, default=20, metavar="N", help="points of the hit rate curve; 0: no curve")
+    option("--capacities", type=int, default=20, metavar="N", help="points on the hit rate curve; 0: no curve")
     _add_options(command)
-    text = "Recommend sizes of host memory and disk for a trace. Shows the benefit of each further step."
+    text = "Recommend sizes of host memory and disk for a trace. Shows the benefit of each increase in size."
     examples = """
     kvtier plan trace.jsonl --model llama-3-8b --gpu h200 --replicas 6 --ttft-p99 6s --html plan.html
     kvtier plan trace.jsonl --model llama-3-70b --gpu h100 --gpus 4 --ttft-p99 10s --disk-type nvme-gen4
     """
     command = add_command(commands, "plan", text, examples, plan, "--ttft-p99 TIME TRACE ...")
     option = command.add_argument
-    option("--ttft-p99", type=seconds, required=True, metavar="TIME", help="target of the time to first token, e.g. 2s")
+    option("--ttft-p99", type=seconds, required=True, metavar="TIME", help="target p99 time to first token, e.g. 2s")
     option("--policy", default="lru", metavar="NAME", help="eviction policy")
     option("--ram-price", type=float, metavar="USD", help="price of one GiB of host memory")
     option("--disk-price", type=float, metavar="USD", help="price of one GiB of disk")
@@ -118,25 +118,25 @@ def seconds(text: str) -> float:
 
 
 def _add_options(command: Parser) -> None:
-    help = "trace in Mooncake's or kvtier's JSONL format, also .gz and .zst; or synthetic:KNOB=VALUE,..."
+    help = "trace file in Mooncake's or kvtier's JSONL format (also .gz or .zst), or synthetic:KNOB=VALUE,..."
     command.add_argument("traces", nargs="+", metavar="TRACE", help=help)
     option = command.add_argument_group("workload").add_argument
     option("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast")
     option("--limit", type=int, metavar="N", help="use only the first N requests")
     option("--strict", action="store_true", help="fail if a line of the trace is invalid")
     option = command.add_argument_group("deployment").add_argument
-    option("--model", default="llama-3-8b", help="preset, or .toml or .json file with the same keys")
+    option("--model", default="llama-3-8b", help="name of a preset, or .toml or .json file with the keys of a preset")
     option("--gpu", default="h200", help="preset or file")
     option("--gpus", type=int, default=1, metavar="N", help="GPUs per replica (tensor parallel)")
-    option("--machine", metavar="FILE", help="output of `kvtier doctor --json`: use its memory size and link speeds")
-    option("--device", type=size, default=0, metavar="SIZE", help="device memory for KV; 0: all that the weights leave")
+    option("--machine", metavar="FILE", help="output of `kvtier doctor --json`, for its memory size and link speeds")
+    option("--device", type=size, default=0, metavar="SIZE", help="device memory for KV; 0: all except the weights")
     option("--disk-type", default="nvme-gen4", metavar="DISK", help="preset or file")
     option("--replicas", type=int, default=1, metavar="N", help="number of replicas; sizes are per replica")
     option("--routing", choices=("random", "prefix"), default="prefix", help="how to route requests to replicas")
-    option("--max-rows", type=int, default=256, metavar="N", help="requests per step")
-    option("--max-step-tokens", type=int, default=8192, metavar="N", help="tokens per step")
+    option("--max-rows", type=int, default=256, metavar="N", help="maximum number of requests per step")
+    option("--max-step-tokens", type=int, default=8192, metavar="N", help="maximum number of tokens per step")
     option = command.add_argument_group("simulation").add_argument
-    option("--quantum", type=float, default=0.05, metavar="SECONDS", help="time simulated at once; 0: single steps")
+    option("--quantum", type=float, default=0.05, metavar="SECONDS", help="merge steps up to this time; 0: merge none")
     option("--seed", type=int, default=0, metavar="N", help="seed of the simulation")
     option("--jobs", type=int, metavar="N", help="processes to use (default: one per core)")
     option("--html", metavar="FILE", help="also write a report with plots as a single HTML file")
@@ -155,8 +155,8 @@ def _trace(options: argparse.Namespace) -> Trace:
         print(f"kvtier: {problem}", file=sys.stderr)
     if trace.problems:
         more = len(trace.problems) - _SHOWN
-        rest = f", {more} more than shown" if more > 0 else ""
-        print(f"kvtier: invalid lines that were skipped: {len(trace.problems)}{rest}", file=sys.stderr)
+        rest = f" ({more} of them not shown)" if more > 0 else ""
+        print(f"kvtier: skipped invalid lines: {len(trace.problems)}{rest}", file=sys.stderr)
         if options.strict:
             raise ArgumentError(f"--strict: the trace has {len(trace.problems)} invalid lines")
     if options.jobs is None:
@@ -233,7 +233,7 @@ def _names(options: argparse.Namespace, setup: Deployment) -> dict[str, str]:
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar. Yields a function that takes the finished share and optionally another label."""
+    """Show a progress bar. Yields `update(share, label)`, where `share` is at most 1 and the label is optional."""
     with progress_bar(100, "%") as update:
         yield lambda share, what=label: update(int(share * 100), what)
 

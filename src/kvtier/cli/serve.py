@@ -1,4 +1,4 @@
-"""`kvtier serve`: options and start of the server."""
+"""`kvtier serve`: parses the options and starts the server."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _config(options: argparse.Namespace) -> ServerConfig:
 
 
 def _tenants(tables: Any, environ: Mapping[str, str]) -> tuple[Tenant, ...]:
-    """Return the tenants of [[tenants]] in the TOML file and of the two environment variables."""
+    """Return the tenants from [[tenants]] in the TOML file, and from KVTIER_API_KEY and KVTIER_ADMIN_KEY."""
     known = Tenant.__dataclass_fields__
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise ArgumentError("tenants must be tables: [[tenants]]")
@@ -88,7 +88,7 @@ def _start_log(options: argparse.Namespace) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(options.log_level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # our own log lines report start and stop
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # kvtier itself logs the start and the stop
 
 
 class _JsonFormatter(logging.Formatter):

@@ -1,4 +1,4 @@
-"""`kvtier inspect` and `kvtier verify`: contents and integrity of a store."""
+"""`kvtier inspect` and `kvtier verify`: list the contents of a store, and verify its checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.errors import ArgumentError, StoreError
 if TYPE_CHECKING:
     from kvtier.storage import Store
 
-_UNBOUNDED = 1 << 62  # nothing is written, so nothing must be evicted
+_UNBOUNDED = 1 << 62  # capacity in bytes, so large that the store evicts nothing
 _WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://bucket/prefix"
 
 
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
     command = add_command(commands, "inspect", text, examples, inspect, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
     command.add_argument("--objects", action="store_true", help="also list every object")
-    text = "Read all objects of a store and verify their checksums. Damaged ones are quarantined; the exit code is 1."
+    text = "Read all objects in a store and verify their checksums. Quarantines damaged objects and then exits with 1."
     examples = "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json"
     command = add_command(commands, "verify", text, examples, verify, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)

@@ -12,13 +12,13 @@ from kvtier.server.config import Tenant, tenant_name
 from kvtier.server.errors import ApiError
 from kvtier.server.messages import Started
 
-_DECAY = 0.9  # weight of the old mean when a request finishes
+_DECAY = 0.9  # weight of the old value in the moving average of request times
 
 
 class Admission:
-    """Counts running and waiting answers, and rejects requests above a limit with a time to retry.
+    """Counts running and waiting answers. Rejects requests above a limit, with a time after which to retry.
 
-    Tokens are charged when a request ends. A tenant can thus exceed its limit, and then waits until the debt is paid.
+    Tokens are charged when a request ends. A tenant above its limit is rejected until enough tokens are refilled.
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:
@@ -32,7 +32,7 @@ class Admission:
         self.closed = ""  # reason to reject all requests; empty if requests are accepted
 
     def max_tokens(self, tenant: Tenant | None) -> int:
-        """Return the most tokens of one request, limited by context length, device tier and tenant quota."""
+        """Return the token limit of one request, which depends on context length, device tier and tenant quota."""
         quota = tenant.device_blocks if tenant is not None else 0
         num_blocks = min(quota, self.num_device_blocks) if quota else self.num_device_blocks
         return min(self._started.max_context, num_blocks * self._started.block_tokens)
@@ -59,7 +59,7 @@ class Admission:
 
     @contextmanager
     def prepare(self, tenant: Tenant | None) -> Iterator[None]:
-        """Count a request of a tenant during the with statement. Raises 429 above a limit, 503 if closed."""
+        """Count a tenant's request during the with statement. Raises 429 above a limit, 503 if closed."""
         if self.closed:
             raise ApiError(503, f"the server does not accept requests: {self.closed}", code="not_ready")
         if tenant is not None:
@@ -82,11 +82,11 @@ class Admission:
 
     def _check_quota(self, tenant: Tenant) -> None:
         if tenant.max_requests and self._num_requests[tenant.name] >= tenant.max_requests:
-            message = f"{tenant.max_requests} requests of {tenant.name} are in progress, which is its limit"
+            message = f"tenant {tenant.name} has reached its limit of {tenant.max_requests} concurrent requests"
             seconds = max(1, math.ceil(self._mean_seconds))
             raise ApiError(429, message, code="tenant_requests", retry_after=seconds)
         over = self._debt(tenant) - tenant.tokens_per_minute
         if tenant.tokens_per_minute and over >= 0:
-            message = f"{tenant.name} has used its {tenant.tokens_per_minute} tokens per minute"
+            message = f"tenant {tenant.name} has used its {tenant.tokens_per_minute} tokens per minute"
             seconds = max(1, math.ceil(60 * over / tenant.tokens_per_minute))
             raise ApiError(429, message, code="tenant_tokens", retry_after=seconds)

@@ -38,8 +38,8 @@ _SCRIPTS = ("format.js", "history.js", "charts.js", "panels.js", "page.js")
 def load_page() -> Response:
     """Return the dashboard page.
 
-    Its content security policy allows only the page's own script and style, by hash, so that injected scripts do not
-    run. The page can connect to this server only.
+    Its content security policy lists the hashes of the page's script and style. Other scripts and styles do not run,
+    and the page can connect to this server only.
     """
     style = (_STATIC / "dashboard.css").read_text()
     script = "\n".join((_STATIC / name).read_text() for name in _SCRIPTS)
@@ -81,7 +81,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the response; a stream of events if stream is true", "content": {"text/event-stream": {}}}
 }
-_TOKENIZED = 10  # tokens of /tokenize that are charged as one token of a completion
+_TOKENIZED = 10  # /tokenize charges one token for this many tokens
 
 
 def make_app(
@@ -99,7 +99,7 @@ def make_app(
         docs_url=None,
         redoc_url=None,
         responses=_ERRORS,
-        redirect_slashes=False,  # a redirect would contain the client's Host header
+        redirect_slashes=False,  # a redirect would repeat the client's Host header, which may be forged
     )
     _add_error_handlers(app)
     limits, model = config.limits, config.model_name
@@ -132,7 +132,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def _(_: Request, __: ClientGone) -> Response:
-        return Response(status_code=499)  # never sent; the status is only counted
+        return Response(status_code=499)  # never sent; the status appears only in logs and metrics
 
     @app.exception_handler(Exception)
     async def _(_: Request, __: Exception) -> JSONResponse:  # starlette raises the error again, for the log
@@ -165,7 +165,7 @@ def _add_model(app: FastAPI, name: str, max_context: int, bodies: Bodies, admiss
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the models, of which there is one."""
+        """List the served models (always one)."""
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}")

@@ -30,10 +30,10 @@ from kvtier.server.protocol import (
 )
 from kvtier.server.worker_pool import WorkerPool
 
-# Bodies up to this size are prepared in the event loop. That takes 2 to 8 ms, mostly to tokenize (SmolLM2; digits are
-# the slowest text; x86-64, 2 busy cores, 2026-11-16). A worker process takes 1 ms longer.
+# Bodies up to this size are prepared in the event loop. This takes 2 to 8 ms, mostly for tokenizing; a worker process
+# takes 1 ms longer (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
 _INLINE_BYTES = 2048
-_FREE_BYTES = 64 << 10  # each body's first bytes are free, so that small requests pass while large ones fill the limit
+_FREE_BYTES = 64 << 10  # size up to which a body does not count, so that large bodies cannot block small requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Bodies:
     pool: WorkerPool
     limits: Limits
     admission: Admission
-    _num_bytes: Counter[str] = field(default_factory=Counter)  # by tenant
+    _num_bytes: Counter[str] = field(default_factory=Counter)  # counted bytes of unfinished bodies, by tenant
 
     async def read(self, request: Request, model: type[Body]) -> Prepared[Body]:
         """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects."""

@@ -71,7 +71,7 @@ class Completions:
     request_log: RequestLog
 
     async def answer(self, prepared: _Prepared, request: Request) -> Response:
-        """Run a request. Raises ApiError for an error before the first token; streams report later errors as events."""
+        """Run a request. Raises ApiError for errors before the first token. A stream reports later errors as events."""
         tenant = request.state.tenant
         if prepared.schema is not None:
             with self.admission.prepare(tenant):
@@ -99,7 +99,7 @@ class Completions:
         salt = salt_of(tenant, body.cache_salt)
         names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
         priority = body.priority or 0
-        if tenant is not None:  # a tenant must not delay the others
+        if tenant is not None:  # a request cannot exceed its tenant's priority
             priority = min(priority, tenant.max_priority)
         submits = tuple(
             Submit(name, tuple(prompt), params, priority, salt, prepared.schema)
@@ -115,13 +115,13 @@ class Completions:
         """Return the number of tokens left for an answer to the longest prompt. Raises 400 if too few are left."""
         most, longest = self.admission.max_tokens(tenant), max(len(prompt) for prompt in prepared.prompts)
         room, code, name = most - longest, "context_length_exceeded", prepared.body.prompt_field
-        if room < 1:  # the device tier was made smaller since the prompt was prepared
+        if room < 1:  # the device tier was shrunk after the prompt was prepared
             message = f"{name} has {longest} tokens; the limit is {most}, including one token to generate"
             raise ApiError(400, message, name, code)
         field_name, max_tokens = prepared.body.token_limit
         if max_tokens is not None and max_tokens > room:
             message = (
-                f"{longest} tokens of {name} and {max_tokens} of {field_name} exceed the limit of {most}; "
+                f"{name} ({longest} tokens) and {field_name} ({max_tokens}) together exceed the limit of {most}; "
                 f"set {field_name} to at most {room}"
             )
             raise ApiError(400, message, field_name, code)
@@ -157,7 +157,7 @@ class Completions:
             yield event(error.body) + DONE
 
     async def _outputs(self, job: HttpJob) -> AsyncGenerator[list[Output]]:
-        """Yield the engine's outputs within the limits. Records the request, also if it fails."""
+        """Admit and submit a job, and yield its outputs. Records the request even if it fails."""
         record = job.record
         try:
             deadline = job.began + self.limits.request_seconds
@@ -196,12 +196,12 @@ class Completions:
             record.new_tokens += len(output.token_ids)
         record.prompt_tokens = job.num_prompt_tokens
         for output in outputs:
-            if output.index == 0 and output.finish_reason is not None:  # all n answers have the same cached tokens
+            if output.index == 0 and output.finish_reason is not None:  # the n answers share one cached prefix
                 record.cached_tokens += output.num_cached_tokens
 
     def _end(self, job: HttpJob) -> None:
         record = job.record
-        if record.finish in ("disconnected", "timeout"):  # the engine received the prompt, even if no token followed
+        if record.finish in ("disconnected", "timeout"):  # the engine received the prompt, perhaps without an output
             record.prompt_tokens = job.num_prompt_tokens
         record.ended, record.seconds = time.time(), time.monotonic() - job.began
         if explanation := next(iter(job.mailbox.explanations.values()), None):
@@ -219,7 +219,7 @@ class Completions:
 
 
 def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
-    """Return the events for new outputs, after an opening event for each choice that is not yet in `opened`."""
+    """Return the events for new outputs. Each choice that is not yet in `opened` starts with an opening event."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
         if index not in opened:
@@ -230,7 +230,7 @@ def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
 
 
 def _by_choice(job: HttpJob, outputs: Sequence[Output]) -> dict[int, list[Output]]:
-    """Group outputs by index of the choice, which is the prompt's index times n, plus the answer's index."""
+    """Group outputs by the index of their choice, which is (index of the prompt) * n + (index of the answer)."""
     groups: dict[int, list[Output]] = {}
     for output in outputs:
         choice = output.index

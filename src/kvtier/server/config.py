@@ -15,24 +15,24 @@ _WRITES = ("write_through", "write_through_selective", "write_back")
 
 
 def option(default: Any, help: str, dest: str = "", **arguments: Any) -> Any:
-    """Return a dataclass field that is also a command-line option. Its name is `dest`, by default the field's name.
+    """Return a dataclass field that is also a command-line option.
 
-    Other arguments are passed to argparse's `add_argument`.
+    The option is named `dest`, or like the field if `dest` is empty. `arguments` are passed to argparse.
     """
     return field(default=default, metadata={"help": help, "dest": dest, **arguments})
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Sizes of the tiers, and how blocks move between them."""
+    """Sizes of the tiers, and policies for moving blocks between them."""
 
     block_tokens: int = option(16, "tokens per block")
-    blocks: int = option(1024, "blocks in device memory")
-    host_blocks: int = option(0, "blocks in host memory; 0: no host tier")
-    disk: str = option("", "folder of the disk tier; it survives restarts", metavar="FOLDER")
+    blocks: int = option(1024, "number of blocks in device memory")
+    host_blocks: int = option(0, "number of blocks in host memory; 0: no host tier")
+    disk: str = option("", "folder of the disk tier, whose contents survive restarts", metavar="FOLDER")
     disk_bytes: str = option("8GiB", "size of the disk tier", metavar="SIZE")
     shared: tuple[str, ...] = option((), "store shared with other servers; repeatable", metavar="URL")
-    kv_shards: int = option(0, "objects per stored block, by KV heads; 0: one per rank")
+    kv_shards: int = option(0, "number of objects per stored block, split by KV heads; 0: one per rank")
     """Servers that share a store need the same value."""
     policy: str = option("lru", "eviction policy of the memory tiers", choices=("lru", "fifo", "arc", "s3fifo", "cost"))
     write: str = option("write_through", "when to copy blocks to the next tier", choices=_WRITES)
@@ -42,59 +42,59 @@ class TierOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of the engine process. All values are plain, because they are sent to that process."""
+    """Options of the engine process. They are pickled and sent to that process."""
 
     model: str = option(DEFAULT_MODEL, "Hugging Face folder, .gguf file, or the packaged model smollm2")
     device: str = option("cpu", "cpu, cuda or cuda:N")
     dtype: str = option("f32", "f32, bf16 or f16")
     tiers: TierOptions = field(default_factory=TierOptions)
-    tensor_parallel: int = option(1, "processes that share the model's heads", metavar="RANKS")
-    invariant: bool = option(False, "make answers independent of the other requests of a batch; slower")
-    max_rows: int = option(64, "requests per step")
-    max_step_tokens: int = option(512, "tokens per step; longer prompts are split")
-    """A higher value makes prefill faster, and the gaps between the tokens of other requests longer."""
+    tensor_parallel: int = option(1, "number of processes that share the model's heads", metavar="RANKS")
+    invariant: bool = option(False, "make answers independent of the other requests in a batch; slower")
+    max_rows: int = option(64, "maximum number of requests per step")
+    max_step_tokens: int = option(512, "maximum number of tokens per step; longer prompts are split")
+    """A higher value makes prefill faster, but delays the next tokens of other requests."""
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
-    threads: int = option(0, "threads of torch; 0: automatic")
-    """Automatic means one thread per core, less one core for the front end."""
-    record: str = option("", "record keys, lengths and times of requests for kvtier replay", metavar="FILE")
+    threads: int = option(0, "number of torch threads; 0: automatic")
+    """Automatic means one thread per core, except for one core that the front end uses."""
+    record: str = option("", "write a trace of the requests, without their text, for kvtier replay", metavar="FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits on the resources that one client can take from others."""
 
-    waiting: int = option(256, "answers that may wait for the engine; more get 429", "max_waiting")
-    answers: int = option(16, "answers per request (n times prompts)", "max_answers")
-    body_bytes: int = option(4 << 20, "size of a body; larger ones get 413", "max_body_bytes")
+    waiting: int = option(256, "answers that may wait for the engine; further requests get 429", "max_waiting")
+    answers: int = option(16, "answers per request (n times the number of prompts)", "max_answers")
+    body_bytes: int = option(4 << 20, "size of a body; larger bodies get 413", "max_body_bytes")
     body_seconds: float = option(30.0, "time to receive a body")
     request_seconds: float = option(600.0, "time to complete a request")
     drain_seconds: float = option(30.0, "time for requests to finish after SIGTERM")
     prepare_seconds: float = option(5.0, "time to tokenize a long prompt or to compile a schema")
     prepare_processes: int = option(2, "worker processes that tokenize and compile")
-    buffered_bytes: int = option(64 << 20, "size of all bodies that are being read or prepared", "max_buffered_bytes")
+    buffered_bytes: int = option(64 << 20, "total size of bodies that are read or prepared", "max_buffered_bytes")
     """One tenant may use at most half of this size."""
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The command thread computes nothing and replies in milliseconds; 5 s allow for a machine that swaps."""
+    """The thread that replies computes nothing and takes milliseconds. 5 s allow for a machine that swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
-    """The longest step is a prefill of `max_step_tokens`: 512 tokens of an 8B model take about 80 s at 100 GFLOP/s,
-    which two CPU cores reach."""
-    control_seconds: float = option(120.0, "time for a call of the control API")
+    """The longest step is a prefill of `max_step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
+    cores, which reach 100 GFLOP/s."""
+    control_seconds: float = option(120.0, "time for a call to the control API")
     """Calls that save or clear stores take the longest."""
     connections: int = option(1024, "open connections; fewer if ulimit -n is low", "max_connections")
     connections_per_address: int = option(512, "open connections from one address", "max_connections_per_address")
     """An address is an IPv4 address or an IPv6 /64 network. The limit is at most three quarters of `connections`."""
-    url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", "max_url_bytes")
-    header_bytes: int = option(64 << 10, "size of all headers; larger ones get 431", "max_header_bytes")
+    url_bytes: int = option(8 << 10, "length of a URL; longer URLs get 414", "max_url_bytes")
+    header_bytes: int = option(64 << 10, "total size of all headers; larger headers get 431", "max_header_bytes")
     headers: int = 100
-    """Number of headers of a request."""
+    """Number of headers in a request."""
     header_seconds: float = option(10.0, "time to receive the headers of a request")
-    idle_seconds: float = option(15.0, "time between two requests of a connection")
-    """httpx and OpenAI's client drop idle connections after 5 s. They thus close first, and never send a request on a
-    connection that the server is closing."""
-    send_seconds: float = option(60.0, "time for which a client may not read")
-    """nginx's send_timeout has the same default."""
+    idle_seconds: float = option(15.0, "time between two requests on a connection")
+    """httpx and OpenAI's client drop idle connections after 5 s. They therefore close before the server does, and never
+    send a request on a connection that the server is closing."""
+    send_seconds: float = option(60.0, "time after which a client that does not read its response is disconnected")
+    """The default is that of nginx's send_timeout."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -104,15 +104,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An API key with its own cache (by salt) and quotas."""
+    """An API key with its own quotas. A salt in the block keys separates its cache from those of other tenants."""
 
     name: str
     key: str = field(repr=False)
     admin: bool = False
     max_requests: int = 0
-    """Concurrent requests; 0 for no limit."""
+    """Limit on concurrent requests; 0 for no limit."""
     tokens_per_minute: int = 0
-    """Uncached prompt tokens and generated tokens; 0 for no limit."""
+    """Limit on uncached prompt tokens plus generated tokens; 0 for no limit."""
     device_blocks: int = 0
     """Quota in the device tier, for all values of `cache_salt` together; 0 for no quota. A tenant at its quota evicts
     its own blocks."""
@@ -136,12 +136,12 @@ class Tenant:
 
 
 def tenant_name(tenant: Tenant | None) -> str:
-    """Return the name of a tenant; empty in a server without tenants."""
+    """Return the name of a tenant, or an empty string in a server without tenants."""
     return tenant.name if tenant is not None else ""
 
 
 def salt_of(tenant: Tenant | None, cache_salt: str | None) -> bytes:
-    """Return the salt of block keys. It separates the caches of tenants, and of different values of `cache_salt`."""
+    """Return the salt of block keys, which separates the caches of different tenants and of different `cache_salt`."""
     if tenant is None and cache_salt is None:
         return b""
     return f"{tenant_name(tenant)}\0{cache_salt or ''}".encode("utf-8", "surrogatepass")
@@ -153,18 +153,18 @@ class ServerConfig:
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     limits: Limits = field(default_factory=Limits)
-    host: str = option("127.0.0.1", "address to listen on; non-local ones need API keys", metavar="ADDRESS")
+    host: str = option("127.0.0.1", "address to listen on; a non-local address needs API keys", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0: any free port", metavar="PORT")
     name: str = option("", "name of the model in the API (default: name of the folder or file)")
     tenants: tuple[Tenant, ...] = ()
-    """Without tenants there are no keys. Then only clients on this machine are accepted, and all are admins."""
+    """A server without tenants has no keys. It accepts only clients on this machine, all of them as admins."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise RangeError(f"port must be in [0, 65536), got {self.port}")
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) < len(names) or len({tenant.key for tenant in self.tenants}) < len(names):
-            raise ArgumentError("two tenants share a name or a key; each needs its own")
+            raise ArgumentError("two tenants share a name or a key; each tenant needs its own")
         if not self.tenants and self.host not in LOCAL_HOSTS:
             raise ArgumentError(
                 f"--host {self.host} is reachable from other machines and there are no API keys; "

@@ -1,4 +1,4 @@
-"""Connection table: limits on open connections, in total and per client address. For one event loop."""
+"""Connection table: limits on open connections, in total and per client address. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvtier.server.config import Limits
 Connection = TypeVar("Connection")
 SURPLUS = 16
 """Connections beyond each limit that are accepted for /health only."""
-# Descriptors that are not connections: the event loop, the listener, the engine's socket, log and model files (19 in an
-# idle front end, 2026-11-16), workers' sockets, and connections that were closed in this iteration of the event loop.
+# File descriptors for other purposes. The event loop, the listener, the engine's socket, logs and model files use 19 in
+# an idle front end (2026-11-16). The rest is for workers' sockets, and for connections that are being closed.
 _RESERVED_DESCRIPTORS = 80
 
 
@@ -30,8 +30,8 @@ class ConnectionTable(Generic[Connection]):
 
         idle --request head complete--> busy --response complete--> idle
 
-    At a limit, a new connection replaces the oldest idle one. An attacker without a key cannot keep a connection busy,
-    so idle connections never lock out a health check. Busy connections are not closed.
+    At a limit, a new connection replaces the oldest idle one. Busy connections are not closed. An attacker without a
+    key can only hold idle connections, which cannot lock out a health check.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:
@@ -77,7 +77,7 @@ class ConnectionTable(Generic[Connection]):
         if excess < 0:
             return Place.NORMAL, None
         idle = self._idle.get(address, {})
-        if num < self._max_per_address:  # total limit: take from the address with most idle connections
+        if num < self._max_per_address:  # the total limit is reached: evict from the address with most idle connections
             idle = max(self._idle.values(), key=len)
         if idle:
             victim = next(iter(idle))
@@ -92,7 +92,7 @@ def make_table(limits: Limits) -> ConnectionTable[Any]:
     most = limits.connections
     if soft != resource.RLIM_INFINITY:
         most = min(most, max(SURPLUS, soft - _RESERVED_DESCRIPTORS - SURPLUS))
-    # one address never takes all connections
+    # A single address must not use all connections.
     return ConnectionTable(most, min(limits.connections_per_address, max(1, most * 3 // 4)))
 
 

@@ -21,8 +21,8 @@ from kvtier.server.request_log import RequestLog
 
 _ASLEEP = "it is asleep (POST /control/wake)"
 _ON_PROMPT = {
-    "pin": "Keep the cached blocks of a prompt until it is unpinned.",
-    "prefetch": "Fetch the blocks of a prompt from stores to host memory.",
+    "pin": "Keep the cached blocks of a prompt until the prompt is unpinned.",
+    "prefetch": "Fetch the blocks of a prompt from stores into host memory.",
     "demote": "Evict the blocks of a prompt from the device and keep them in lower tiers.",
     "drop": "Remove the blocks of a prompt from all tiers.",
 }
@@ -66,7 +66,7 @@ def add_control(
 
     @app.get("/control/explain/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
-        """Explain the result of a request, and which part of its prompt was cached."""
+        """Explain how a request ended, and which part of its prompt was cached."""
         try:
             return await engine.call("explain", request_id=request_id)
         except ArgumentError as error:
@@ -79,7 +79,7 @@ def add_control(
 
     @app.post("/control/unpin", openapi_extra=takes(NameBody))
     async def unpin(request: Request) -> dict[str, Any]:
-        """Allow eviction of a pinned prompt."""
+        """Allow eviction of the blocks of a pinned prompt."""
         return await engine.call("unpin", name=(await bodies.read(request, NameBody)).body.name)
 
     @app.post("/control/reset", openapi_extra=takes(ResetBody))
@@ -103,7 +103,7 @@ def add_control(
 
     @app.post("/control/resize", openapi_extra=takes(ResizeBody))
     async def resize(request: Request) -> dict[str, Any]:
-        """Change the number of blocks of a memory tier."""
+        """Change the number of blocks in a memory tier."""
         body = (await bodies.read(request, ResizeBody)).body
         result = await engine.call("resize", tier=body.tier, num_blocks=body.num_blocks)
         if body.tier == "device":

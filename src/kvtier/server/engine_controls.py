@@ -1,4 +1,4 @@
-"""Functions that the front end calls by name, and that the engine process runs between two steps."""
+"""Control functions, which the front end calls by name and the engine process runs between two steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _transfers(engine: Engine) -> list[dict[str, Any]]:
 
 
 def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
-    """Return the GB/s of the GPU's link by direction, from `kvtier doctor --calibrate`; empty if not measured."""
+    """Return the speed of the GPU's link in GB/s, by direction; empty if `kvtier doctor` has not measured it."""
     device = Placement.parse(str(engine.model.weights.device))
     costs = saved_costs(device) if device.kind == "cuda" else None
     if costs is None:
@@ -107,7 +107,7 @@ CONTROLS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
         "snapshot": snapshot,
         "metrics": lambda engine: {"text": engine.tiers.metrics.render()},
         "explain": lambda engine, request_id: asdict(engine.explain(request_id)),
-        "beat": lambda _: {},  # the reply shows that the engine's thread runs
+        "beat": lambda _: {},  # a reply proves that the engine's thread runs
         "pin": _on_prompt(CacheRuntime.pin, "pinned_tokens"),
         "prefetch": _on_prompt(CacheRuntime.prefetch, "blocks"),
         "demote": _on_prompt(CacheRuntime.demote, "blocks"),

@@ -48,14 +48,14 @@ _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the front end stops this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C signals all processes; only the front end stops this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     try:
         engine = make_llm(options).engine
         recorder = _record(engine, options.record)
-    except Exception as error:  # any error: the front end reports it and exits
+    except Exception as error:  # the front end reports any error and exits
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return
     with recorder:
@@ -81,7 +81,7 @@ def make_llm(options: EngineOptions) -> LLM:
         below.append((disk, f"disk:{quote(tiers.disk)}?bytes={tiers.disk_bytes}"))
     if tiers.shared:
         below.append((StoreConfig("shared", saving, wait_seconds=waits, is_shared=True), tiers.shared))
-    host_blocks = tiers.host_blocks or (tiers.blocks if below else 0)  # store reads go through host memory
+    host_blocks = tiers.host_blocks or (tiers.blocks if below else 0)  # stores are read through host memory
     config = EngineConfig(
         tiers.block_tokens,
         CacheConfig(
@@ -110,7 +110,7 @@ def make_llm(options: EngineOptions) -> LLM:
 class EngineServer:
     """Passes commands to an EngineRunner, and sends the outputs of each step in one message.
 
-    The main thread reads commands, a thread of low priority compiles schemas, the runner's thread does everything else.
+    The main thread reads commands. A low-priority thread compiles schemas. The runner's thread does everything else.
     """
 
     def __init__(self, engine: Engine, channel: Channel) -> None:
@@ -121,7 +121,7 @@ class EngineServer:
         self._ended: list[Explanation] = []
         self._compilations = SchemaCompilations(self._make_compiler)
         self._compiling: set[str] = set()  # requests whose schema is being compiled
-        self._lock = threading.Lock()  # prevents adding a compiled request while it is aborted
+        self._lock = threading.Lock()  # prevents `_abort` while `_add_constrained` adds the same request
 
     def run(self) -> None:
         """Serve until SHUTDOWN, or until the front end exits or the engine fails."""
@@ -170,7 +170,7 @@ class EngineServer:
 
     def _add_constrained(self, command: Submit, compiled: Future[Callable[[], JsonConstraint]]) -> None:
         """Add a request whose schema was compiled, unless the request was aborted in the meantime."""
-        with self._lock, contextlib.suppress(OSError, ClosedError):  # the process exits
+        with self._lock, contextlib.suppress(OSError, ClosedError):  # raised if the process is exiting
             if command.id not in self._compiling:
                 return
             self._compiling.remove(command.id)
@@ -209,7 +209,7 @@ class EngineServer:
             self._channel.send(Reply(id, future.result()))
 
     def _take(self, output: Output | None) -> None:
-        """Collect an output. Runs on the engine thread; `_flush` runs after the last output of the step."""
+        """Collect an output, on the engine thread. The first output of a step schedules `_flush` for its end."""
         if output is None:  # the request finished, or the engine failed
             return
         if not self._outputs:

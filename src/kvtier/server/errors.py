@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format. They name the field, and contain neither prompts nor internal details.
+"""Errors in OpenAI's format. They name the invalid field, and contain neither prompts nor internal details.
 
 This module imports neither pydantic nor starlette, because the engine and the worker processes import it.
 """

@@ -3,9 +3,9 @@
     waiting --first byte--> head --headers complete--> busy --response complete--> waiting
     waiting, head, busy --limit, timeout or invalid HTTP--> closing: answer 4xx, discard input, close
 
-Input reaches the parser in pieces of at most `header_bytes`, so that at most twice as many bytes are buffered for a
-head, a chunk extension or a trailer. Pipelined requests are not run. Instead, the connection closes after the response
-in progress, and the client repeats the pipelined requests (RFC 9112, 9.3.2).
+The parser receives input in pieces of at most `header_bytes` bytes. It therefore buffers at most 2 * `header_bytes` for
+a head, a chunk extension or a trailer. Pipelined requests are not run. Instead, the connection closes after the current
+response, and the client repeats the pipelined requests (RFC 9112, 9.3.2).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvtier.server.errors import ApiError
 from kvtier.server.request_log import RequestLog
 
 _log = logging.getLogger("kvtier.server")
-# After an error response the rest of the request is read and discarded, within these bounds. Closing with unread input
-# sends a reset, which can destroy the response before the client reads it.
+# After an error response, the rest of the request is read and discarded within these bounds. Closing a socket with
+# unread input sends a reset, which can destroy the response before the client reads it.
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 1 << 20
 
@@ -43,8 +43,8 @@ class HttpConnection(HttpToolsProtocol):
         self._is_pipelining = False
         self._is_closing = False
         self._num_head_bytes = 0
-        self._num_raw_bytes = 0  # fed to the parser since its buffer was last empty
-        self._refusal: ApiError | None = None  # error that a callback of the parser raised
+        self._num_raw_bytes = 0  # input since the parser's buffer was last empty, or since the error response
+        self._refusal: ApiError | None = None  # error that a parser callback raised
 
     # ---- connection ----
 
@@ -148,7 +148,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header. Trailers are counted and dropped."""
+        """Collect a header. Trailers count towards the size limit, and are then dropped."""
         self._num_head_bytes += len(name) + len(value) + 4
         if self._num_head_bytes > self._limits.header_bytes:
             self._raise(self._headers_too_large())

@@ -1,4 +1,4 @@
-"""Load generator of `kvtier bench`: streaming clients, some of which disconnect midway. Plain asyncio, for speed."""
+"""Load generator for `kvtier bench`: streaming clients, some of which disconnect midway. Plain asyncio for speed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class LoadOptions:
     model: str
     clients: int = 8
     requests: int = 0
-    """Number of requests of all clients together; 0 to run for `seconds` instead."""
+    """Total number of requests from all clients; 0 to run for `seconds` instead."""
     seconds: float = 0.0
     max_tokens: int = 64
     prompt_words: int = 64
     shared_words: int = 48
     """Number of words at the start that all prompts share."""
     disconnect_share: float = 0.0
-    """Share of the requests that are abandoned midway."""
+    """Share of the requests whose client disconnects midway."""
     key: str = ""
     seed: int = 0
 
@@ -49,7 +49,7 @@ class LoadReport:
     seconds: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """Return figures for printing; times are in milliseconds."""
+        """Return the figures to print, by name. Names that end in `_ms` are in milliseconds."""
         summary: dict[str, Any] = {
             "requests": sum(self.statuses.values()),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
@@ -66,7 +66,7 @@ class LoadReport:
 
 
 async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object] = lambda _: None) -> LoadReport:
-    """Run the clients until all requests are made or the time has passed."""
+    """Run the clients until all requests are complete or the time has passed."""
     report, began = LoadReport(), time.monotonic()
     numbers = iter(range(options.requests)) if options.requests else iter(range(1 << 62))
     deadline = began + options.seconds if options.seconds else float("inf")

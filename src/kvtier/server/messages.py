@@ -5,8 +5,8 @@
     front end --PrepareConfig, then Call--> worker process
     front end <--Reply(0), then Reply-- worker process
 
-A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here, because both processes are ours
-and use a socket pair that no other process can open.
+A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here, because no other process can open the
+socket pair.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request. Its outputs come in `StepOutputs`; a `Reply` with this id means that the request was rejected."""
+    """A request. Its outputs arrive in `StepOutputs`. A `Reply` with this id means that the request was rejected."""
 
     id: str
     tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class Abort:
 class Call:
     """Calls a function of the other process by name. A `Reply` with this id follows.
 
-    The engine process runs the functions of `engine_controls.CONTROLS` between two steps. It answers PING at once, also
+    The engine process runs the functions in `engine_controls.CONTROLS` between two steps. It answers PING at once, even
     during a step. After SHUTDOWN, which has no reply, it cancels all requests, saves the cache and exits.
     """
 
@@ -98,7 +98,7 @@ class StepOutputs:
     ended: tuple[Explanation, ...]
     """One explanation per finished request."""
     sent: float
-    """time.monotonic() of the engine process; both processes share this clock."""
+    """Value of time.monotonic() when the engine process sent this message. Both processes share this clock."""
 
 
 Command = Submit | Abort | Call
@@ -117,7 +117,7 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
 
 
 class Channel:
-    """The child process's end of a socket pair. Blocking; one thread reads, any thread may send."""
+    """The child process's end of a socket pair, with blocking calls. One thread reads; any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -132,12 +132,12 @@ class Channel:
             self._connection.sendall(data)
 
     def end(self) -> None:
-        """Shut down the connection, which ends the iteration of the reader."""
+        """Shut down the connection, which ends the iteration in the reading thread."""
         with contextlib.suppress(OSError):  # the front end closed the connection first
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield messages until the other end closes or dies."""
+        """Yield messages until the front end closes the connection or dies."""
         while len(head := self._stream.read(_LENGTH.size)) == _LENGTH.size:
             (size,) = _LENGTH.unpack(head)
             body = self._stream.read(size)

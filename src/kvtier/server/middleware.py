@@ -35,7 +35,7 @@ class ClientGone(Exception):
 
 
 class EventStream(Response):
-    """Server-sent events of a generator, which is closed when the client disconnects or stops reading for too long."""
+    """Server-sent events from a generator, which is closed if the client disconnects or the response takes too long."""
 
     media_type = "text/event-stream"
 
@@ -95,8 +95,8 @@ async def _disconnect(receive: Receive) -> None:
 class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
-    Compares all keys in constant time, so that response times reveal nothing. A server without keys rejects requests
-    from pages of other sites, and admin requests from other machines. Plain ASGI, so that the app sees disconnects.
+    Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects requests
+    from web pages of other sites, and admin requests from other machines. Does not hide disconnects from the app.
     """
 
     def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:

@@ -1,7 +1,7 @@
-"""Preparation: validates the body of a request and tokenizes its prompts. No asyncio, no fastapi, no torch.
+"""Preparation: validates the body of a request and tokenizes its prompts.
 
 Small bodies are prepared in the front end. Large bodies, which could block the front end for long, are prepared by the
-same code in a worker process (worker.py).
+same code in a worker process (worker.py). This module therefore imports neither asyncio nor fastapi nor torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SCHEMA = "response_format.json_schema.schema"
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[Body]):
-    """A validated body. Its prompts and schema, which may be large, are in the other fields instead of in `body`."""
+    """A validated body. The prompts and the schema, which may be large, are moved from `body` to the other fields."""
 
     body: Body
     prompts: Sequence[Sequence[int]] = ()
@@ -44,7 +44,7 @@ class Prepared(Generic[Body]):
 
 @dataclass(frozen=True, slots=True)
 class PrepareConfig:
-    """Model and limits for `Preparation`. All values are plain, because they are sent to worker processes."""
+    """Model and limits for `Preparation`. They are pickled and sent to worker processes."""
 
     source: str
     """Name, folder or file of the model, for load_tokenizer."""
@@ -168,7 +168,7 @@ class Preparation:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
 
     def _check_sizes(self, texts: Sequence[str], name: str, max_tokens: int) -> None:
-        """Reject texts that are too long by their size alone, before the first of them is rendered or tokenized."""
+        """Reject texts whose size in bytes alone exceeds the limit, before any text is rendered or tokenized."""
         try:
             for text in texts:
                 self._tokenizer.check_size(len(text.encode(errors="surrogatepass")), max_tokens)
@@ -217,7 +217,7 @@ def _from_validation(error: ValidationError) -> ApiError:
 
 
 def _schema_text(body: Sampling) -> str | None:
-    """Return the JSON schema of the answer, after checks that need no compiler."""
+    """Return the JSON schema of the answer. Checks whatever can be checked without compiling the schema."""
     schema, name = body.schema_text, "response_format"
     if schema is None:
         return None

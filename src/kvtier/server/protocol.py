@@ -1,6 +1,6 @@
 """Request bodies: OpenAI's fields and kvtier's additions. Unknown fields are rejected.
 
-Validation takes linear time and reports few errors for any input: sizes are checked before items, validation of a list
+Validation takes linear time and reports few errors for any input. Sizes are checked before items, validation of a list
 stops at the first invalid item, and lists of tokens are checked as a whole.
 """
 
@@ -32,9 +32,9 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-_MAX_FIELDS = 64  # of an object with known fields; the largest model has 31
+_MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31
 _MAX_PROMPTS = 128
-# Limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
+# Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
 
 
@@ -68,7 +68,7 @@ def _few(most: int) -> BeforeValidator:
 
 
 def _token_ids(values: list[Any], where: str = "") -> list[int]:
-    """Check a list at once: 1.4 million items take 0.1 s (x86-64, 2026-11-16); a pydantic error per item takes 26 s."""
+    """Check a list as a whole. 1.4 million items take 0.1 s, or 26 s with pydantic errors (x86-64, 2026-11-16)."""
     if not values:
         raise ValueError(f"{where}empty list of tokens; a request needs at least one token")
     if set(map(type, values)) != {int} or min(values) < 0 or max(values) > _MAX_TOKEN_ID:
@@ -94,7 +94,7 @@ def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
         raise ValueError(f"{len(value)} prompts; the limit is {_MAX_PROMPTS}")
     if isinstance(value[0], str):
         if not all(isinstance(prompt, str) for prompt in value):
-            raise ValueError("all prompts must be texts if the first one is")
+            raise ValueError("all prompts must be texts if the first one is a text")
         return value
     if not all(isinstance(prompt, list) for prompt in value):
         raise ValueError("expected a text, token ids, texts, or lists of token ids")
@@ -116,7 +116,7 @@ Prompts = Annotated[
 
 
 class Strict(BaseModel):
-    """No conversions, no unknown fields, no infinities."""
+    """Base model that converts no types and rejects unknown fields and infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     _few_fields = model_validator(mode="before")(lambda value: _bounded(value))
@@ -130,7 +130,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One turn. Fields that other servers add to their answers (refusal, annotations, ...) are ignored."""
+    """One turn of a conversation. Ignores fields that other servers add to answers (refusal, annotations, ...)."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -166,7 +166,7 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    """Passed to the chat template unchanged."""
+    """A tool definition, which is passed to the chat template unchanged."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -277,7 +277,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
         Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), _few(64)] | None
     ) = None
     parse_special: bool = False
-    """True if text of special tokens in messages, tools and chat_template_kwargs is parsed as those tokens."""
+    """True if the text of a special token in messages, tools or chat_template_kwargs is parsed as that token."""
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -312,7 +312,7 @@ class CompletionRequest(Sampling):  # POST /v1/completions
 
     prompt: Prompts
     parse_special: bool = True
-    """True if text of special tokens in a prompt is parsed as those tokens."""
+    """True if the text of a special token in a prompt is parsed as that token."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
 
@@ -335,7 +335,7 @@ class _PromptOrMessages(Strict):
     prompt: OnePrompt | None = None
     messages: Messages | None = None
     parse_special: bool | None = None
-    """Default as in the completion endpoints: true for a prompt, false for messages."""
+    """The default is true for a prompt and false for messages, as in the completion endpoints."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
@@ -353,7 +353,7 @@ class TokenizeRequest(_PromptOrMessages):
 
 
 class PromptBody(_PromptOrMessages):
-    """A prompt of the control API, and the tenant and salt of its cache."""
+    """A prompt for the control API, and the tenant and salt that select its cache."""
 
     cache_salt: Name | None = None
     tenant: Name | None = None

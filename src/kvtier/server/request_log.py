@@ -1,4 +1,4 @@
-"""RequestLog: counters and recent requests of the front end. Contains no text of any request."""
+"""RequestLog: counters and recent requests of the front end. Contains neither prompts nor answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RequestLog:
         self._ttft = new.histogram("kvtier_ttft_seconds", "Time from a request to its first token.").of()
         self._seconds = new.histogram("kvtier_request_seconds", "Time from a request to its end.").of()
         self.delivery = new.histogram(
-            "kvtier_delivery_seconds", "Time from the engine's step to the event for a client, in the front end."
+            "kvtier_delivery_seconds", "Time from the engine's message to its handling in the front end."
         ).of()
         self.rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
         self._closed = new.counter(
@@ -57,7 +57,7 @@ class RequestLog:
         self._responses.of(route, str(status)).add()
 
     def connection_closed(self, reason: str) -> None:
-        """Count a connection that the server closed: evicted, no_place, slow_headers, idle or stalled."""
+        """Count a connection that the server closed. `reason`: evicted, no_place, slow_headers, idle or stalled."""
         self._closed.of(reason).add()
 
     def ended(self, record: RequestRecord) -> None:
@@ -77,7 +77,7 @@ class RequestLog:
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Return percentiles of the time to first token in the last 5 minutes; None without requests."""
+        """Return percentiles of the time to first token in the last 5 minutes. They are None without requests."""
         since = time.monotonic() - _WINDOW_SECONDS
         values = sorted(seconds for at, seconds in self._ttfts if at >= since)
         points = {f"p{percent}_seconds": _percentile(values, percent) if values else None for percent in (50, 90, 99)}

@@ -46,19 +46,19 @@ def _merge(outputs: Sequence[Output]) -> Output:
 class _Answer:
     """State of one answer: the position in its text and, if the answer is not streamed, its parts.
 
-    Log-probabilities are rendered as they arrive. Rendering 16 answers of 2,000 tokens with 20 alternatives at the end
-    blocked the event loop for 2 s (x86-64, 2026-11-16).
+    Log-probabilities are rendered as they arrive. If they were rendered at the end, 16 answers of 2,000 tokens with 20
+    alternatives would block the event loop for 2 s (x86-64, 2026-11-16).
     """
 
     text: list[str] = field(default_factory=list)
     lists: dict[str, list[bytes]] = field(default_factory=dict)
-    """Lists of log-probabilities by name, as pieces of JSON."""
+    """Lists of log-probabilities by name. Each piece is JSON without the enclosing brackets."""
     finish_reason: FinishReason | None = None
     length: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
     def add(self, output: Output, lists: Mapping[str, Sequence[Any]]) -> int:
-        """Append an output and return its number of bytes."""
+        """Append an output. Returns the number of bytes added."""
         self.text.append(output.text)
         self.finish_reason = output.finish_reason
         num_bytes = len(output.text)
@@ -84,7 +84,7 @@ class _Answer:
 
 
 class CompletionFormat:
-    """Formats the answers to one request for a chat or a text completion."""
+    """Formats the answers to one request as a chat completion or a text completion."""
 
     def __init__(
         self, id: str, model: str, created: int, tokenizer: Tokenizer, *, is_chat: bool, logprobs: bool
@@ -130,7 +130,7 @@ class CompletionFormat:
                 return self._event(index, {"delta": {"content": text}}, {**lists, "refusal": None}, reason)
             return self._event(index, {"text": text}, lists, reason)
         if not text and reason is None:
-            return b""  # the text is held back: an incomplete character, or a possible stop text
+            return b""  # the engine holds back an incomplete character or a possible stop text
         if not text and self._is_chat:
             return self._event(index, {"delta": {}}, None, reason)
         return self._head + self._text_event % (index, to_json(text), _TAILS[reason])
@@ -143,7 +143,7 @@ class CompletionFormat:
         return self._head + str(index).encode() + b"," + to_json(rest)[1:] + b"]}\n\n"
 
     def _lists(self, index: int, output: Output) -> dict[str, list[Any]]:
-        """Return the lists of log-probabilities by name. `text_offset` has the position of each token in the text."""
+        """Return the lists of log-probabilities by name. `text_offset` contains each token's position in the text."""
         if self._is_chat:
             return {"content": self._content(output)}
         answer = self._answers[index]
@@ -189,7 +189,7 @@ def to_json(value: Any) -> bytes:
 
 
 def _text(data: bytes, prefix: str = "") -> str:
-    r"""Return the text of a token. If it is not valid UTF-8, return `prefix` and escapes such as \xe2\x80."""
+    r"""Return the text of a token. If the bytes are not valid UTF-8, return `prefix` and escapes such as \xe2\x80."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -3,7 +3,7 @@
     front end: SchemaChecks --Call--> worker process, which compiles the schema with a time limit
     engine process: SchemaCompilations --thread of low priority--> constraint
 
-Caches are separate per tenant, so that no tenant can evict another's entries or detect which schemas another sent.
+Each tenant has its own caches, so that it cannot evict the entries of other tenants or detect their schemas.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _digest(schema: str) -> bytes:
 
 
 class SchemaChecks:
-    """Checks in worker processes whether schemas compile in time. For one event loop."""
+    """Checks in worker processes whether schemas compile in time. Not thread-safe."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -77,7 +77,7 @@ class SchemaChecks:
         self._num_waiting: Counter[tuple[str, bytes]] = Counter()
 
     async def check(self, schema: str, tenant: str) -> None:
-        """Raise ApiError if answers cannot follow this schema. Callers with the same schema share one check."""
+        """Raise ApiError if the schema does not compile. Concurrent callers with the same schema share one check."""
         digest = _digest(schema)
         result = self._results.get(tenant, digest) or await self._share((tenant, digest), schema)
         if isinstance(result, ApiError):
@@ -124,7 +124,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: str, tenant: bytes) -> Compilation:
-        """Return a new or cached compilation of a schema. Callbacks of a new one run on the compiling thread."""
+        """Return the cached compilation of a schema, or start one, whose callbacks run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

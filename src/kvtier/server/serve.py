@@ -1,4 +1,4 @@
-"""Run a server: start the engine process and listen. On SIGTERM, finish the requests and save the cache."""
+"""Runs a server: starts the engine process and listens. On SIGTERM, finishes the requests and saves the cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvtier.server.worker_pool import WorkerPool
 
 _log = logging.getLogger("kvtier.server")
 _CLOSE_SECONDS = 60.0  # for the engine to save the cache
-_THREAD_SECONDS = 5.0  # for threads to end after the engine process; their results are not needed
+_THREAD_SECONDS = 5.0  # for the executor's threads to end after the engine process has exited
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -60,7 +60,7 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
 
 
 def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
-    """Join the executor's threads. If one hangs, exit here, because the interpreter would join it without a timeout."""
+    """Join the executor's threads. If one hangs, exit at once, since the interpreter would wait for it forever."""
     joining = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
     joining.start()
     joining.join(_THREAD_SECONDS)
@@ -72,7 +72,7 @@ def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
 
 
 def _handle_signals(action: Callable[[], object]) -> None:
-    """Run `action` on the first SIGTERM or SIGINT, in place of an earlier `action`. A second signal exits at once."""
+    """Run `action` on the first SIGTERM or SIGINT, and exit on the second. Replaces the action of an earlier call."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -96,7 +96,7 @@ def _exit_now(number: int, _: FrameType | None) -> NoReturn:
 async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[str], object]) -> int:
     task = asyncio.current_task()
     assert task is not None
-    _handle_signals(task.cancel)  # ends the start, even if the engine has just become ready
+    _handle_signals(task.cancel)  # until the server listens, a signal cancels the start
     engine = EngineClient(config.engine)
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
@@ -155,7 +155,7 @@ def _uvicorn_config(limits: Limits, app: Any, request_log: RequestLog) -> uvicor
 
 
 class _Uvicorn(uvicorn.Server):
-    """Calls `ready` once it listens. Captures no signals, because uvicorn would raise them again before the save."""
+    """Calls `ready` once it listens. Captures no signals, because uvicorn would exit before the cache is saved."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
@@ -184,7 +184,7 @@ async def _stop_without_engine(engine: EngineClient, stop: Callable[[], object])
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind without listening, so that connections are refused, and do not hang, until the engine is ready."""
+    """Bind without listening, so that connections are refused instead of hanging until the engine is ready."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

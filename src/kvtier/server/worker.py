@@ -1,7 +1,7 @@
 """A worker process: prepares large bodies and compiles schemas, one at a time, until its socket closes.
 
-The process can be killed at any time. The front end kills it when a job is late; if the front end has exited, SIGALRM
-ends it. Its memory is limited, and its priority is lower than the engine's.
+The front end kills the process if a job exceeds its deadline. If the front end has exited, SIGALRM ends the process.
+Its memory is limited, and its priority is lower than that of the engine process.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages import Call, Channel, Reply
 from kvtier.server.prepare import Preparation, PrepareConfig
 
-# Streams continue while a worker computes. At a lower priority, a worker would get only 2 % of a busy core.
+# At this priority, streams continue while a worker computes. At nice 19, a worker would get only 2 % of a busy core.
 _NICE = 10
-_HEADROOM_BYTES = 1 << 30  # added to the size of the process after its start; a body of 4 MB takes up to 0.4 GB
-_ALARM_SECONDS = 2.0  # after the deadline, at which the front end kills this process
+_HEADROOM_BYTES = 1 << 30  # memory for jobs, beyond the process's size at start; a body of 4 MB takes up to 0.4 GB
+_ALARM_SECONDS = 2.0  # time after the deadline, at which the front end kills this process
 
 
 def main(descriptor: int) -> None:
     """Entry point of the process. `descriptor` is a connected socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the front end stops this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C signals all processes; only the front end stops this one
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     channel = Channel(socket.socket(fileno=descriptor))
     messages = iter(channel)
     config: PrepareConfig = next(messages)
     tokenizer = load_tokenizer(config.source)
-    assert tokenizer.max_token_bytes != 0  # computed here, so that the first job is not late
+    assert tokenizer.max_token_bytes != 0  # computed at start, because the first access is slow
     preparation = Preparation(config, tokenizer)
     _bound_memory()
     with contextlib.suppress(OSError), open(os.devnull, "wb") as null:  # OSError: the front end has exited
         channel.send(Reply(0))
-        os.dup2(null.fileno(), 2)  # panics of native code may quote a prompt, and logs must not contain prompts
+        os.dup2(null.fileno(), 2)  # panics in native code may print a prompt, and logs must not contain prompts
         for call in messages:
             if call.name != "load_compiler":
                 signal.setitimer(signal.ITIMER_REAL, config.seconds + _ALARM_SECONDS)  # SIGALRM ends the process
@@ -49,7 +49,7 @@ def main(descriptor: int) -> None:
 def _run(preparation: Preparation, call: Call) -> Reply:
     try:
         result = getattr(preparation, call.name)(**call.arguments)
-        return Reply(call.id, result if call.name == "prepare" else None)  # a compiler cannot be sent
+        return Reply(call.id, result if call.name == "prepare" else None)  # a compiler cannot be pickled
     except ApiError as error:
         return Reply(call.id, error=error)
     except MemoryError:

@@ -1,4 +1,4 @@
-"""WorkerPool: runs calls in worker processes, each with a deadline. For one event loop.
+"""WorkerPool: runs calls in worker processes, each with a deadline. Not thread-safe.
 
 run -> waiting, by tenant and name --in turn--> a process --in time--> result
                                                           --late-----> killed and replaced; the call fails
@@ -24,8 +24,8 @@ from kvtier.server.prepare import PrepareConfig
 
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0
-_RESTART_SECONDS = 1.0  # wait after a start that failed
-_ABANDONED_SECONDS = 1.0  # left to a call whose client disconnected; starting a new process takes as long
+_RESTART_SECONDS = 1.0  # wait after a failed start
+_ABANDONED_SECONDS = 1.0  # time left to a call whose client disconnected, since a new process also takes 1 s to start
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
 _MAX_WAITING = 64  # waiting calls per tenant
 _DIED = (OSError, asyncio.IncompleteReadError)
@@ -89,8 +89,8 @@ class _Process:
 class WorkerPool:
     """Up to `size` processes, started on demand.
 
-    One tenant never uses all processes. In a server without tenants, calls of one name never use all processes. Waiting
-    calls are taken in turn, one from each pair of tenant and name.
+    One tenant never uses all processes. In a server without tenants, calls to one function never use all processes.
+    Waiting calls run in turn, one for each pair of tenant and function name.
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
@@ -120,9 +120,9 @@ class WorkerPool:
         self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
-        """Run a call. Raises the ApiError of the call, 400 if the call is late, 429 or 503 if it cannot run now.
+        """Call a function of the worker. Raises its ApiError, 400 after the deadline, 429 or 503 if it cannot run now.
 
-        Cancelling removes a waiting call from the queue. The process of a running call may be replaced.
+        If the caller is cancelled, a waiting call is removed, and the process of a running call may be replaced.
         """
         if self._closed:
             raise _shutting_down()
@@ -140,7 +140,7 @@ class WorkerPool:
             self._leave(task)
 
     async def close(self) -> None:
-        """Kill the processes and fail waiting calls with 503. Does not wait for any call."""
+        """Kill the processes and fail all calls with 503."""
         self._closed = True
         self._fail_waiting(_shutting_down())
         for serving in self._serving:
@@ -159,7 +159,7 @@ class WorkerPool:
         return self._running[self._group(task)] < self._most_running
 
     def _take(self) -> _Task | None:
-        """Remove and return the next task that may run. The tenant and name with the oldest turn come first."""
+        """Remove and return the next task that may run. The tenant and name whose last turn is oldest come first."""
         task = min(filter(self._may_run, self._waiting), key=lambda task: self._turns[task.key], default=None)
         if task is not None:
             self._waiting.remove(task)
@@ -167,7 +167,7 @@ class WorkerPool:
         return task
 
     def _leave(self, task: _Task) -> None:
-        """Remove a task that has its result or was cancelled."""
+        """Remove a finished or cancelled task. A call that still runs is given `_ABANDONED_SECONDS` to finish."""
         if task in self._waiting:
             self._waiting.remove(task)
         elif task.clock is not None and not task.clock.expired():
@@ -221,21 +221,21 @@ class WorkerPool:
         try:
             if task.call.name == "check_schema" and not process.has_compiler:
                 async with asyncio.timeout(_START_SECONDS) as task.clock:
-                    await process.call(Call(0, "load_compiler", {}))  # errors are ignored: the check raises them again
+                    await process.call(Call(0, "load_compiler", {}))  # the check raises an error of this call again
                 process.has_compiler = True
-                if task.future.done():  # its client left
+                if task.future.done():  # the client disconnected
                     return True
             async with asyncio.timeout(self.config.seconds) as task.clock:
                 reply = await process.call(task.call)
         except TimeoutError:
             message = f"preparing the request took longer than {self.config.seconds:g} s; send a shorter or simpler one"
             task.fail(ApiError(400, message, code="too_complex"))
-            _log.warning("replacing a worker process: its job is late, or the client of the job left")
+            _log.warning("replacing a worker process: its job took too long, or the client disconnected")
             return False
         except _DIED:
             _log.warning("a worker process died during a job")
             if task.is_retry or task.future.done():
-                task.fail(ApiError(503, "two worker processes died of this request", code="worker"))
+                task.fail(ApiError(503, "two worker processes died while they prepared this request", code="worker"))
             else:
                 task.is_retry = True
                 self._waiting.insert(0, task)

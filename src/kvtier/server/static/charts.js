@@ -20,7 +20,7 @@ class Plot {
     this.shapes.push(shape(name, attributes, ...children));
   }
 
-  /** Horizontal grid lines with labels; `ticks` are [share, text]. */
+  /** Add horizontal grid lines with labels; `ticks` is a list of [share, text]. */
   rows(ticks) {
     for (const [share, text] of ticks) {
       const y = Math.round(this.y(share)) + 0.5;
@@ -36,7 +36,7 @@ class Plot {
     }
   }
 
-  /** Time axis; the right end is now. */
+  /** Add a time axis whose right end is labelled "now". */
   times(from, to) {
     const most = this.width > 380 ? 5 : 3;
     const step = [5, 10, 15, 30, 60, 120, 300, 600, 1200].find((each) => (to - from) / each <= most);
@@ -45,7 +45,7 @@ class Plot {
     this.columns(ticks);
   }
 
-  /** A line through [share, share] points, broken at null. */
+  /** Add a line through points [x, y], both in [0, 1]. A null among the points breaks the line. */
   line(points, attributes) {
     let path = "";
     let pen = "M";
@@ -67,7 +67,7 @@ class Plot {
   }
 }
 
-/** Position of the pointer over a chart, as a share of its width; null outside. */
+/** Position of the pointer over a chart, as a share of the chart's width; null outside the chart. */
 class Pointer {
   constructor(svg, redraw) {
     this.share = null;
@@ -80,7 +80,7 @@ class Pointer {
   }
 }
 
-/** Points of a line through samples; null where the line is broken. */
+/** Return the points of a line through samples, with null where the line is broken. */
 function pointsOf(samples, from, to, value) {
   return samples.filter((sample) => sample.time >= from).flatMap((sample) => {
     const found = value(sample);
@@ -89,7 +89,7 @@ function pointsOf(samples, from, to, value) {
   });
 }
 
-/** Draw a sparkline, scaled to `most` or else to its highest value. */
+/** Draw a sparkline. The top of its scale is `most` if given, otherwise the highest value. */
 function spark(svg, samples, { from, to }, value, most, colour = "var(--soft)") {
   const plot = new Plot(svg, { left: 1, right: 1, top: 2, bottom: 1 });
   const points = pointsOf(samples, from, to, value);
@@ -99,7 +99,7 @@ function spark(svg, samples, { from, to }, value, most, colour = "var(--soft)") 
   plot.show();
 }
 
-/** Ticks of a logarithmic axis (1, 2, 5, 10 ..) and a function from values to [0, 1]. */
+/** Return the ticks of a logarithmic axis (1, 2, 5, 10, ...) and a function that maps values to [0, 1]. */
 function logTicks(lowest, highest) {
   const steps = [];
   for (let power = Math.floor(Math.log10(lowest)); power <= Math.ceil(Math.log10(highest)); power++)

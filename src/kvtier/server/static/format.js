@@ -12,7 +12,7 @@ const clock = (time) => CLOCK.format(new Date(time * 1000));
 const bytes = (value) => scaled(value, BINARY, 1024);
 const speed = (gigabytes) => scaled(gigabytes * 1e9, DECIMAL, 1000);
 
-/** Three significant digits. */
+/** Format a number with three significant digits. */
 function three(value) {
   return value.toFixed(value === 0 || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2);
 }
@@ -34,7 +34,7 @@ function duration(seconds) {
   return seconds < 99.95 ? `${three(seconds)} s` : span(seconds);
 }
 
-/** A time span in its two largest units: "3 h 5 min". */
+/** Format a time span in its two largest units, for example "3 h 5 min". */
 function span(seconds) {
   const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const first = parts.findIndex(([size]) => seconds >= size);
@@ -56,12 +56,12 @@ const make = (name, attributes = {}, ...children) => filled(document.createEleme
 const shape = (name, attributes = {}, ...children) =>
   filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 
-/** Set the text if it changed: an update every second would disturb screen readers and selections. */
+/** Set the text only if it changed, because an update every second would disturb screen readers and selections. */
 function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Show "12.3 ms" with a small unit. */
+/** Show a measure such as "12.3 ms", with the unit in small type. */
 function writeMeasure(node, text) {
   if (node.dataset.text === text) return;
   node.dataset.text = text;
@@ -69,7 +69,7 @@ function writeMeasure(node, text) {
   node.replaceChildren(value, ...(unit.length ? [make("span", { class: "unit" }, ` ${unit.join(" ")}`)] : []));
 }
 
-/** Tiers with a colour of their own; others share two more. */
+/** Tiers with their own colour. All other tiers share two further colours. */
 const TIER_COLOURS = ["device", "host", "disk", "shared"];
 function tierColour(name, names) {
   return TIER_COLOURS.includes(name) ? `var(--${name})` : `var(--tier-${4 + (Math.max(0, names.indexOf(name)) % 2)})`;

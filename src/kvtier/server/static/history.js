@@ -7,7 +7,7 @@ class History {
   #started = null;
   #isBroken = false;
 
-  /** Break the lines before the next sample: polling stopped for a while. */
+  /** Break the lines before the next sample, because polling has stopped. */
   pause() {
     this.#isBroken = true;
   }
@@ -32,7 +32,7 @@ class History {
     if (kept > 60) this.#samples.splice(0, kept); // in batches, not on every sample
   }
 
-  /** Samples since a time, and the one before it for differences. */
+  /** Return the samples since `time`, and the sample before them, which differences need. */
   since(time) {
     const first = this.#samples.findIndex((sample) => sample.time >= time);
     return first < 0 ? [] : this.#samples.slice(Math.max(0, first - 1));
@@ -56,12 +56,13 @@ class History {
 
 const wayOf = (transfer) => `${transfer.source} → ${transfer.target}`;
 
-/** Share of a tier's blocks in use; null without a limit. Not by bytes: a store may reserve its space in advance. */
+/** Return the share of a tier's blocks in use, or null without a limit. Used bytes may include space that a store has
+    reserved in advance. */
 function fillOf(tier) {
   return tier.num_blocks ? Math.min(1, tier.num_used / tier.num_blocks) : null;
 }
 
-/** Queried and hit tokens per interval of `width` seconds; the last interval ends at `to`. */
+/** Sum up queried and hit tokens in intervals of `width` seconds. The last interval ends at `to`. */
 function hitPieces(samples, from, to, width) {
   const pieces = Array.from({ length: Math.round((to - from) / width) }, (_, place) => (
     { from: from + place * width, to: from + (place + 1) * width, queried: 0, hits: {} }));
@@ -76,7 +77,7 @@ function hitPieces(samples, from, to, width) {
   return pieces;
 }
 
-/** Time range of the charts: the chosen span, at most the history, in intervals of a round width. */
+/** Return the time range of the charts: the chosen span, or the history if shorter, in intervals of a round width. */
 function timeShown(history, chosen) {
   const to = history.last.time;
   const seen = Math.min(chosen, Math.max(30, to - history.first.time));

@@ -15,7 +15,7 @@ const recent = new Recent();
 let state = null;
 let chosen = 120;
 let timer = 0;
-let asking = null; // AbortController of the request in flight
+let inFlight = null; // AbortController of the request in flight
 
 const redraw = () => { if (state !== null) showAll(); };
 const hitsPointer = new Pointer(byId("hits"), redraw);
@@ -34,8 +34,8 @@ function showAll() {
   recent.show(state);
 }
 
-/** Show the status in the header, and a notice, which screen readers announce once. */
-function say(link, notice = "") {
+/** Show the status in the header and a notice, which screen readers announce once. */
+function showStatus(link, notice = "") {
   document.body.dataset.link = link;
   write(byId("status"), WORDS[link]);
   write(byId("notice"), notice);
@@ -44,33 +44,34 @@ function say(link, notice = "") {
   byId("forget").hidden = sessionStorage.getItem(KEY) === null;
 }
 
-function took(answer) {
+function showState(answer) {
   state = answer;
   document.body.dataset.seen = "";
   history.add(state);
   const notices = {
-    sleeping: "The server is asleep: its device memory is released and requests fail with 503 until POST /control/wake.",
-    draining: "The server is shutting down: it accepts no new requests and finishes the current ones.",
+    sleeping: "The server is asleep. Its device memory is released, and requests fail with 503 until POST /control/wake.",
+    draining: "The server is shutting down. It accepts no new requests and finishes the current requests.",
   };
-  say(state.status in WORDS ? state.status : "ok", notices[state.status] ?? "");
+  showStatus(state.status in WORDS ? state.status : "ok", notices[state.status] ?? "");
   showAll();
 }
 
-function refused(status, message) {
+/** Show an error response. Returns the milliseconds until the next poll, or null to stop polling. */
+function showError(status, message) {
   if (status !== 401 && status !== 403) {
-    say("failed", `The server returned ${status}: ${message || "no reason given"}`);
+    showStatus("failed", `The server returned ${status}: ${message || "no reason given"}`);
     return AWAY_MS;
   }
   const hadKey = sessionStorage.getItem(KEY) !== null;
   sessionStorage.removeItem(KEY);
   const wrong = status === 401 ? "The server rejected this key." : "This key is not an admin key.";
-  say("key", `${hadKey ? `${wrong} ` : ""}Only admins can see the state of this server; enter an admin key.`);
-  return null; // without another key the response stays the same
+  showStatus("key", `${hadKey ? `${wrong} ` : ""}Only admins can see the state of this server; enter an admin key.`);
+  return null; // polling again with the same key would fail again
 }
 
 const shownOf = () => (state === null ? "" : ` The data shown is from ${clock(state.time)}.`);
 
-/** Fetch the state; null if the server does not respond. */
+/** Fetch the state. Returns null if the server does not respond. */
 async function fetchState(signal) {
   const held = sessionStorage.getItem(KEY);
   try {
@@ -78,36 +79,36 @@ async function fetchState(signal) {
       cache: "no-store", credentials: "omit", headers: held ? { Authorization: `Bearer ${held}` } : {},
       signal: AbortSignal.any([signal, AbortSignal.timeout(ANSWER_MS)]),
     });
-    return { status: answer.status, told: await answer.json() };
+    return { status: answer.status, body: await answer.json() };
   } catch (error) { // no connection, timeout, or a response that is not JSON, such as a proxy's error page
     if (signal.aborted || ["TypeError", "TimeoutError", "SyntaxError"].includes(error.name)) return null;
     throw error;
   }
 }
 
-/** Poll once. Returns the milliseconds to the next poll; null: stop polling. */
-async function ask(signal) {
-  const slow = setTimeout(() => say("slow",
+/** Poll once. Returns the milliseconds until the next poll, or null to stop polling. */
+async function pollOnce(signal) {
+  const slow = setTimeout(() => showStatus("slow",
     `No response for ${SLOW_MS / 1000} s: the engine is in a long step, or it hangs.${shownOf()}`), SLOW_MS);
   const answer = await fetchState(signal);
   clearTimeout(slow);
   if (signal.aborted) return null; // the page was hidden, or the key changed
   if (answer === null) {
     history.pause();
-    say("away", `The server does not respond; retrying.${shownOf()}`);
+    showStatus("away", `The server does not respond; retrying.${shownOf()}`);
     return AWAY_MS;
   }
-  if (answer.status !== 200) return refused(answer.status, answer.told?.error?.message);
-  took(answer.told);
+  if (answer.status !== 200) return showError(answer.status, answer.body?.error?.message);
+  showState(answer.body);
   return POLL_MS;
 }
 
 async function poll() {
   clearTimeout(timer);
-  asking?.abort();
-  const controller = asking = new AbortController();
+  inFlight?.abort();
+  const controller = inFlight = new AbortController();
   const began = performance.now();
-  const wait = await ask(controller.signal);
+  const wait = await pollOnce(controller.signal);
   if (wait === null || controller.signal.aborted) return;
   timer = setTimeout(poll, Math.max(100, wait - (performance.now() - began)));
 }
@@ -116,7 +117,7 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) return void poll();
   history.pause();
   clearTimeout(timer);
-  asking?.abort();
+  inFlight?.abort();
 });
 byId("span").addEventListener("change", (event) => {
   chosen = Number(event.target.value);

@@ -1,4 +1,4 @@
-// Panels. Each renders its part of the latest state and of the history.
+// Panels of the dashboard. Each panel renders a part of the latest state and of the history.
 
 const PERCENTILES = [
   { name: "p50", width: 2.5, mark: "line" },
@@ -87,7 +87,7 @@ function showTiers(state, history, shown) {
   }
 }
 
-/** Used and total size of a tier; the files of a store may be larger than their content. */
+/** Return the used and total size of a tier. The files of a store may be larger than the blocks in them. */
 function sizesOf(tier) {
   const inside = tier.num_used * tier.block_bytes;
   const limit = tier.bytes ? ` of ${bytes(tier.bytes)}` : "";
@@ -265,7 +265,7 @@ function showGhost(state) {
     percent(point.hit_rate), `± ${percent(point.error)}`]));
 }
 
-/** Finished requests do not change, so each row is built once. */
+/** Table of recent requests. Finished requests do not change, so each row is built once. */
 class Recent {
   #rows = new Map();
   #shown = "";
