@@ -1,3 +1,5 @@
+"""Native code for host memory: copies compared with numpy, compilation, the cache directory, and safe loading."""
+
 from __future__ import annotations
 
 import contextlib
@@ -41,7 +43,7 @@ def c_compiler() -> str:
 
 
 def load_as_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
-    """Load the native code as a new process with these environment variables would."""
+    """Load the native code like a new process that has these environment variables."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -59,7 +61,7 @@ def assert_copies(loaded: Native) -> None:
 
 
 def table_of(source: np.ndarray, pieces: Sequence[tuple[int, int, int]], target: np.ndarray) -> np.ndarray:
-    """Return rows of source addresses, target addresses and sizes for (source offset, target offset, size) pieces."""
+    """Return rows of source addresses, target addresses and sizes. A piece is (source offset, target offset, size)."""
     table = np.empty((3, len(pieces)), np.int64)
     table[:] = np.array(pieces, np.int64).reshape(-1, 3).T
     table[0] += source.ctypes.data
@@ -95,16 +97,16 @@ sizes_of_pieces = st.lists(
 
 
 @given(sizes=sizes_of_pieces, threads=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
-@example(sizes=[1], threads=8, seed=0)  # seven empty shares
+@example(sizes=[1], threads=8, seed=0)  # seven threads copy nothing
 @example(sizes=[0, 0], threads=8, seed=0)
-@example(sizes=[3 * MIB + 1], threads=5, seed=1)  # all shares except the first begin inside the piece
+@example(sizes=[3 * MIB + 1], threads=5, seed=1)  # all threads except the first begin inside the piece
 @example(sizes=[1] * 50 + [2 * MIB] + [1] * 50, threads=4, seed=2)
-@example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each share begins at a piece
+@example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each thread begins at the start of a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
 @example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # large enough for non-temporal stores
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
-@example(sizes=[100], threads=1000, seed=7)  # more than the maximum
+@example(sizes=[100], threads=1000, seed=7)  # more threads than the maximum
 @settings(max_examples=60, deadline=None)
 def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
     code = compiled()
@@ -151,7 +153,7 @@ def test_native_copy_accepts_slice_of_columns():
 
 
 def test_native_copy_accepts_single_column_of_any_strides():
-    """numpy regards a single column as contiguous with any strides, so ascontiguousarray keeps them."""
+    """numpy regards a single column as contiguous whatever its strides are, so ascontiguousarray keeps the strides."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     table = np.ascontiguousarray(np.array([[source.ctypes.data, target.ctypes.data, 20]]).T)
     assert table.strides != (8, 8)
@@ -176,7 +178,7 @@ def test_native_copy_with_non_contiguous_rows_raises():
 
 # ---- native code against numpy ----
 
-# small offsets, so that entries often touch and overlap
+# The offsets are small, so that entries often touch or overlap.
 entries_close_together = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 4, 4, 4, 9])), min_size=1, max_size=20
 )
@@ -205,8 +207,8 @@ def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     unit=st.sampled_from([1, 2, 4, 8, 16, 32, 4096, 1 << 14, 1 << 20]),
     sizes=st.one_of(st.integers(1, 1 << 20), st.lists(st.integers(1, 2), min_size=16, max_size=16)),
 )
-@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # just within 2^32 units of 16 bytes
-@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # just outside
+@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # the last offset within 2^32 units of 16 bytes
+@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # the first offset beyond 2^32 units
 def test_native_fill_rows_matches_numpy(places, unit, sizes):
     capacity = 20
     counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])
@@ -219,7 +221,7 @@ def test_native_fill_rows_matches_numpy(places, unit, sizes):
         np.testing.assert_array_equal(block, expected)
 
 
-def test_native_copy_runs_on_two_streams_at_once():
+def test_native_copies_run_on_two_streams_at_once():
     script = """
         import numpy as np
         from kvtier.memory import BatchCopy, Buffer, Stream, context
@@ -244,7 +246,7 @@ def test_native_code_is_compiled_into_cache_directory(monkeypatch, tmp_path):
     c_compiler()
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
     assert_copies(loaded)
-    [library] = tmp_path.iterdir()  # and no other file
+    [library] = tmp_path.iterdir()
     assert library.suffix == ".so"
     assert str(library) in loaded.reason
 
@@ -277,7 +279,7 @@ __attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """Compile the library once per module."""
+    """Compile the library once for this module and return its path."""
     c_compiler()
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
@@ -309,7 +311,7 @@ def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
 
 
 def test_native_code_planted_in_own_folder_is_loaded(monkeypatch, planted):
-    """Show that the planted library runs when loaded, which the tests below rely on."""
+    """Prove that the planted library would run if it were loaded. The tests below rely on this."""
     _, mark = planted
     load_as_new_process(monkeypatch)
     assert mark.exists()
@@ -360,7 +362,7 @@ def test_native_code_in_folder_of_another_user_is_not_loaded(monkeypatch, plante
 
 
 @pytest.mark.parametrize("how", ["mode", "owner", "link"])
-def test_native_code_in_file_others_control_is_replaced(monkeypatch, planted, tmp_path, how):
+def test_native_code_in_file_of_others_is_replaced(monkeypatch, planted, tmp_path, how):
     library, mark = planted
     if how == "mode":
         library.chmod(0o775)
@@ -398,7 +400,7 @@ def test_native_code_in_folder_reached_by_link_is_cached(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_path):
-    """The case of a container with a read-only root and no compiled code in its image."""
+    """This happens in a container whose root is read-only and whose image contains no compiled code."""
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.warns(RuntimeWarning, match="cannot be written"):
@@ -407,7 +409,7 @@ def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_pat
     assert list((tmp_path / "own").iterdir()) == []
 
 
-def test_native_compiler_may_have_arguments(monkeypatch, tmp_path):
+def test_native_accepts_compiler_with_arguments(monkeypatch, tmp_path):
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{c_compiler()} -O1")
     assert_copies(loaded)
 
@@ -441,7 +443,7 @@ def test_native_unusable_cache_directory_is_recorded_as_reason(monkeypatch):
 
 
 def test_native_missing_home_directory_is_recorded_as_reason(monkeypatch):
-    """The case of a container that runs under a user id without a passwd entry."""
+    """This happens in a container that runs under a user id without a passwd entry."""
 
     def raise_key_error(uid: int) -> None:
         raise KeyError(uid)
@@ -463,16 +465,16 @@ def test_batch_copy_without_compiler_uses_loop(tmp_path):
         slots = np.random.default_rng(1).permutation(64)
         with BatchCopy() as copy:
             copy.pieces(source, slots * 4096, 4096, target, np.arange(64) * 4096)
-        right = np.array_equal(target.numpy().reshape(64, -1), values.reshape(64, -1)[slots])
-        print(json.dumps([bool(right), copy.result.path, copy.result.reason]))
+        is_equal = np.array_equal(target.numpy().reshape(64, -1), values.reshape(64, -1)[slots])
+        print(json.dumps([bool(is_equal), copy.result.path, copy.result.reason]))
     """
-    right, path, reason = json.loads(output_of(python(script, PATH=str(tmp_path), KVTIER_CACHE_DIR=str(tmp_path))))
-    assert right
+    is_equal, path, reason = json.loads(output_of(python(script, PATH=str(tmp_path), KVTIER_CACHE_DIR=str(tmp_path))))
+    assert is_equal
     assert path == "loop"
     assert "no C compiler found" in reason
 
 
-def test_native_code_compiled_by_two_processes_at_once(tmp_path):
+def test_native_code_can_be_compiled_by_two_processes(tmp_path):
     c_compiler()
     script = """
         import sys
@@ -530,7 +532,7 @@ def test_write_atomically_replaces_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_write_atomically_on_failure_leaves_no_file(tmp_path):
+def test_write_atomically_failure_leaves_no_temporary_file(tmp_path):
     taken = tmp_path / "taken"
     (taken / "by a folder").mkdir(parents=True)
     with pytest.raises(OSError, match="taken"):

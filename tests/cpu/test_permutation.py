@@ -26,7 +26,7 @@ def rows_of(perm):
 
 
 @given(perm=permutations())
-def test_runs_are_minimal_and_complete(perm):
+def test_permutation_runs_are_minimal_and_complete(perm):
     runs = perm.runs()
     copied = {}
     for new, old, length in zip(*runs, strict=True):
@@ -42,14 +42,14 @@ def test_runs_are_minimal_and_complete(perm):
 
 
 @given(perm=permutations())
-def test_moved_runs_skip_rows_that_stay(perm):
+def test_permutation_moved_runs_skip_unmoved_rows(perm):
     runs = perm.runs(moved_only=True)
     moved = [int(new) + k for new, _, length in zip(*runs, strict=True) for k in range(length)]
     assert moved == [i for i, row in enumerate(rows_of(perm)) if row not in (None, i)]
 
 
 @given(perm=permutations())
-def test_new_runs_cover_new_rows(perm):
+def test_permutation_new_runs_cover_new_rows(perm):
     runs = perm.new_runs()
     assert runs[0].tolist() == runs[1].tolist()
     new = [int(start) + k for start, _, length in zip(*runs, strict=True) for k in range(length)]
@@ -57,7 +57,7 @@ def test_new_runs_cover_new_rows(perm):
 
 
 @given(perm=permutations(), size=st.integers(0, 12))
-def test_is_identity_is_true_only_for_identity(perm, size):
+def test_permutation_is_identity_only_for_identity(perm, size):
     assert perm.is_identity == (rows_of(perm) == list(range(perm.size0)))
     assert Permutation.identity(size).is_identity
     assert Permutation.identity(len(perm)).size0 == len(perm)

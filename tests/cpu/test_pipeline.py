@@ -41,7 +41,7 @@ def on_stream(task):
 
 
 class Counter(Module):
-    """Count the forwards of each request in a State that follows the row order; compare with a count on the host."""
+    """Counts the forwards of each request in a State, and checks that a count on the host is the same."""
 
     def __init__(self, phases):
         self.state = State((MAX_ROWS,), "i64")
@@ -89,7 +89,7 @@ class Counter(Module):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
             if not ticket.is_running:
-                continue  # the request has ended; an earlier failed step may not have been counted
+                continue  # the request has ended, perhaps after a failed step that was not counted
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 
@@ -99,7 +99,7 @@ class Counter(Module):
 
 
 class SeededExecutor:
-    """Run batches on the calling thread at random moments that depend only on the seed."""
+    """Runs batches on the calling thread, at random moments that depend only on the seed."""
 
     def __init__(self, work, seed):
         self._work, self._random = work, Random(seed)
@@ -151,7 +151,7 @@ def test_pipeline_results_lag_by_phases_minus_one(phases, seed):
     assert per_step == [[op.name for op in BatchOp if op.per_batch]] * 7
 
 
-def test_pipeline_sides_run_on_separate_threads():
+def test_engine_and_executor_ops_run_on_separate_threads():
     pipeline, counter = pipeline_of()
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
@@ -182,7 +182,7 @@ def test_cancelled_request_is_removed_after_its_last_batch():
     a.cancel()
     a.finish()  # no effect after cancel
     assert a.status is TicketStatus.RETIRING
-    pipeline.step([a, b])  # a is left out
+    pipeline.step([a, b])  # the pipeline skips a
     assert names(pipeline) == ["b"]
     assert a.request.removed == 0
     pipeline.drain()
@@ -240,7 +240,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert {(span.num_rows, span.phase) for span in (*spans, *copies)} == {(num_rows, spans[0].phase)}
         assert all(span.start <= span.end for span in (*spans, *copies))
         assert [span.track for span in spans] == [op.side for op in BatchOp if op.per_batch]
-        # a counter of 8 bytes per row moves with the order; in the last step no row moves
+        # The counters have 8 bytes per row. They are copied if a row moves, which is not so in the last step.
         assert [(span.copied_bytes, span.num_pieces, span.track) for span in copies] == [
             (8 * num_rows, num_pieces, "executor")
         ] * bool(num_pieces)
@@ -248,7 +248,8 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
     others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
     assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
-    on_streams = 27 if executor is ThreadExecutor else 0  # one more span each for its execution on the stream
+    # With streams, each op and each copy has another span for its execution on the stream.
+    on_streams = 27 if executor is ThreadExecutor else 0
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -296,7 +297,7 @@ def test_empty_timeline_saves_empty_trace(tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
-def test_invalid_step_raises_before_any_change():
+def test_pipeline_step_with_invalid_argument_changes_nothing():
     pipeline, _ = pipeline_of(1, 0)
     ticket = pipeline.add(Request("a"))
     for wrong in ({"tokens": 5}, {"generating": [[]]}):
@@ -340,9 +341,9 @@ def test_pipeline_synchronizes_once_per_step(monkeypatch, phases):
 
 
 @pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH])
-def test_failed_batch_slot_is_reused_after_its_work_ends(op):
+def test_failed_batch_is_collected_after_its_stream_work(op):
     class Slow(Module):
-        """Enqueue slow work on the stream, then fail the op while the work still runs."""
+        """Enqueues slow work on the stream, and fails the op while the work still runs."""
 
         def run(self, env):
             if env.at(BATCH).sequence == 0:
@@ -375,7 +376,7 @@ def test_interrupt_propagates_and_pipeline_stays_consistent(op):
 
 
 class FailsOnTheStream(Module):
-    """Enqueue a task that fails on the stream after the op has returned."""
+    """Enqueues a task that fails on the stream after the op has returned."""
 
     def __init__(self):
         self.at = None
@@ -459,7 +460,7 @@ def test_pipeline_without_phase_raises(phases):
 
 
 class PipelineMachine(RuleBasedStateMachine):
-    """Add, step, preempt, finish, cancel and fail requests at random: each ends exactly once."""
+    """Add, step, preempt, finish, cancel and fail requests at random. Each request must end exactly once."""
 
     @initialize(phases=st.integers(1, 3), seed=st.integers(0, 99))
     def start(self, phases, seed):
@@ -526,7 +527,7 @@ class PipelineMachine(RuleBasedStateMachine):
             else:
                 assert number not in self.ended
                 assert ticket.request.removed == 0
-            # an AssertionError of the module would mean a wrong row
+            # `Counter.update` raises AssertionError if a row is wrong.
             assert not isinstance(ticket.error, AssertionError), ticket.error
 
     def teardown(self):
@@ -539,7 +540,7 @@ TestPipeline = PipelineMachine.TestCase
 TestPipeline.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 
 
-def test_pipeline_executors_give_same_counts():
+def test_all_executors_produce_the_same_counts():
     def counts(seed):
         random = np.random.default_rng(5)
         pipeline, _ = pipeline_of(2, seed)

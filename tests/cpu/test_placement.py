@@ -1,3 +1,5 @@
+"""Placement: names, conversion from torch devices, and errors on machines without a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -60,13 +62,13 @@ def test_placements_are_hashable_and_immutable():
         CPU.kind = "cuda"
 
 
-def test_is_device_is_true_only_for_gpu():
+def test_placement_is_device_is_true_only_for_gpu():
     assert Placement("cuda", 0).is_device
     assert not CPU.is_device
     assert not PINNED.is_device
 
 
-def test_placement_torch_returns_device():
+def test_placement_torch_returns_torch_device():
     assert CPU.torch == PINNED.torch == torch.device("cpu")
     assert Placement("cuda", 1).torch == torch.device("cuda", 1)
 
@@ -109,7 +111,7 @@ def test_gpu_index_too_large_raises_with_gpu_count():
         Placement("cuda", count).require()
 
 
-def test_from_pointer_on_missing_gpu_raises():
+def test_buffer_from_pointer_on_missing_gpu_raises():
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(UnavailableError, match=missing):
         Buffer.from_pointer(4096, 4, "u8", missing)

@@ -23,7 +23,7 @@ def first_example() -> re.Match[str]:
 
 
 def readme_commands() -> list[str]:
-    """Return the indented lines and code spans, without their comments."""
+    """Return the commands in indented lines and in code spans, without comments."""
     prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
     lines = re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", prose)
@@ -41,11 +41,11 @@ def test_readme_fits_on_one_screen():
     assert [line for line in lines if len(line) > 120] == []
 
 
-def test_first_example_starts_before_line_25():
+def test_readme_first_example_starts_before_line_25():
     assert README[: first_example().start()].count("\n") + 1 < 25
 
 
-def test_first_example_runs():
+def test_readme_first_example_runs():
     command = [sys.executable, "-c", first_example()[1]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -55,20 +55,20 @@ def test_first_example_runs():
     assert min(cached[1:]) >= 32
 
 
-def test_make_targets_exist():
+def test_readme_make_targets_exist():
     commands = [command for command in readme_commands() if command.startswith("make ")]
     mentioned = {word for command in commands for word in command.split()[1:] if "=" not in word}
     assert {"serve", "test"} <= mentioned <= make_targets()
 
 
-def test_pip_extras_exist():
+def test_readme_pip_extras_exist():
     extras = re.search(r'pip install "\.\[([\w,]+)\]"', README)
     assert extras is not None
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(extras[1].split(",")) <= set(settings["project"]["optional-dependencies"])
 
 
-def test_kvtier_commands_exist():
+def test_readme_kvtier_commands_exist():
     help_text = subprocess.run(
         [sys.executable, "-m", "kvtier", "--help"], capture_output=True, text=True, timeout=60, check=True
     ).stdout
@@ -77,19 +77,19 @@ def test_kvtier_commands_exist():
     assert [name for name in mentioned if not re.search(rf"^ +{name} ", help_text, re.MULTILINE)] == []
 
 
-def test_links_exist():
+def test_readme_links_exist():
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_tables_are_current():
+def test_result_tables_are_current():
     command = [sys.executable, "-m", "benchmarks.table", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_marked_tables_are_defined(page):
+def test_result_tables_named_in_pages_are_defined(page):
     names = re.findall(r"<!-- results: (\w+) -->", (ROOT / page).read_text())
     assert names
     assert set(names) <= set(TABLES)
@@ -101,7 +101,7 @@ def test_readme_tables_have_at_most_six_rows(name):
     assert len(TABLES[name]) <= 6
 
 
-def test_table_uses_the_newest_complete_record(tmp_path):
+def test_result_table_uses_the_newest_complete_record(tmp_path):
     records = [
         {"commit": "old", "machine": "NVIDIA H200, torch 2", "rows": [hit("host hit", 5.0), hit("recompute", 50.0)]},
         {"commit": "new", "machine": "A Xeon, 2 cores, x", "rows": [hit("host hit", 7.0), hit("recompute", 70.0)]},

@@ -1,4 +1,4 @@
-"""The HTML report in an offline browser: plots match the JSON, no errors, keyboard access, dark mode."""
+"""The HTML report in an offline browser: plots that match the JSON, no errors, keyboard access and dark mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Return the page and the JSON of both commands."""
+    """Return the HTML page and the JSON result of `kvtier replay` and of `kvtier plan`."""
     folder = tmp_path_factory.mktemp("reports")
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), folder / "<t>.jsonl")
     (folder / "model.json").write_text(json.dumps(MODEL))
@@ -49,7 +49,7 @@ def reports(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, reports):
-    """Return a function that opens a report offline. Fail on console messages, page errors and network requests."""
+    """Return a function that opens a report offline. A page must log nothing, raise no errors and load only files."""
     contexts, errors, urls = [], [], []
 
     def open_page(name: str, **options):

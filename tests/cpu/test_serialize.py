@@ -1,3 +1,5 @@
+"""Records of buffers: save and load, the file format, damaged records, and the targets of save."""
+
 from __future__ import annotations
 
 import contextlib
@@ -56,7 +58,7 @@ def changed(record: bytes, offset: int, layout: str, *values: Any) -> bytes:
     return bytes(block)
 
 
-# All ways to read a record: functions of its bytes and a directory for files.
+# All ways to load a record. The arguments are the bytes of the record and a directory for files.
 READERS: dict[str, Callable[[bytes, Path], Loaded]] = {
     "bytes": lambda record, _: load(record),
     "bytearray": lambda record, _: load(bytearray(record)),
@@ -98,7 +100,7 @@ def test_save_then_load_round_trips(name, size, reader, make, read):
 
 
 @pytest.mark.parametrize("name", names)
-def test_every_save_target_gets_the_same_record(name, tmp_path, make):
+def test_save_writes_the_same_record_to_every_target(name, tmp_path, make):
     buffer = make(CPU, bytes(8), name)
     expected = record_of(buffer)
     file, larger = io.BytesIO(), bytearray(b"\xee" * (len(expected) + 3))
@@ -115,9 +117,7 @@ def test_save_and_load_work_on_every_placement(name, placement, tmp_path, make, 
     raw = np.arange(48, dtype=np.uint8) if name != "bool" else np.ones(48, np.uint8)
     buffer = make(placement, raw, name)
     save(buffer, tmp_path / "record")
-    assert (tmp_path / "record").read_bytes() == record_of(make(CPU, raw, name)), (
-        "the record does not depend on the placement"
-    )
+    assert (tmp_path / "record").read_bytes() == record_of(make(CPU, raw, name)), "the record depends on the placement"
     for source in (tmp_path / "record", record_of(buffer)):
         loaded = load(source, placement)
         assert loaded.buffer.placement == placement
@@ -161,7 +161,7 @@ def test_save_with_mismatched_shape_raises(shape):
         record_of(numbers(24), shape=shape)
 
 
-def test_file_may_hold_several_records(tmp_path):
+def test_file_with_several_records_is_loaded_in_order(tmp_path):
     with open(tmp_path / "records", "wb") as file:
         save(numbers(3, "i32"), file)
         save(numbers(0, "bf16"), file)
@@ -328,7 +328,7 @@ def test_load_of_foreign_bytes_raises(foreign, reader):
         reader(foreign)
 
 
-def test_load_with_converted_line_ends_raises(reader):
+def test_load_with_converted_line_endings_raises(reader):
     with pytest.raises(FormatError):
         reader(record_of(numbers()).replace(b"\r\n", b"\n"))
 
@@ -366,7 +366,7 @@ def test_load_with_inconsistent_header_raises(offset, layout, value, reader):
         reader(with_valid_checksum(changed(record_of(numbers()), offset, layout, value)))
 
 
-def test_load_with_payload_of_other_record_raises(reader):
+def test_load_with_payload_of_another_record_raises(reader):
     one, other = record_of(numbers(5, "i32")), record_of(numbers(5, "f32"))
     with pytest.raises(FormatError, match=rf"{zlib.crc32(other[PAGE:]):#010x} over 20 bytes"):
         reader(one[:PAGE] + other[PAGE:])
@@ -435,7 +435,7 @@ def files_limited_to(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["no file before", "a file before"])
+@pytest.mark.parametrize("before", [False, True], ids=["new file", "existing file"])
 def test_failed_save_keeps_existing_file(before, tmp_path):
     if before:
         save(numbers(3), tmp_path / "record")

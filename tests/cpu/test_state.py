@@ -1,4 +1,4 @@
-"""State, warp and append on every available placement compared with numpy; RowMap compared with a dictionary."""
+"""State, warp and append, compared with numpy on every available placement, and RowMap, compared with a dictionary."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_warp_without_new_source_leaves_new_rows_unchanged(placement):
     assert values(out) == [[3], [1], [77]]
 
 
-def test_warp_takes_new_rows_from_same_index(placement):
+def test_warp_reads_new_rows_at_their_own_index(placement):
     functor = BatchCopy()
     out = tensor([[0]] * 4, placement)
     old, new = tensor([[1], [2], [3]], placement), tensor([[11], [12], [13], [14]], placement)
@@ -107,8 +107,8 @@ def test_warp_matches_numpy(placement, perm, width, with_new, dtype):
 @pytest.mark.skipif(native().code is None, reason="needs a C compiler")
 @given(perm=permutations(), old=st.sampled_from([0, 1000]), new=st.sampled_from([0, 5000]), row_bytes=st.integers(0, 9))
 def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
-    given = (perm.index, perm.size0, old, new, 9000, row_bytes)
-    fast, slow = native().code.row_copies(*given), row_copies(*given)
+    arguments = (perm.index, perm.size0, old, new, 9000, row_bytes)
+    fast, slow = native().code.row_copies(*arguments), row_copies(*arguments)
     assert fast.flags.c_contiguous
     if row_bytes and fast.size:  # BatchCopy.table relies on these properties
         seen = scan(fast)
@@ -120,13 +120,13 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
     assert fast[2].sum() == slow[2].sum()
 
 
-def test_row_copies_are_minimal_and_never_join_old_and_new():
-    # new row 3 directly follows the old rows in memory, but must not join the copy of old rows 1 to 3
+def test_row_copies_are_minimal_without_joining_old_and_new():
+    # New row 3 directly follows the old rows in memory. Its copy must still be separate from that of old rows 1 to 3.
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 
 
-def test_warp_takes_new_rows_from_other_placement(placement):
+def test_warp_reads_new_rows_from_other_placement(placement):
     functor = BatchCopy()
     out, old = tensor([[0]] * 4, placement), tensor([[1], [2], [3]], placement)
     new = tensor([[11], [12], [13], [14]], PINNED if torch.cuda.is_available() else CPU)
@@ -253,15 +253,15 @@ def test_warp_with_overlapping_memory_raises(placement):
 def test_invalid_offsets_and_capacities_raise(placement):
     flat, out, functor = tensor([1, 2, 3], placement), tensor([0, 0, 0], placement), BatchCopy()
     perm = Permutation([1, 0], 2)
-    given = {"new": flat, "new_offset": [0, 0, 0]}
+    new = {"new": flat, "new_offset": [0, 0, 0]}
     with pytest.raises(ArgumentError, match="offset0 must not decrease, but 1 follows 2 at index 1"):
-        warp_ragged(flat, [0, 2, 1], perm, out, functor, **given)
+        warp_ragged(flat, [0, 2, 1], perm, out, functor, **new)
     with pytest.raises(RangeError, match="offset0 ends at 9, but there are 3"):
-        warp_ragged(flat, [0, 2, 9], perm, out, functor, **given)
+        warp_ragged(flat, [0, 2, 9], perm, out, functor, **new)
     with pytest.raises(ArgumentError, match="3 integers"):
-        warp_ragged(flat, [0, 2], perm, out, functor, **given)
+        warp_ragged(flat, [0, 2], perm, out, functor, **new)
     with pytest.raises(RangeError, match="out has 2 rows, but the new order needs 3"):
-        warp_ragged(flat, [0, 2, 3], perm, out[:2], functor, **given)
+        warp_ragged(flat, [0, 2, 3], perm, out[:2], functor, **new)
     full = tensor([[1, 2], [3, 4]], placement)
     with pytest.raises(RangeError, match="row 0 would have 3 elements, but its capacity is 2"):
         append(full, [1, 2], flat, flat, [0, 0, 0], perm, tensor([[0, 0]] * 2, placement), functor)
@@ -321,7 +321,7 @@ def test_state_without_rows_raises():
 
 
 class RowMapMachine(RuleBasedStateMachine):
-    """Add, remove and reorder sequences at random: each keeps its assigned row."""
+    """Add, remove and reorder sequences at random. Each sequence must keep its assigned row."""
 
     CAPACITY = 9
 
@@ -338,14 +338,14 @@ class RowMapMachine(RuleBasedStateMachine):
             with pytest.raises(RangeError, match=f"{new} new sequences need rows"):
                 self.map.apply(perm)
             return
-        given = self.map.apply(perm).tolist()
+        assigned = self.map.apply(perm).tolist()
         names = []
         for row in index:
             if row < len(self.order):
                 names.append(self.order[row])
             else:
                 names.append(self.next_name)
-                self.row_of[self.next_name] = given.pop(0)
+                self.row_of[self.next_name] = assigned.pop(0)
                 self.next_name += 1
         self.order = names
 
@@ -353,7 +353,7 @@ class RowMapMachine(RuleBasedStateMachine):
     def rows_match_model(self):
         if hasattr(self, "map"):
             rows = sorted([*self.map.rows.tolist(), *self.map._free.tolist()])
-            assert rows == list(range(self.CAPACITY)), "a row is lost or given twice"
+            assert rows == list(range(self.CAPACITY)), "a row is lost or assigned twice"
             assert self.map.rows.tolist() == [self.row_of[name] for name in self.order]
             assert self.map.num_free == self.CAPACITY - len(self.order)
 

@@ -1,3 +1,5 @@
+"""Streams and events: order, errors, closing, wrapping, and random operations compared with a model."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,7 +22,7 @@ from kvtier.errors import ArgumentError, ClosedError, StateError, UnavailableErr
 from kvtier.memory import CPU, Event, Placement, Stream
 from support import held_back, new_stream
 
-TIMEOUT_S = 10  # far above any expected wait; reached only by a hang
+TIMEOUT_S = 10  # much longer than any wait that does not hang
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 
@@ -45,7 +47,7 @@ def has_ended(thread: threading.Thread) -> bool:
 
 
 def output_of(script: str) -> str:
-    """Return the output of a Python script. A script that fails or hangs fails the test."""
+    """Return the output of a Python script. The test fails if the script fails or hangs."""
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
@@ -80,7 +82,7 @@ def test_stream_runs_tasks_in_order_asynchronously():
     assert ran == list(range(100))
 
 
-def test_two_streams_overlap():
+def test_tasks_on_two_streams_run_concurrently():
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     with new_stream() as one, new_stream() as other:
         one.enqueue(barrier.wait)
@@ -104,7 +106,7 @@ def test_stream_error_skips_later_tasks_and_is_raised_once():
     ran: list[str] = []
     with new_stream() as stream:
         stream.enqueue(failing(ValueError("broken")))
-        stream.enqueue(lambda: ran.append("behind"))
+        stream.enqueue(lambda: ran.append("skipped"))
         with pytest.raises(ValueError, match="broken"):
             stream.synchronize()
         stream.synchronize()
@@ -123,7 +125,7 @@ def test_stream_synchronize_in_own_task_raises():
 # ---- events ----
 
 
-def test_unrecorded_event_is_reached():
+def test_unrecorded_event_counts_as_reached():
     event = Event()
     assert event.query()
     event.synchronize()
@@ -161,7 +163,7 @@ def test_event_does_not_wait_for_later_tasks():
             assert not stream.query()
 
 
-def test_event_recorded_again_moves():
+def test_event_recorded_again_is_reached_at_new_position():
     with new_stream() as stream:
         event = stream.record()
         event.synchronize()
@@ -171,7 +173,7 @@ def test_event_recorded_again_moves():
         event.synchronize()
 
 
-def test_event_can_move_to_another_stream():
+def test_event_can_be_recorded_again_on_another_stream():
     with new_stream() as blocked, new_stream() as free, held_back(blocked):
         event = blocked.record()
         free.record(event)
@@ -202,25 +204,25 @@ def test_event_wait_orders_two_streams():
     assert ran == ["first", "second"]
 
 
-def test_stream_wait_uses_event_as_of_the_call():
+def test_stream_wait_ignores_later_recordings_of_the_event():
     with new_stream() as first, new_stream() as second:
         event = first.record()
         second.wait(event)
         with held_back(first):
             first.record(event)
-            second.synchronize()  # the wait refers to the position before the gate
+            second.synchronize()  # waits only for the first recording, which precedes the gate
             assert not event.query()
 
 
-def test_event_carries_error_to_waiting_streams():
-    error = ValueError("at the first stream")
+def test_event_wait_passes_error_to_waiting_streams():
+    error = ValueError("on the first stream")
     with new_stream() as first, new_stream() as second:
         clean = first.record()
         first.enqueue(failing(error))
         event = first.record()
         second.wait(event)
         for wait in (event.synchronize, second.synchronize, first.synchronize):
-            with pytest.raises(ValueError, match="at the first stream") as caught:
+            with pytest.raises(ValueError, match="on the first stream") as caught:
                 wait()
             assert caught.value is error
         clean.synchronize()
@@ -288,15 +290,15 @@ def test_stream_close_twice_is_allowed():
     stream.close()
 
 
-def test_stream_may_be_closed_by_own_task():
+def test_stream_can_be_closed_by_its_own_task():
     ran: list[str] = []
     stream = Stream()
     thread = thread_of(stream)
     with held_back(stream):
         stream.enqueue(stream.close)
-        stream.enqueue(lambda: ran.append("enqueued before it was closed"))
+        stream.enqueue(lambda: ran.append("enqueued before close"))
     assert has_ended(thread)
-    assert ran == ["enqueued before it was closed"]
+    assert ran == ["enqueued before close"]
     stream.close()
 
 
@@ -322,17 +324,17 @@ def test_stream_use_after_close_raises(use):
         use(stream, event)
 
 
-def test_event_outlives_its_stream():
+def test_event_can_be_used_after_its_stream_is_closed():
     stream = Stream()
     clean = stream.record(Event(timing=True))
-    stream.enqueue(failing(ValueError("of a closed stream")))
+    stream.enqueue(failing(ValueError("failed before close")))
     broken = stream.record(Event(timing=True))
-    with pytest.raises(ValueError, match="of a closed stream"):
+    with pytest.raises(ValueError, match="failed before close"):
         stream.close()
     assert clean.query()
     assert broken.query()
     clean.synchronize()
-    with pytest.raises(ValueError, match="of a closed stream"):
+    with pytest.raises(ValueError, match="failed before close"):
         broken.synchronize()
 
 
@@ -365,7 +367,7 @@ def test_event_of_dropped_stream_is_reached():
     assert event.query()
 
 
-def test_stream_referenced_only_by_own_task_ends_with_it():
+def test_stream_referenced_only_by_its_task_ends_with_task():
     stream = Stream()
     thread = thread_of(stream)
     with held_back(stream):
@@ -384,7 +386,7 @@ def test_stream_in_reference_cycle_ends_when_collected():
     assert has_ended(thread)
 
 
-def test_stream_dropped_by_task_it_waits_for_does_not_deadlock():
+def test_dropped_stream_that_waits_for_task_does_not_deadlock():
     script = """
         import functools, threading
         from kvtier.memory import Stream
@@ -408,16 +410,16 @@ def test_stream_tasks_finish_before_interpreter_exit():
 
         first, second, dropped = Stream(), Stream(), Stream()
         gate = threading.Event()
-        atexit.register(gate.set)  # opens after the script has ended
+        atexit.register(gate.set)  # opens the gate after the last line of the script
         first.enqueue(gate.wait)
         first.enqueue(lambda: print("first"))
         second.wait(first.record())
         second.enqueue(lambda: print("second"))
         dropped.wait(second.record())
-        dropped.enqueue(lambda: print("of a dropped stream"))
+        dropped.enqueue(lambda: print("dropped"))
         del dropped
     """
-    assert output_of(script) == "first\nsecond\nof a dropped stream\n"
+    assert output_of(script) == "first\nsecond\ndropped\n"
 
 
 # ---- wrapping ----
@@ -464,7 +466,7 @@ def test_stream_on_missing_gpu_raises():
 
 @dataclasses.dataclass
 class Place:
-    """Model of a position in a stream: its end, or the position of an event."""
+    """Model of a position in a stream, which is the end of the stream or the position of an event."""
 
     completed: frozenset[int] = frozenset()
     """Tasks that must have run before this position."""
@@ -473,22 +475,22 @@ class Place:
     error: Exception | None = None
 
     def after(self, other: Place) -> Place:
-        """Return a position after both this one and `other`."""
+        """Return a position that is after both this position and `other`."""
         return Place(self.completed | other.completed, self.gates | other.gates, self.error or other.error)
 
 
 class StreamsMachine(RuleBasedStateMachine):
-    """Drive one to three streams from one thread, so that the model can predict order and errors.
+    """Drive up to three streams from one thread, so that the model can predict order and errors.
 
-    Tasks write the log. Each task checks that its predecessors in the model have run and that the gates before it are
-    open.
+    Each task appends to the log. It checks that its predecessors in the model have run, and that all gates before it
+    are open.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.streams: list[Stream] = []
         self.ends: list[Place] = []
-        self.orders: list[list[int]] = []  # per stream, the tasks that must run
+        self.orders: list[list[int]] = []  # for each stream, the tasks that must run, in this order
         self.events: list[tuple[Event, Place]] = []
         self.gates: list[threading.Event] = []
         self.log: list[int] = []
@@ -531,7 +533,7 @@ class StreamsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def enqueue_gate(self, which: int) -> None:
         number, end = self._pick(which)
-        if end.error is not None:  # the gate would be skipped; if it were not, the test would hang instead of failing
+        if end.error is not None:  # a stream that wrongly runs the gate after an error would hang the test
             return self.enqueue(which, fails=False)
         self.gates.append(threading.Event())
         self.streams[number].enqueue(self.gates[-1].wait)
@@ -597,11 +599,11 @@ class StreamsMachine(RuleBasedStateMachine):
 
     def _run(self, task: int, place: Place, error: Exception | None) -> None:
         if place.error is not None:
-            self.violations.append(f"{task} ran behind {place.error}")
+            self.violations.append(f"task {task} ran after the error {place.error}")
         if missing := place.completed - set(self.log):
-            self.violations.append(f"{task} ran before {sorted(missing)}")
+            self.violations.append(f"task {task} ran before tasks {sorted(missing)}")
         if not self._is_free(place):
-            self.violations.append(f"{task} ran through a closed gate")
+            self.violations.append(f"task {task} ran behind a closed gate")
         self.log.append(task)
         if error is not None:
             raise error

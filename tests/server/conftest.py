@@ -18,7 +18,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     from server_support import ServerProcess
 
     log = tmp_path_factory.mktemp("server") / "log"
-    # A long deadline: tests that run in parallel slow the worker processes down.
+    # The deadline is long, because tests that run in parallel slow down the worker processes.
     options = ("--model", str(tiny_model), "--blocks", "2048", "--threads", "1", "--prepare-seconds", "50")
     process = ServerProcess(log, *options)
     yield process
@@ -31,7 +31,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path) -> Iterator[Callable]:
-    """Return `start(*arguments, env=...)`, which starts a server of the tiny model and stops it after the test."""
+    """Return `start(*arguments, env=...)`, which starts a server with the tiny model and stops it after the test."""
     from server_support import ServerProcess
 
     started = []

@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def refused(answer: httpx.Response, status: int = 400) -> dict:
-    """Return the error of a response, which must have OpenAI's form."""
+    """Return the error in a response. Check its status and that it has OpenAI's format."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert {*body} == {"error"}
@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("field", CASES)
-def test_request_invalid_value_names_the_field(server, field):
+def test_invalid_field_value_error_names_the_field(server, field):
     for value in CASES[field]:
         body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1, field: value}
         error = refused(server.post(CHAT, body))
@@ -111,13 +111,16 @@ def test_invalid_prompt_is_400(server, prompt):
         b"[" * 100_000,
         b"\0" * 100,
     ],
-    ids=["empty", "cut", "list", "null", "text", "bom", "utf8", "surrogate", "nan", "inf", "deep", "deeper", "nul"],
+    ids=[
+        *("empty", "truncated", "list", "null", "string", "utf16", "invalid-utf8", "lone-surrogate"),
+        *("nan", "infinity", "deep-objects", "deep-lists", "nul-bytes"),
+    ],
 )
 def test_body_that_is_not_a_json_object_is_400(server, data):
     refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
 
 
-def test_lone_surrogate_in_any_field_is_400(server):
+def test_body_with_lone_surrogate_is_400(server):
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "\ud800"}}}
     for more in ({"tools": [tool]}, {"cache_salt": "\ud800"}, {"user": "\udfff"}):
@@ -133,18 +136,18 @@ DEEP = {
 
 
 @pytest.mark.parametrize("field", DEEP)
-def test_json_nested_too_deep_names_the_field(server, field):
-    def ask(depth):
+def test_too_deeply_nested_json_error_names_the_field(server, field):
+    def send(depth):
         fields = {key: json.dumps(value) for key, value in (("model", server.model), ("messages", MESSAGES))}
         fields[field] = DEEP[field].replace("DEEP", '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
         data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
     for depth in (101, 300, 900):
-        error = refused(ask(depth))
+        error = refused(send(depth))
         assert error["param"].split(".")[0] == field
         assert "deeper than 100 levels" in error["message"]
-    assert ask(100).status_code == 200 or field == "response_format"  # "a" is not a keyword of JSON schema
+    assert send(100).status_code == 200 or field == "response_format"  # a schema must not contain the keyword "a"
 
 
 def test_body_with_wrong_content_type_is_400(server):
@@ -162,7 +165,7 @@ def test_unknown_model_or_path_is_404(server):
     refused(server.get(CHAT), 405)
 
 
-def test_prompt_too_long_error_has_the_numbers(server):
+def test_too_long_prompt_error_contains_the_limit(server):
     error = refused(server.post(TEXT, {"model": server.model, "prompt": "x" * CONTEXT, "max_tokens": 1}))
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert str(CONTEXT) in error["message"]
@@ -186,7 +189,7 @@ def test_conflicting_options_are_400(server):
     assert error(TEXT, echo=True)["param"] == "echo"
 
 
-def test_body_too_large_is_413_before_it_is_read(server):
+def test_too_large_body_is_413_with_or_without_length(server):
     size = (4 << 20) + 1
     error = refused(server.post(CHAT, content=b"x" * size, headers={"content-type": "application/json"}), 413)
     assert str(size) in error["message"]
@@ -225,7 +228,7 @@ def test_cross_site_request_without_keys_is_403(server):
     ("origin", "status"),
     [("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 403), ("http://[", 403), (None, 200)],
 )
-def test_origin_without_keys_must_be_the_server(server, origin, status):
+def test_server_without_keys_rejects_foreign_origins(server, origin, status):
     for path in ("/control/wake", "/health"):
         headers = {"origin": origin or server.url}
         method = "POST" if path == "/control/wake" else "GET"
@@ -252,7 +255,7 @@ def test_invalid_host_is_400_on_every_path(server, host, path):
     assert raw_status(server, b"GET " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\n") == b"400"
 
 
-def test_host_is_required_by_http_1_1_and_unique(server):
+def test_missing_or_duplicate_host_header_is_400(server):
     assert raw_status(server, b"GET /health HTTP/1.1\r\n") == b"400"
     assert raw_status(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n") == b"400"
     assert raw_status(server, b"GET /health HTTP/1.1\r\nHost: [::1]:80\r\n") == b"200"
@@ -261,7 +264,6 @@ def test_host_is_required_by_http_1_1_and_unique(server):
 @pytest.mark.parametrize("name", ["self", "messages", "tools", "parse_special", "max_tokens"])
 def test_template_variable_with_a_reserved_name_is_400(server, name):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: 1}}
-    refused = server.post("/v1/chat/completions", body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "chat_template_kwargs"
-    assert name in refused.json()["error"]["message"]
+    error = refused(server.post("/v1/chat/completions", body))
+    assert error["param"] == "chat_template_kwargs"
+    assert name in error["message"]

@@ -1,4 +1,4 @@
-"""The command line: settings, suggestions, exit codes, JSON; inspect and verify on a real disk tier."""
+"""The command line: settings, suggestions, exit codes, JSON output, and `inspect` and `verify` on a real disk tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*arguments, stdin="", env=None):
 
 
 def refused(capsys, *arguments):
-    """Return the last line that the command prints when it refuses its arguments."""
+    """Run a command whose arguments are invalid. Return the last line of its error output."""
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
@@ -39,7 +39,7 @@ def refused(capsys, *arguments):
         (("serv",), "did you mean serve?"),
         (("serve", "--prot", "80"), "unknown option --prot; did you mean --port?"),
         (("serve", "--prot=80"), "unknown option --prot; did you mean --port?"),
-        (("serve", "--por", "80"), "did you mean --port?"),  # no abbreviations: a new option could change their meaning
+        (("serve", "--por", "80"), "did you mean --port?"),  # abbreviations are rejected
         (("generate", "--temprature", "1"), "did you mean --temperature?"),
         (("doctor", "more"), "unexpected argument 'more'"),
         (("serve", "--port", "http"), "invalid int value: 'http'"),
@@ -55,12 +55,12 @@ def test_misspelt_argument_error_suggests_the_right_one(capsys, arguments, messa
 
 
 def is_json(capsys, *arguments):
-    """True if `completion`, the cheapest command, prints JSON."""
+    """Return True if `completion`, which is the fastest command, prints JSON."""
     assert main(["completion", "bash", *arguments]) == 0
     return capsys.readouterr().out.startswith("{")
 
 
-def test_flags_override_environment_and_environment_the_file(monkeypatch, tmp_path, capsys):
+def test_flag_overrides_environment_which_overrides_file(monkeypatch, tmp_path, capsys):
     file = tmp_path / "kvtier.toml"
     file.write_text("[completion]\njson = true\n")
     assert not is_json(capsys)
@@ -167,8 +167,8 @@ def test_bash_completion_completes_commands_and_options(capsys, words, expected)
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     quoted = " ".join(f"'{word}'" for word in words)
-    ask = f'COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _kvtier; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+    complete = f'COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _kvtier; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{complete}"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == expected
     assert done.stderr == ""
 
@@ -232,7 +232,7 @@ def test_load_counts_a_broken_stream_once():
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n" + b"x" * (1 << 17))  # no valid line is that long
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n" + b"x" * (1 << 17))  # longer than any valid line
         writer.close()
 
     async def load():
@@ -250,7 +250,7 @@ def test_load_counts_a_broken_stream_once():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return the folder of a disk tier with twenty objects of each of two models."""
+    """Return the folder of a disk tier that contains twenty objects for each of two models."""
     path = tmp_path / "kv"
     store = DiskStore(path, 64 << 20, segment_bytes=1 << 20, direct=False)
     rng = np.random.default_rng(0)
@@ -263,11 +263,11 @@ def folder(tmp_path):
 
 
 def damage(folder):
-    """Flip a bit of one object."""
-    slots = sorted(folder.glob("segment-*.kv"))[0]
-    data = bytearray(slots.read_bytes())
+    """Flip a bit in one object."""
+    segment = sorted(folder.glob("segment-*.kv"))[0]
+    data = bytearray(segment.read_bytes())
     data[100] ^= 1
-    slots.write_bytes(bytes(data))
+    segment.write_bytes(bytes(data))
 
 
 def test_inspect_counts_objects_by_model(folder, capsys):

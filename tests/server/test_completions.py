@@ -1,4 +1,4 @@
-"""Completions over HTTP equal the outputs of the engine, in OpenAI's form, for OpenAI's own client."""
+"""Completions over HTTP, read with OpenAI's own client, equal the outputs of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    """The oracle: the same model in this process."""
+    """Yield the same model in this process, which computes the expected outputs."""
     instance = LLM(tiny_model)
     yield instance
     instance.close()
@@ -92,7 +92,7 @@ def test_repeated_prompt_is_cached_per_salt(server):
         assert answer.usage.prompt_tokens > 200
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    assert cached() < 64  # at most the beginning of the template
+    assert cached() < 64  # other tests have cached at most the start of the chat template
     assert cached() > 200
     assert cached(cache_salt="mine") == 0
     assert cached(cache_salt="mine") > 200
@@ -127,18 +127,18 @@ def test_n_choices_in_a_stream_equal_the_whole_response(server):
     assert [pieces[0], pieces[1]] == [choice.message.content for choice in whole.choices]
 
 
-def test_stop_text_ends_the_answer_before_it(server):
+def test_answer_ends_before_the_stop_text(server):
     options = {"model": server.model, "prompt": "abc", "temperature": 0, "max_tokens": 40}
     whole = server.client().completions.create(**options).choices[0].text
     stop = whole[10:12]
-    cut = server.client().completions.create(**options, stop=[stop, "never said"])
+    cut = server.client().completions.create(**options, stop=[stop, "not in the answer"])
     assert cut.choices[0].text == whole[: whole.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
     streamed = server.client().completions.create(**options, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole[: whole.index(stop)]
 
 
-def test_chat_logprobs_equal_those_of_the_engine(server, llm):
+def test_chat_logprobs_equal_the_engine_logprobs(server, llm):
     answer = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
     )
@@ -147,8 +147,8 @@ def test_chat_logprobs_equal_those_of_the_engine(server, llm):
     assert [each.logprob for each in content] == pytest.approx([each.chosen for each in expected.logprobs], abs=1e-3)
     for each, engine in zip(content, expected.logprobs, strict=True):
         assert [top.logprob for top in each.top_logprobs] == pytest.approx([value for _, value in engine.top], abs=1e-3)
-        assert each.top_logprobs[0].token == each.token  # temperature 0
-        # a part of a character is named by its bytes
+        assert each.top_logprobs[0].token == each.token  # at temperature 0, the most likely token is chosen
+        # The name of a token that is only part of a character contains its bytes.
         assert bytes(each.bytes).decode(errors="backslashreplace") == each.token
     chunks = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, stream=True
@@ -157,7 +157,7 @@ def test_chat_logprobs_equal_those_of_the_engine(server, llm):
     assert [each.token for each in streamed] == [each.token for each in content]
 
 
-def test_completion_prompt_may_be_text_tokens_or_a_list(server, llm):
+def test_completion_accepts_text_tokens_or_list_as_prompt(server, llm):
     complete = server.client().completions.create
     options = {"model": server.model, "temperature": 0, "max_tokens": 6}
     one = complete(prompt="One", **options).choices[0].text

@@ -1,4 +1,4 @@
-"""Limits of the connection layer, tested with raw sockets: they hold before any key is checked."""
+"""Limits of the connection layer, which apply before any key is checked. The tests use raw sockets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Connection:
         self.socket.close()
 
     def flood(self, piece: bytes, max_bytes: int = 64 * MEGABYTE) -> bool:
-        """Send until the server closes the connection. True if it did before `max_bytes`."""
+        """Send until the server closes the connection. Return False if it is still open after `max_bytes`."""
         num_bytes = 0
         try:
             while num_bytes < max_bytes:
@@ -65,14 +65,14 @@ class Connection:
         return received
 
     def is_served(self) -> bool:
-        """True if the server answers, False if it closes the connection at once."""
+        """Return True if the server responds, False if it closes the connection at once."""
         try:
             return bool(self.socket.recv(65536))
         except ConnectionResetError:
             return False
 
     def receive_response(self) -> tuple[int, bytes, bytes]:
-        """Read one response with a Content-Length: status, head, body."""
+        """Read one response, which must have a Content-Length. Return its status, head and body."""
         received = b""
         while b"\r\n\r\n" not in received:
             received += (data := self.socket.recv(65536))
@@ -94,7 +94,7 @@ def wait_until(condition, seconds=30):
 
 
 def error_of(response: bytes) -> tuple[int, str]:
-    """Return status and error code of a response, which must be in OpenAI's form and close the connection."""
+    """Return the status and the error code of a response. It must have OpenAI's format and close the connection."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head, response
     error = json.loads(body)["error"]
@@ -148,20 +148,24 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_head_is_refused_with_bounded_memory(server, name):
+def test_endless_head_is_rejected_with_bounded_memory(server, name):
     first, piece, refusal = ENDLESS[name]
     process = psutil.Process(server.process.pid)
     before = process.memory_info().rss
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:  # leaves a readable response
+    with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:  # short enough for a response
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("piece", [b"1;" + b"x" * 65536, b"0\r\nx: " + b"a" * 65536, b"0\r\n" + b"x: a\r\n" * 10_000])
-def test_endless_chunk_framing_is_refused(server, piece):
+@pytest.mark.parametrize(
+    "piece",
+    [b"1;" + b"x" * 65536, b"0\r\nx: " + b"a" * 65536, b"0\r\n" + b"x: a\r\n" * 10_000],
+    ids=["chunk-extension", "trailer-value", "trailers"],
+)
+def test_endless_chunk_framing_is_rejected(server, piece):
     before = psutil.Process(server.process.pid).memory_info().rss
     with Connection(server, POST + b"Transfer-Encoding: chunked\r\n\r\n" + piece) as connection:
         assert connection.flood(b"a" * 65536)
@@ -193,7 +197,7 @@ def test_trailers_do_not_become_headers(server):
 def test_slow_headers_get_408(keyed):
     with Connection(keyed, HEAD + b"x: ") as connection:
         assert error_of(connection.receive_all()) == (408, "header_timeout")
-    with Connection(keyed, HEAD) as connection:  # bytes that arrive one at a time do not extend the timeout
+    with Connection(keyed, HEAD) as connection:  # further bytes do not extend the timeout
         connection.socket.settimeout(0.05)
         received = b""
         while not received:
@@ -212,7 +216,7 @@ def test_silent_and_idle_connections_are_closed(keyed):
     assert metric(keyed, "kvtier_connections_closed_total", "root-secret-key", reason="idle") >= before + 2
 
 
-def test_slow_body_after_a_refusal_does_not_hold_a_connection(keyed):
+def test_slow_body_after_401_does_not_hold_the_connection(keyed):
     with Connection(keyed, POST + b"Content-Length: 100000\r\n\r\n") as connection:
         assert connection.receive_response()[0] == 401
         connection.socket.settimeout(0.05)
@@ -225,7 +229,7 @@ def test_slow_body_after_a_refusal_does_not_hold_a_connection(keyed):
 
 
 def test_client_that_never_reads_is_disconnected(keyed):
-    """Its responses fill the socket buffers, then the send buffer; the rest is never produced."""
+    """The responses fill the socket buffers and then the server's send buffer. No more responses are produced."""
     admin = {"Authorization": "Bearer root-secret-key"}
     process = psutil.Process(keyed.process.pid)
     with (
@@ -251,7 +255,7 @@ def test_client_that_never_reads_is_disconnected(keyed):
 # ---- number ----
 
 
-def test_half_open_connections_do_not_lock_out_health(keyed):
+def test_incomplete_heads_do_not_lock_out_health_checks(keyed):
     process = psutil.Process(keyed.process.pid)
     keyed.get("/health")
     num_fds, num_threads = process.num_fds(), process.num_threads()
@@ -284,11 +288,11 @@ def test_accept_recovers_from_exhausted_descriptors(keyed):
     assert keyed.get("/health").status_code == 200
 
 
-def test_busy_connections_do_not_block_health(start):
+def test_busy_connections_do_not_block_health_checks(start):
     server = start("--max-connections", "4", "--max-connections-per-address", "3")
     body = json.dumps({"model": server.model, "prompt": "x", "max_tokens": 1}).encode()
     held = [Connection(server, POST + b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(body)) for _ in "abc"]
-    for connection in held:  # the server reads the body: the connection is busy
+    for connection in held:  # the server waits for the body, so the connection is busy
         assert connection.socket.recv(100).startswith(b"HTTP/1.1 100 ")
     assert server.get("/health").status_code == 200
     refused = server.post(TEXT, {"model": server.model, "prompt": "x", "max_tokens": 1})
@@ -312,19 +316,19 @@ def test_h2c_upgrade_keeps_the_body(server):
     with Connection(server, head + body) as connection:
         status, _, answer = connection.receive_response()
         assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 2)
-        for part in (head, body):  # in two pieces, on the same connection
+        for part in (head, body):  # again in two pieces
             connection.socket.sendall(part)
         assert connection.receive_response()[0] == 200
 
 
-def test_websocket_upgrade_gets_a_plain_answer(server):
+def test_websocket_upgrade_gets_a_plain_http_response(server):
     upgrade = b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
     with Connection(server, b"GET /ws HTTP/1.1\r\n" + upgrade) as connection:
         status, _, body = connection.receive_response()
     assert (status, json.loads(body)["error"]["type"]) == (404, "not_found_error")
 
 
-def test_pipelined_requests_run_one_and_close(server):
+def test_pipelining_runs_the_first_request_and_closes(server):
     body = json.dumps({"model": server.model, "prompt": "x", "max_tokens": 1}).encode()
     request = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with Connection(server, request * 1000) as connection:
@@ -344,7 +348,7 @@ def test_pipelined_requests_run_one_and_close(server):
         (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
     ],
 )
-def test_invalid_http_is_refused_as_json(server, sent, status):
+def test_invalid_http_gets_a_json_error(server, sent, status):
     with Connection(server, sent) as connection:
         assert error_of(connection.receive_all())[0] == status
 
@@ -361,7 +365,7 @@ class _Evictable:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Compare the table with a plain list: only idle connections are evicted, the oldest of their address first."""
+    """Compare the table with a plain list. Only idle connections may be evicted, the oldest of an address first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +415,7 @@ class TableMachine(RuleBasedStateMachine):
             self.opened.remove(pair)
 
     @invariant()
-    def bounded(self):
+    def connections_stay_within_limits(self):
         assert {*self.table.addresses} == {connection for connection, _ in self.opened}
         assert len(self.table.addresses) <= 6 + SURPLUS
         assert all(count <= 4 + SURPLUS for count in Counter(address for _, address in self.opened).values())
@@ -430,5 +434,5 @@ TestTable = TableMachine.TestCase
         ("unix", "unix"),
     ],
 )
-def test_address_group_counts_ipv6_by_network(host, group):
+def test_address_group_of_ipv6_address_is_its_network(host, group):
     assert address_group(host) == group

@@ -1,4 +1,4 @@
-"""Compilation of schemas in the engine process: once per schema, on another thread, with aborts in between."""
+"""Compilation of schemas in the engine process: once per schema, on another thread, while requests run or abort."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvtier.server.schema_cache import SchemaCompilations
 
 pytest.importorskip("llguidance")
 WAIT = 120.0
-# compiles for 2 s, so that later messages arrive during the compilation
+# This schema takes 2 s to compile, so that later messages arrive during the compilation.
 SLOW = json.dumps({"type": "object", "properties": {f"some property {i}": {} for i in range(3000)}})
 
 
-def constraints(tiny_model):
+def new_compilations(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
     return SchemaCompilations(lambda: SchemaCompiler(tokenizer.to_json(), 259, [257]))
 
 
-def test_get_of_the_same_schema_compiles_once_per_tenant(tiny_model):
-    compilations = constraints(tiny_model)
+def test_compilations_get_compiles_schema_once_per_tenant(tiny_model):
+    compilations = new_compilations(tiny_model)
     first = compilations.get('{"type": "object"}', b"a")
     assert compilations.get('{"type": "object"}', b"a") is first
     assert compilations.get('{"type": "object"}', b"b") is not first
@@ -40,11 +40,11 @@ def test_get_of_the_same_schema_compiles_once_per_tenant(tiny_model):
     assert [load_tokenizer(tiny_model).decode([i]) for i in logits.isfinite().nonzero().flatten().tolist()] == ["{"]
     for number in range(20):
         compilations.get(f'{{"const": {number}}}', b"a").result(WAIT)
-    assert compilations.get('{"type": "object"}', b"a") is not first  # the oldest was evicted
+    assert compilations.get('{"type": "object"}', b"a") is not first  # the oldest compilation was evicted
 
 
-def test_get_of_a_wrong_schema_fails_and_is_not_kept(tiny_model):
-    compilations = constraints(tiny_model)
+def test_compilations_get_of_invalid_schema_is_not_cached(tiny_model):
+    compilations = new_compilations(tiny_model)
     failed = compilations.get('{"type": "nonsense"}', b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert compilations.get('{"type": "nonsense"}', b"") is not failed
@@ -68,7 +68,8 @@ def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
         channel.send(Call(7, "snapshot", {}))
         channel.send(Abort("slow"))
         received = []
-        while not any(isinstance(event, Reply) and event.error for event in received):  # compiled after the slow one
+        # The error for "wrong" arrives last, because "slow" is compiled first.
+        while not any(isinstance(event, Reply) and event.error for event in received):
             received.append(next(events))
         assert received[-1].id == "wrong"
         outputs = [
@@ -76,9 +77,9 @@ def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
         ]
         assert outputs == ["plain"]
         assert [event.id for event in received if isinstance(event, Reply)] == [7, "wrong"]
-        channel.send(Submit("again", (1, 2), params, schema=SLOW))  # compiled already
+        channel.send(Submit("again", (1, 2), params, schema=SLOW))  # this schema is already compiled
         assert next(events).outputs[0].request_id == "again"
         channel.send(Submit("last", (1, 2), params, schema=SLOW.replace("some", "other")))
-        channel.send(Call(8, SHUTDOWN, {}))  # does not wait for the compilation
+        channel.send(Call(8, SHUTDOWN, {}))  # shutdown does not wait for the compilation
         serving.join(WAIT)
         assert not serving.is_alive()

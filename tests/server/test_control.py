@@ -13,7 +13,7 @@ TEXT = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def tiered(tiny_model, tmp_path_factory):
-    """Yield a server with three tiers."""
+    """Yield a server with the tiers device, host and disk."""
     folder = tmp_path_factory.mktemp("tiered")
     options = (
         "--blocks",
@@ -98,7 +98,7 @@ def test_pinned_prompt_survives_eviction_pressure(tiered):
     assert control(tiered, "unpin", {"name": "mine"}, 400)["error"]["message"]
 
 
-def test_request_without_room_beside_pins_is_503(start):
+def test_request_that_does_not_fit_beside_pins_is_503(start):
     server = start("--blocks", "8")
     ask(server, prompt := fresh(112))
     assert control(server, "pin", {"name": "most", "prompt": prompt})["pinned_tokens"] == 112
@@ -124,14 +124,14 @@ def test_demoted_prompt_is_loaded_from_the_host(tiered):
     assert last_request(tiered)["tokens_from"].get("host", 0) >= 128
 
 
-def test_dropped_prompt_is_in_no_tier(tiered):
+def test_dropped_prompt_is_removed_from_all_tiers(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
-    assert ask(tiered, prompt) < 16  # less than a block: other prompts may begin with the same letters
+    assert ask(tiered, prompt) < 16  # less than a block, because other prompts may begin with the same letters
 
 
-def test_control_takes_text_tokens_or_messages_with_a_salt(tiered):
+def test_control_accepts_text_tokens_or_messages_with_salt(tiered):
     messages = [{"role": "user", "content": fresh()}]
     body = {"model": tiered.model, "messages": messages, "max_tokens": 1, "cache_salt": "mine"}
     assert tiered.post("/v1/chat/completions", body).status_code == 200
@@ -145,16 +145,17 @@ def test_control_takes_text_tokens_or_messages_with_a_salt(tiered):
 def test_reset_clears_the_disk_only_on_request(tiered):
     prompt = fresh()
     ask(tiered, prompt)
-    control(tiered, "demote", {"prompt": prompt})  # now it is on disk
+    control(tiered, "demote", {"prompt": prompt})  # the blocks of the prompt are now on disk
     control(tiered, "reset")
     assert tiered.state()["tiers"][0]["num_used"] == 0
-    assert control(tiered, "prefetch", {"prompt": prompt})["blocks"] == 9  # the last token is computed in any case
+    # The last block is not fetched, because the last token is always computed.
+    assert control(tiered, "prefetch", {"prompt": prompt})["blocks"] == 9
     assert ask(tiered, prompt) >= 144
     control(tiered, "reset", {"clear_stores": True})
     assert ask(tiered, prompt) == 0
 
 
-def test_sleep_refuses_requests_and_wake_keeps_the_cache(tiered):
+def test_sleep_rejects_requests_and_wake_keeps_the_cache(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     control(tiered, "sleep")
@@ -168,7 +169,7 @@ def test_sleep_refuses_requests_and_wake_keeps_the_cache(tiered):
     assert ask(tiered, prompt) >= 144
 
 
-def test_resize_changes_tier_and_longest_prompt(tiered):
+def test_resize_changes_tier_size_and_prompt_limit(tiered):
     prompt = fresh(2000)
     too_long = tiered.post(TEXT, {"model": tiered.model, "prompt": prompt, "max_tokens": 1})
     assert too_long.status_code == 400  # 64 blocks are 1024 tokens
@@ -193,7 +194,7 @@ def test_resize_changes_tier_and_longest_prompt(tiered):
         ("drop", {"prompt": "x", "tenant": "unknown"}, "tenant"),
         ("resize", {"tier": "disk", "num_blocks": 5}, "tier"),
         ("resize", {"tier": "device", "num_blocks": 0}, "num_blocks"),
-        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, None),  # more than the memory of the machine
+        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, None),  # larger than the machine's memory
         ("reset", {"all": True}, "all"),
     ],
 )

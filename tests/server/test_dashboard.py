@@ -42,7 +42,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Return `opened(url, **options)`, which opens a page. Pages must log nothing and request only their server."""
+    """Return `opened(url, **options)`, which opens a page. A page must log nothing and request only / and /state."""
     contexts, messages, requested = [], [], []
 
     def open_page(url, *, may_log=False, **options):
@@ -66,7 +66,7 @@ def opened(browser):
     }
 
 
-def serious(page):
+def serious_violations(page):
     """Return the serious and critical accessibility violations that axe finds."""
     from axe_playwright_python.sync_playwright import Axe
 
@@ -74,7 +74,7 @@ def serious(page):
     return [(rule["id"], rule["nodes"][0]["html"]) for rule in violations if rule["impact"] in ("serious", "critical")]
 
 
-def serving(page):
+def wait_until_serving(page):
     expect(page.locator("#status")).to_have_text("Serving", timeout=WAIT)
     return page
 
@@ -93,7 +93,7 @@ def new_text(num_chars=300):
 
 
 class _Parts(HTMLParser):
-    """Scripts and styles of a page, and everything it refers to."""
+    """Collects the scripts, styles, references and inline attributes of a page."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class _Parts(HTMLParser):
         self._within = ""
 
 
-def test_dashboard_policy_admits_only_its_script_and_style(tiered):
+def test_dashboard_policy_allows_only_own_script_and_style(tiered):
     answer = tiered.get("/")
     parts = _Parts()
     parts.feed(answer.text)
@@ -134,7 +134,7 @@ def test_dashboard_policy_admits_only_its_script_and_style(tiered):
 @needs_browser
 def test_dashboard_numbers_follow_the_traffic(tiered, opened):
     tiered.post("/control/reset", {"clear_stores": True})
-    page = serving(opened(tiered.url))
+    page = wait_until_serving(opened(tiered.url))
     device = page.locator("[data-tier=device]")
     expect(device).to_contain_text("0 of 128 blocks 0 %", timeout=WAIT)
     text = new_text()
@@ -163,14 +163,14 @@ def test_dashboard_numbers_follow_the_traffic(tiered, opened):
     chat(tiered, new_text())
     expect(page.locator("#token-note")).not_to_have_text(before, timeout=WAIT)
     expect(row).not_to_contain_text(newest["id"])
-    tiered.post("/control/reset", {"clear_stores": True})  # empties the bars
+    tiered.post("/control/reset", {"clear_stores": True})
     expect(device).to_contain_text("0 of 128 blocks 0 %", timeout=WAIT)
     expect(device.get_by_role("meter")).to_have_attribute("aria-valuenow", "0")
 
 
 @needs_browser
 def test_dashboard_counts_running_requests(tiered, opened):
-    page = serving(opened(tiered.url))
+    page = wait_until_serving(opened(tiered.url))
     expect(page.locator("#running")).to_have_text("0", timeout=WAIT)
     body = {"model": tiered.model, "prompt": new_text(), "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{tiered.url}/v1/completions", json=body, timeout=60) as answer:
@@ -205,9 +205,9 @@ def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
 def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     texts = conversations(4, 1400)
     for _ in range(2):
-        for text in texts:  # long enough to be sampled for the size curve
+        for text in texts:  # long enough to appear in the hit rate estimates
             chat(tiered, text)
-    page = serving(opened(tiered.url, reduced_motion="reduce"))
+    page = wait_until_serving(opened(tiered.url, reduced_motion="reduce"))
     expect(page.locator("#ghost-empty")).to_be_hidden(timeout=WAIT)
     chat(tiered, texts[0])
     expect(page.locator("#hits-empty")).to_be_hidden(timeout=WAIT)
@@ -230,15 +230,15 @@ def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     assert page.locator("#hits-table tbody tr").count() > 0
     assert page.locator("#ttft-table tbody tr").count() > 0
     assert page.evaluate("getComputedStyle(document.querySelector('.bar i')).transitionDuration") == "0s"
-    assert serious(page) == []
+    assert serious_violations(page) == []
 
 
 # ---- server status ----
 
 
 @needs_browser
-def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
-    page = serving(opened(tiered.url, may_log=True))
+def test_dashboard_shows_asleep_slow_and_offline_status(tiered, opened):
+    page = wait_until_serving(opened(tiered.url, may_log=True))
     status, notice = page.locator("#status"), page.get_by_role("status")
     try:
         tiered.post("/control/sleep")
@@ -246,23 +246,25 @@ def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
         expect(notice).to_contain_text("until POST /control/wake")
     finally:
         tiered.post("/control/wake")
-    serving(page)
+    wait_until_serving(page)
     expect(notice).to_be_empty()
-    stop_process(tiered.engine_pid)  # as during a long step
+    stop_process(tiered.engine_pid)  # the engine does not reply, as during a long step
     try:
         expect(status).to_have_text("Slow", timeout=WAIT)
         expect(notice).to_contain_text(re.compile(r"The data shown is from \d\d:\d\d:\d\d"))
     finally:
         os.kill(tiered.engine_pid, signal.SIGCONT)
-    serving(page)
+    wait_until_serving(page)
     page.context.set_offline(True)
     expect(status).to_have_text("No answer", timeout=WAIT)
     expect(notice).to_contain_text(re.compile(r"The data shown is from \d\d:\d\d:\d\d"))
     expect(page.locator("[data-tier=host]")).to_contain_text("of 384 blocks")
-    assert serious(page) == []
+    assert serious_violations(page) == []
     page.context.set_offline(False)
-    serving(page)
-    broken = {"error": {"message": "the engine has ended; the server is shutting down"}}  # brief on a real server
+    wait_until_serving(page)
+    broken = {
+        "error": {"message": "the engine has ended; the server is shutting down"}
+    }  # a real server sends it only briefly
     page.route("**/state", lambda route: route.fulfill(status=503, json=broken))
     expect(status).to_have_text("Failing", timeout=WAIT)
     expect(notice).to_have_text("The server returned 503: the engine has ended; the server is shutting down")
@@ -275,7 +277,7 @@ def test_hidden_dashboard_sends_no_requests(tiered, opened):
     requested = []
     page.on("request", lambda request: requested.append(request.url))
     page.goto(tiered.url)
-    serving(page)
+    wait_until_serving(page)
     hide(page, True)
     before = len(requested)
     page.clock.run_for(60_000)
@@ -285,13 +287,13 @@ def test_hidden_dashboard_sends_no_requests(tiered, opened):
 
 
 @needs_browser
-def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
+def test_dashboard_stores_the_key_in_the_tab_only(start, opened):
     name = "<img src=x onerror=alert(1)>"  # shown as text, not as HTML
     server = start("--name", name, env={"KVTIER_API_KEY": USER, "KVTIER_ADMIN_KEY": ADMIN})
     page = opened(server.url, may_log=True)
     field, notice = page.get_by_label("Admin key"), page.get_by_role("status")
     expect(field).to_be_visible(timeout=WAIT)
-    assert serious(page) == []
+    assert serious_violations(page) == []
     for key, answer in (("wrong", "rejected this key"), (USER, "not an admin key")):
         field.fill(key)
         field.press("Enter")
@@ -299,7 +301,7 @@ def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
         assert page.evaluate("sessionStorage.length") == 0
     field.fill(ADMIN)
     page.get_by_role("button", name="Show the dashboard").click()
-    serving(page)
+    wait_until_serving(page)
     expect(field).to_be_hidden()
     expect(page.locator("#model")).to_have_text(name)
     expect(page.locator("#recent-empty")).to_be_visible()
@@ -308,12 +310,12 @@ def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
     assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
     assert ADMIN not in page.content()
     page.reload()
-    serving(page)
+    wait_until_serving(page)
     page.get_by_role("button", name="Forget key").click()
     expect(field).to_be_visible(timeout=WAIT)
     field.fill(ADMIN)
     field.press("Enter")
-    serving(page)
+    wait_until_serving(page)
     assert server.stop() == 0
     expect(page.locator("#status")).to_have_text("No answer", timeout=WAIT)
 
@@ -333,7 +335,7 @@ def test_dashboard_fits_phone_and_desktop_in_both_themes(tiered, opened, tmp_pat
         page.set_viewport_size(look["viewport"])
         page.emulate_media(color_scheme=look["color_scheme"])
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-        assert serious(page) == []
+        assert serious_violations(page) == []
         backgrounds.add((look["color_scheme"], page.evaluate("getComputedStyle(document.body).backgroundColor")))
         picture = tmp_path / f"dashboard-{name}.png"
         take_picture(page, picture)

@@ -1,4 +1,4 @@
-"""Imports of the front-end process: without torch, and with lazy names of the engine."""
+"""Imports in the front-end process: it runs without torch, and loads names of kvtier.engine lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tuning.md: its commands run in the order of the page, on one server and the files it writes."""
+"""The commands in docs/tuning.md run in the order of the page, and the example in docs/operating.md runs."""
 
 from __future__ import annotations
 

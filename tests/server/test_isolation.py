@@ -1,4 +1,4 @@
-"""Two tenants: the requests of one do not change the streams of the other."""
+"""The requests of one tenant do not change the streams of another tenant."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ key = "victim-secret-key"
 name = "attacker"
 key = "attacker-secret-key"
 """
-# The model computes NaN for this text. Victims cannot generate it: a JSON string has no raw control character.
-CURSED = "\x00"
+# The model computes NaN for this text. Victims cannot generate it, because JSON contains no raw control characters.
+NAN_TEXT = "\x00"
 SCHEMA = {"type": "string", "minLength": 100, "maxLength": 100}
 VICTIMS = [
     {"temperature": 0},
@@ -33,9 +33,9 @@ VICTIMS = [
     {"seed": 3, "top_k": 20, "min_p": 0.05, "frequency_penalty": 1, "logprobs": 2},
 ]
 ATTACKS = [
-    ({"prompt": CURSED}, 500),
-    ({"prompt": CURSED, "top_p": 0.5, "n": 3, "logprobs": 5}, 500),
-    ({"prompt": CURSED, "response_format": {"type": "json_object"}}, 500),
+    ({"prompt": NAN_TEXT}, 500),
+    ({"prompt": NAN_TEXT, "top_p": 0.5, "n": 3, "logprobs": 5}, 500),
+    ({"prompt": NAN_TEXT, "response_format": {"type": "json_object"}}, 500),
     ({"repetition_penalty": 1e-45, "top_p": 0.5}, 400),
     ({"repetition_penalty": 1e-300, "top_k": 5}, 400),
     ({"repetition_penalty": 0.0099}, 400),
@@ -66,7 +66,7 @@ def tenants(tiny_model, tmp_path_factory):
 
 
 def stream(server, options, begun):
-    """Return text, offsets and finish reason of a victim's stream."""
+    """Run a victim's stream and set `begun` at its first line. Return its text, offsets and finish reason."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {"model": server.model, "prompt": "Once", "max_tokens": 700, "stream": True, "response_format": form}
     headers, chunks = {"Authorization": "Bearer victim-secret-key"}, []
@@ -84,7 +84,7 @@ def stream(server, options, begun):
 
 
 def streams(server, attack=lambda: None):
-    """Run the streams of all victims at once, and call `attack` while they run."""
+    """Run the streams of all victims concurrently, and call `attack` while the streams run."""
     begun = [threading.Event() for _ in VICTIMS]
     with ThreadPoolExecutor(len(VICTIMS)) as threads:
         futures = [
@@ -96,7 +96,7 @@ def streams(server, attack=lambda: None):
         return [future.result() for future in futures]
 
 
-def test_victim_streams_unchanged_while_attacker_fails(tenants):
+def test_failing_requests_do_not_change_streams_of_others(tenants):
     expected = streams(tenants)
     for text, _, reason in expected:
         assert len(json.loads(text)) == 100

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's form: names and bytes of tokens that are parts of characters, offsets in the text."""
+"""Log-probabilities in OpenAI's format: tokens that are only part of a character, and offsets in the text."""
 
 import json
 
@@ -14,7 +14,7 @@ TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Token i is byte i; 256 is special."""
+    """Return a tokenizer in which token i below 256 is byte i, and token 256 is special."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -26,7 +26,7 @@ def tokenizer():
 
 
 def whole(form, tokens, top=(), step=1):
-    """Return the response to outputs of `step` tokens each."""
+    """Add the tokens in outputs of `step` tokens each, and return the whole response."""
     for begin in range(0, len(tokens), step):
         new = tuple(tokens[begin : begin + step])
         logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)
@@ -58,7 +58,7 @@ def test_completion_top_logprobs_keep_every_token(tokenizer):
     assert list(top_logprobs.values()) == [value for _, value in top]
 
 
-def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
+def test_completion_top_logprobs_name_same_text_by_id(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(0x41, -1.0), (0x41, -2.0)]
     (top_logprobs,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
@@ -94,13 +94,13 @@ def test_response_in_pieces_equals_response_at_once(tokenizer, is_chat, logprobs
     assert list(at_once) == ["id", "object", "created", "model", "choices", "usage"]
 
 
-def test_response_counts_the_bytes_it_keeps(tokenizer):
+def test_completion_format_counts_its_bytes(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
-    kept = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
-    assert 0 < kept <= len(form.whole(1, usage_body(0, 0, 0)))
+    num_bytes = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
+    assert 0 < num_bytes <= len(form.whole(1, usage_body(0, 0, 0)))
 
 
-def test_response_over_its_limit_is_refused(start):
+def test_response_above_the_size_limit_is_400(start):
     server = start("--max-response-bytes", "20000")
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 400, "logprobs": 20, "ignore_eos": True}
     refused = server.post("/v1/completions", body)

@@ -1,4 +1,4 @@
-"""Random requests and control calls on a server with small tiers, compared with a server that reuses nothing."""
+"""Random requests and control calls on a server with small tiers, compared with a server that reuses no blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ENDS = ({}, {}, {"ignore_eos": True}, {"response_format": FORMAT})
 
 
 def make_request(model, rng):
-    """Return a completion request with a random share of the optional parameters."""
+    """Return a completion request with random values for a random subset of the optional parameters."""
     prompt = rng.choice(STEMS)[: rng.randrange(20, 60)] + rng.choice(("", " tail", f" tail {rng.randrange(3)}"))
     body = {"model": model, "prompt": prompt, "max_tokens": rng.randrange(1, 40), "seed": rng.randrange(5)}
     body["temperature"] = rng.choice((0, 0, 1, 1.5))
@@ -57,7 +57,7 @@ def make_request(model, rng):
 
 
 def control(server, rng):
-    """Move, drop and resize the cache while requests run, and disconnect before a response."""
+    """Send a random control call, and then a request whose client disconnects before the response."""
     stem = rng.choice(STEMS)
     calls = [
         ("/control/demote", {"prompt": stem}),
@@ -69,9 +69,9 @@ def control(server, rng):
     ]
     path, body = rng.choice(calls)
     assert server.post(path, body).status_code in (200, 409)
-    leaving = {"model": server.model, "prompt": stem[:50], "max_tokens": 60, "n": 3}
+    abandoned = {"model": server.model, "prompt": stem[:50], "max_tokens": 60, "n": 3}
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{server.url}/v1/completions", json=leaving, timeout=0.01)
+        httpx.post(f"{server.url}/v1/completions", json=abandoned, timeout=0.01)
 
 
 def choices(server, body):
@@ -80,7 +80,7 @@ def choices(server, body):
     return answer.json()["choices"]
 
 
-def test_mixed_requests_equal_a_server_without_cache(start, tmp_path):
+def test_mixed_answers_equal_those_without_cache_reuse(start, tmp_path):
     rng = random.Random(SEED)
     tiered = start(*TIERS, *STEPS, "--disk", str(tmp_path / "kv"))
     plain = start("--invariant", "--blocks", "2048")

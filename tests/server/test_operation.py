@@ -1,4 +1,4 @@
-"""Keys, tenants, quotas, overload and disconnects."""
+"""Operation of a server: disconnects, an engine that does not reply, overload, keys, tenants, quotas and priorities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = {"prompt": "tell me everything", "max_tokens": 1900, "ignore_eos": True, 
 
 
 def stream(server, body=None, key=""):
-    """Open a stream and read its first event."""
+    """Open a stream and read its first event. Return the client, the response and the remaining lines."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = httpx.Client(timeout=60, headers=headers)
     answer = client.send(
@@ -54,7 +54,7 @@ def drained(state):
 # ---- disconnects ----
 
 
-def test_disconnected_client_frees_its_blocks(server):
+def test_disconnect_frees_the_blocks_of_the_request(server):
     server.wait_for(drained)
     client, answer, _ = stream(server)
     state = server.wait_for(lambda state: state["running"] == 1)
@@ -67,14 +67,14 @@ def test_disconnected_client_frees_its_blocks(server):
     assert state["recent"][0]["new_tokens"] < 1900
 
 
-def test_disconnect_before_the_first_token_ends_the_request(server):
+def test_disconnect_before_first_token_cancels_the_request(server):
     for body in (LONG, {**LONG, "stream": False}):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json={"model": server.model, **body}, timeout=httpx.Timeout(30, read=0.001))
         server.wait_for(drained)
 
 
-def test_many_disconnected_clients_leave_no_request(server):
+def test_many_disconnects_free_all_blocks(server):
     before = server.state()
 
     async def one(client, number):
@@ -98,7 +98,7 @@ def test_many_disconnected_clients_leave_no_request(server):
 
 
 def responses(server, status):
-    """Return the number of responses of /v1/completions with this status."""
+    """Return the number of responses from /v1/completions with this status."""
     prefix = f'kvtier_http_responses_total{{route="{TEXT}",status="{status}"}} '
     lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(prefix)]
     return float(lines[0].split()[-1]) if lines else 0.0
@@ -111,12 +111,12 @@ def wait_until(condition, seconds=30):
         time.sleep(0.02)
 
 
-def test_disconnect_before_the_answer_is_499(server):
+def test_disconnect_before_the_response_is_counted_as_499(server):
     address, num_logged = urlsplit(server.url), len(server.log)
     num_errors = [responses(server, status) for status in (400, 500)]
     server.wait_for(drained)
     body = json.dumps({"model": server.model, **LONG, "stream": False}).encode()
-    for sent in (body, body[:10]):  # while the engine computes, and while the body arrives
+    for sent in (body, body[:10]):  # disconnect while the engine computes, and while the body arrives
         before = responses(server, 499)
         with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
             connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode())
@@ -134,7 +134,7 @@ def test_disconnect_before_the_answer_is_499(server):
 # ---- an engine that does not reply ----
 
 
-def test_stopped_engine_makes_health_503_and_sigterm_kills(start):
+def test_stopped_engine_is_503_and_killed_on_sigterm(start):
     server = start("--engine-reply-seconds", "0.5", "--drain-seconds", "1")
     assert server.get("/health").status_code == 200
     stop_process(engine := server.engine_pid)
@@ -155,7 +155,7 @@ def test_stopped_engine_makes_health_503_and_sigterm_kills(start):
     process = psutil.Process(engine)
     stop_process(engine)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(50) == 1  # below the 60 s for which an engine that replies may save
+    assert server.process.wait(50) == 1  # less than the 60 s in which an engine that replies may save the cache
     process.wait(10)
 
 
@@ -183,7 +183,7 @@ def test_second_signal_exits_at_once(start, number):
     server = start("--engine-reply-seconds", "600", "--drain-seconds", "600")
     client, answer, _ = stream(server)
     engine = psutil.Process(server.engine_pid)
-    stop_process(engine.pid)  # neither the stream nor the engine would end
+    stop_process(engine.pid)  # without a second signal, the server would wait for the stream and the engine
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "another SIGTERM" in server.log)
     assert server.process.poll() is None
@@ -225,7 +225,7 @@ from kvtier.server import serve as server
 from kvtier.server.config import EngineOptions, ServerConfig, Tenant
 from kvtier.server.engine_client import EngineClient
 
-def load_tokenizer(model):  # while the engine starts
+def load_tokenizer(model):  # called while the engine starts
     os.kill(os.getpid(), signal.SIGTERM)
     return tokenizer(model)
 
@@ -260,7 +260,7 @@ def test_sigterm_before_listening_exits_with_0(tiny_model, tmp_path, phase):
 
 @pytest.fixture(scope="module")
 def strict(tiny_model, tmp_path_factory):
-    """Yield a server with low limits, without llguidance."""
+    """Yield a server that has low limits and lacks llguidance."""
     limits = ("--max-rows", "1", "--max-waiting", "1", "--request-seconds", "3", "--body-seconds", "0.5")
     folder = tmp_path_factory.mktemp("strict")
     (folder / "sitecustomize.py").write_text("import sys\nsys.modules['llguidance'] = None\n")
@@ -273,7 +273,7 @@ def strict(tiny_model, tmp_path_factory):
 
 def test_full_queue_is_429_with_retry_after(narrow):
     client, answer, _ = stream(narrow)
-    stop_process(engine := narrow.engine_pid)  # the first request stays in progress on any machine
+    stop_process(engine := narrow.engine_pid)  # keeps the first request running, even on a fast machine
 
     def ask(prompt):
         return narrow.client().completions.create(model=narrow.model, prompt=prompt, max_tokens=1)
@@ -300,9 +300,9 @@ def test_request_timeout_ends_the_answer_with_504(strict):
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
     client, _, lines = stream(strict)
-    stop_process(engine := strict.engine_pid)  # the request times out on any machine
+    stop_process(engine := strict.engine_pid)  # makes the request time out, even on a fast machine
     try:
-        thread.start()  # waits in the queue until its timeout
+        thread.start()  # this request waits in the queue until its timeout
         events = [line for line in lines if line]
         client.close()
         thread.join()
@@ -324,7 +324,7 @@ def test_schema_without_llguidance_is_400(strict):
     assert strict.post(TEXT, {**body, "response_format": {"type": "text"}}).status_code == 200
 
 
-def test_missing_body_is_408(strict):
+def test_incomplete_body_is_408(strict):
     address = urlsplit(strict.url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
@@ -450,7 +450,7 @@ def test_tenant_over_max_requests_is_429(guarded):
     assert guarded.post(TEXT, body, "acme-secret-key").status_code == 200
 
 
-def test_two_authorization_headers_are_refused(guarded):
+def test_two_authorization_headers_are_400(guarded):
     for keys in (("acme-secret-key", "root-secret-key"), ("root-secret-key", "root-secret-key")):
         headers = [("Authorization", f"Bearer {key}") for key in keys]
         answer = httpx.get(f"{guarded.url}/state", headers=headers, timeout=60)
@@ -473,7 +473,7 @@ def test_disconnect_before_first_token_charges_the_prompt(guarded):
         return await client.post(guarded.url + TEXT, json=body, headers={"Authorization": "Bearer hasty-secret-key"})
 
     async def leave():
-        """Send two requests; one is refused, so the other was admitted. Cancel that one."""
+        """Send two requests, of which one is rejected. Cancel the other, which was admitted."""
         async with httpx.AsyncClient(timeout=60) as client:
             tasks = [asyncio.ensure_future(ask(client)) for _ in range(2)]
             (refused,), (admitted,) = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -481,37 +481,38 @@ def test_disconnect_before_first_token_charges_the_prompt(guarded):
             await asyncio.wait([admitted])
             return refused.result().json()["error"]["code"]
 
-    stop_process(engine := guarded.engine_pid)  # no token is generated
+    stop_process(engine := guarded.engine_pid)  # so that no token is generated
     try:
         assert asyncio.run(leave()) == "tenant_requests"
         deadline = time.monotonic() + 30
-        while (code := asyncio.run(_code(ask))) == "tenant_requests":  # until the server detects the disconnect
+        while (code := asyncio.run(error_code(ask))) == "tenant_requests":  # until the server detects the disconnect
             assert time.monotonic() < deadline
     finally:
         os.kill(engine, signal.SIGCONT)
     assert code == "tenant_tokens"
 
 
-async def _code(ask):
+async def error_code(ask):
     async with httpx.AsyncClient(timeout=10) as client:
         return (await ask(client)).json()["error"]["code"]
 
 
-def test_tenant_over_its_block_quota_evicts_only_its_own(guarded):
+def test_tenant_above_block_quota_evicts_own_blocks_only(guarded):
     def cached(key, prompt, **more):
         body = {"model": guarded.model, "prompt": prompt, "max_tokens": 1, **more}
         answer = guarded.post(TEXT, body, key)
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # 70 tokens: four full blocks each
+    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # each has 70 tokens, which fill four blocks
     cached("root-secret-key", theirs := "theirs " * 20)
     for number, prompt in enumerate(mine):
         cached("small-secret-key", prompt, cache_salt=f"part {number % 2}")
     tiers = {tier["name"]: tier for tier in guarded.get("/control/tiers", "root-secret-key").json()["tiers"]}
     assert 0 < tiers["device"]["used_by"]["small"] <= 12
     assert 0 < tiers["host"]["used_by"]["small"] <= 8
-    assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2  # no other tenant lost blocks
+    # Many blocks are free, so other tenants lost none.
+    assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2
     assert cached("small-secret-key", mine[5], cache_salt="part 1") == 64
     assert cached("small-secret-key", mine[0], cache_salt="part 0") == 0
     assert cached("root-secret-key", theirs) == 128
@@ -549,7 +550,7 @@ def test_log_and_state_contain_no_text_and_no_key(guarded):
         guarded.post(TEXT, content=marker.encode(), key="root-secret-key"),
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 400]
-    assert guarded.log.count("http method=") >= 5  # besides those of earlier tests
+    assert guarded.log.count("http method=") >= 5  # earlier tests may have logged more
     for secret in (marker, "secret-key", "Hello"):
         assert secret not in guarded.log
         assert secret not in guarded.get("/state", "root-secret-key").text
@@ -559,7 +560,7 @@ def test_log_and_state_contain_no_text_and_no_key(guarded):
 # ---- recorded requests ----
 
 
-def test_recorded_log_is_a_trace_without_text(start, tiny_model, tmp_path):
+def test_record_option_writes_a_trace_without_text(start, tiny_model, tmp_path):
     file = tmp_path / "requests.jsonl"
     server = start("--record", str(file))
     for number in range(3):
@@ -605,7 +606,7 @@ def test_serve_with_missing_model_fails_with_a_message():
 # ---- priority ----
 
 
-def test_priority_between_tenants_keeps_arrival_order(start, tmp_path):
+def test_priority_does_not_change_order_between_tenants(start, tmp_path):
     config = tmp_path / "tenants.toml"
     names = ("first", "second", "operator")
     tables = [f'[[tenants]]\nname = "{name}"\nkey = "{name}-key-key"\n' for name in names]

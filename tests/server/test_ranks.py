@@ -1,4 +1,4 @@
-"""`kvtier serve --tensor-parallel 2` gives the same answers, and ends all processes when one fails."""
+"""`kvtier serve --tensor-parallel 2` returns the answers of a single rank. All processes exit if one fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import httpx
 import psutil
 
-PROMPT = "A conversation that several ranks have read, of which each keeps its heads. " * 6
+PROMPT = "A conversation whose KV blocks are split among the ranks, by attention head. " * 6
 
 
 def ask(server, prompt: str = PROMPT) -> tuple[str, int]:
@@ -26,16 +26,16 @@ def ranks_of(server) -> list[psutil.Process]:
     return [process for process in children if "rank_process" in " ".join(process.cmdline())]
 
 
-def ends(server, *processes: psutil.Process) -> bool:
-    """True if a request fails, and the server exits with an error and all `processes` end."""
+def exits(server, *processes: psutil.Process) -> bool:
+    """Send a request, which must fail. Return True if the server exits with an error and all `processes` exit."""
     body = {"model": server.model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
-    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # it may have ended already
+    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # the server may have exited already
         assert server.post("/v1/completions", body).status_code >= 500
     _, alive = psutil.wait_procs(processes, 60)
     return server.process.wait(60) != 0 and not alive
 
 
-def test_disk_written_by_one_rank_is_read_by_two(server, start, tmp_path):
+def test_disk_tier_written_by_one_rank_is_read_by_two(server, start, tmp_path):
     expected, _ = ask(server)
     tiers = ("--blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--kv-shards", "2")
     alone = start(*tiers, "--always-load")
@@ -49,7 +49,7 @@ def test_disk_written_by_one_rank_is_read_by_two(server, start, tmp_path):
     assert both.state()["tiers"][2]["used_bytes"] > 0
     engine = psutil.Process(both.engine_pid)
     engine.kill()
-    assert ends(both, engine, rank)
+    assert exits(both, engine, rank)
 
 
 def test_killed_rank_ends_the_server(start):
@@ -58,7 +58,7 @@ def test_killed_rank_ends_the_server(start):
     engine = psutil.Process(server.engine_pid)
     ask(server)
     rank.kill()
-    assert ends(server, engine, rank)
+    assert exits(server, engine, rank)
     assert "the process of rank 1 ended with exit code -9" in server.log
 
 

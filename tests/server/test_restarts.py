@@ -52,7 +52,7 @@ def is_on_disk(state):
 
 
 def check_warm(server, expected):
-    """Assert that the first answer of a new process is the same and comes from the disk."""
+    """Assert that a restarted server gives the expected answer and reads the prompt's blocks from disk."""
     answer = ask(server)
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
     assert expected["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -80,13 +80,13 @@ def test_sigterm_waits_at_most_drain_seconds(start):
     server = start("--drain-seconds", "0.1")
     stream = Stream(server, 1000)
     server.process.send_signal(signal.SIGTERM)
-    with pytest.raises(httpx.RemoteProtocolError):  # cut off
+    with pytest.raises(httpx.RemoteProtocolError):  # the server cuts off the stream
         stream.rest()
     stream.close()
     assert server.process.wait(60) == 0
 
 
-def test_killed_engine_fails_streams_and_ends_the_server(start, disk):
+def test_server_exits_after_engine_is_killed(start, disk):
     server = start(*disk)
     expected = ask(server)
     server.wait_for(is_on_disk)
@@ -100,7 +100,7 @@ def test_killed_engine_fails_streams_and_ends_the_server(start, disk):
     check_warm(start(*disk), expected)
 
 
-def test_killed_front_end_ends_the_engine(start, disk):
+def test_engine_exits_after_front_end_is_killed(start, disk):
     server = start(*disk)
     expected = ask(server)
     server.wait_for(is_on_disk)

@@ -1,4 +1,4 @@
-"""Two servers that share a Redis and an S3 bucket: conversations move between them, and a crash loses no answer."""
+"""Two servers share a Redis and an S3 bucket. Conversations move between the servers, and a crash loses no answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TALKS = 4
 
 
 class Stores:
-    """A Redis and an S3 server that can be killed and restarted, empty, on the same ports."""
+    """A Redis and an S3 server. Both can be killed, and restarted on the same ports without data."""
 
     def __init__(self, folder) -> None:
         self._folder, self._redis, self._s3 = folder, contextlib.ExitStack(), contextlib.ExitStack()
@@ -32,7 +32,7 @@ class Stores:
         self.restart()
 
     def restart(self) -> None:
-        """Kill both servers and start them again, empty."""
+        """Kill both servers and start them again without data."""
         self.kill_redis()
         self.kill_s3()
         folder = self._folder / uuid.uuid4().hex
@@ -69,8 +69,8 @@ def stores(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(stores, tiny_model, tmp_path_factory):
-    """Return `start(*arguments)`, which starts a server on the stores. Servers share nothing else, compute the same
-    bits for the same text, and load every cached block."""
+    """Return `start(*arguments)`, which starts a server that uses the stores. All servers compute identical results for
+    the same text, and load every cached block."""
     folder, started = tmp_path_factory.mktemp("logs"), []
 
     def run(*arguments: str) -> ServerProcess:
@@ -88,7 +88,7 @@ def start(stores, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(start):
-    """Return two servers. A test that kills one starts another in its place."""
+    """Return two servers. A test that kills a server must start another in its place."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda _: start(), range(2)))
 
@@ -123,7 +123,7 @@ def question(talk: str, turn: int) -> dict[str, str]:
 
 
 def play(talk: str, send) -> list[str]:
-    """Play the conversation `talk`: `send(turn, messages)` returns the response of a turn. Return the texts."""
+    """Run the conversation `talk`, where `send(turn, messages)` returns the response to a turn. Return all answers."""
     messages, texts = [], []
     for turn in range(TURNS):
         messages = [*messages, question(talk, turn)]
@@ -133,7 +133,7 @@ def play(talk: str, send) -> list[str]:
 
 
 def truth_of(server, talk: str) -> list[str]:
-    """Return the texts of the conversation without a cache: every request has its own salt."""
+    """Return the answers of the conversation without cache hits, because every request has its own salt."""
 
     def send(_, messages):
         answer = ask(server, messages, cache_salt=uuid.uuid4().hex)
@@ -144,10 +144,10 @@ def truth_of(server, talk: str) -> list[str]:
 
 
 def play_all(name: str, send) -> list[list[str]]:
-    """Play several conversations at once with `send(number, messages)`; consecutive turns have consecutive numbers."""
+    """Run several conversations at once. In `send(number, messages)`, the number increases by one with each turn."""
     with ThreadPoolExecutor(TALKS) as pool:
         numbers = range(TALKS)
-        return list(pool.map(lambda n: play(f"{name} {n}", lambda turn, said: send(n + turn, said)), numbers))
+        return list(pool.map(lambda n: play(f"{name} {n}", lambda turn, messages: send(n + turn, messages)), numbers))
 
 
 def truths(name: str, servers) -> list[list[str]]:
@@ -156,17 +156,18 @@ def truths(name: str, servers) -> list[list[str]]:
 
 
 def num_shared(server) -> int:
-    """Return the number of blocks in the stores, as the server counts them."""
+    """Return the number of blocks in the stores, as counted by the server."""
     return next(tier["num_used"] for tier in server.state()["tiers"] if tier["name"] == "shared")
 
 
 def test_conversation_moves_between_servers(servers):
-    lengths, before = [0], [num_shared(server) for server in servers]  # prompt tokens, blocks in the stores
+    lengths = [0]  # prompt tokens of each turn
+    before = [num_shared(server) for server in servers]
 
     def send(turn, messages):
         server = servers[turn % 2]
         answer = ask(server, messages)
-        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, in the turn before
+        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # the other server computed these in the turn before
         assert cached_of(answer) >= computed
         assert server.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(computed, BLOCK_TOKENS)
         lengths.append(answer["usage"]["prompt_tokens"])
@@ -194,7 +195,7 @@ class Stream:
 
 
 class Countdown:
-    """Wait for `number` events on any threads."""
+    """Counts events on any threads, so that one thread can wait for `number` events."""
 
     def __init__(self, number: int) -> None:
         self._left, self._lock, self._is_zero = number, threading.Lock(), threading.Event()
@@ -218,7 +219,7 @@ def kill(server) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_server_loses_no_request(servers, start, victim):
+def test_requests_to_killed_server_succeed_on_the_other(servers, start, victim):
     survivor, name = servers[1 - victim], f"victim {victim}"
     long = [{"role": "user", "content": f"Say a lot, {name}."}]
     expected = truths(name, servers)
@@ -226,7 +227,7 @@ def test_killed_server_loses_no_request(servers, start, victim):
     failed, half = [], Countdown(TURNS * TALKS // 2)
 
     def send(number, messages):
-        """Send to one server, and to the other if it does not answer."""
+        """Send the messages to one server, and to the other server if the first does not answer."""
         half.count()
         for index in (number % 2, (number + 1) % 2):
             try:
@@ -248,7 +249,7 @@ def test_killed_server_loses_no_request(servers, start, victim):
     servers[victim] = start()
 
 
-def test_killed_stores_lose_no_request_and_are_used_again(servers, stores):
+def test_killed_stores_fail_no_request_and_are_reused(servers, stores):
     expected = truths("stores", servers)
     quarter, half = Countdown(TURNS * TALKS // 4), Countdown(TURNS * TALKS // 2)
 
@@ -268,7 +269,7 @@ def test_killed_stores_lose_no_request_and_are_used_again(servers, stores):
     stores.restart()
 
     def is_shared() -> bool:
-        """Send a question to both servers. True if the second finds it in a store (breakers closed)."""
+        """Send a question to both servers. Return True if the second server finds its blocks in a store."""
         salt = uuid.uuid4().hex
         first, second = (ask(server, [question("back", 0)], cache_salt=salt) for server in servers)
         assert text_of(first) == text_of(second)

@@ -1,4 +1,4 @@
-"""The default model, served as by `make serve`: correct answers, structured output and cached prompts."""
+"""A server with the default model: correct answers, structured output and cached prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers with a schema fit the schema, whatever tokens the model prefers."""
+"""Structured answers match their schema, whatever tokens the model prefers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ask(server, **options):
 @pytest.mark.parametrize(
     "options", [{"temperature": 0}, {"temperature": 1.5, "seed": 1, "n": 4}, {"top_p": 0.5, "seed": 2}]
 )
-def test_random_model_output_fits_the_schema(server, options):
+def test_structured_answer_of_random_model_fits_the_schema(server, options):
     for choice in ask(server, **options).choices:
         assert choice.finish_reason == "stop"
         Animal.model_validate_json(choice.message.content, strict=True)
@@ -61,7 +61,7 @@ def test_schema_in_a_stream_does_not_change_other_requests(server):
     assert concurrent == alone
 
 
-def test_json_object_format_gives_an_object(server):
+def test_json_object_format_returns_an_object(server):
     answer = server.client().chat.completions.create(
         model=server.model,
         messages=[{"role": "user", "content": "JSON, please."}],
@@ -84,7 +84,7 @@ def test_json_object_format_gives_an_object(server):
         (SCHEMA, {"min_tokens": 3}, "min_tokens"),
     ],
 )
-def test_unusable_schema_or_option_is_400(server, schema, more, param):
+def test_invalid_schema_or_conflicting_option_is_400(server, schema, more, param):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"model": server.model, "prompt": "x", "max_tokens": 5, "response_format": form, **more}
     answer = server.post("/v1/completions", body)
@@ -93,7 +93,7 @@ def test_unusable_schema_or_option_is_400(server, schema, more, param):
 
 
 def one_of_many(count):
-    """Return the schema of an object that contains one of `count` objects; llguidance tracks at most 2,000 at once."""
+    """Return a schema with `count` alternatives. llguidance can track at most 2,000 alternatives at once."""
     forms = [
         {"type": "object", "properties": {f"xylophone{i}": {"type": "null"}}, "additionalProperties": False}
         for i in range(count)
@@ -102,7 +102,7 @@ def one_of_many(count):
     return {**inner, "additionalProperties": False}
 
 
-def test_schema_too_complex_fails_only_its_request(server):
+def test_too_complex_schema_fails_only_its_own_request(server):
     plain = {"model": server.model, "prompt": "zebra", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": one_of_many(3000)}}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=plain, timeout=60) as concurrent:
@@ -121,7 +121,7 @@ def test_schema_too_complex_fails_only_its_request(server):
         assert "xylophone" not in text
 
 
-def test_tokenizer_unknown_to_llguidance_fails_the_request(start, tiny_model, tmp_path):
+def test_schema_with_unsupported_tokenizer_is_500(start, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "odd")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "decoder": {"type": "Fuse"}}))

@@ -22,7 +22,7 @@ from kvtier.server.worker_pool import WorkerPool
 pytest.importorskip("llguidance")
 PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(1, 31)]
 ENDLESS = {"schema": json.dumps({"allOf": PATTERNS})}
-FINE = {"schema": '{"type": "object"}'}
+VALID = {"schema": '{"type": "object"}'}
 WAIT = 120.0  # seconds; an idle machine needs far less
 
 
@@ -45,13 +45,13 @@ async def pool_of(model, size=1, seconds=WAIT, *, has_tenants=True):
         await pool.close()
 
 
-async def until(condition):
+async def wait_until(condition):
     async with asyncio.timeout(WAIT):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def refusal(awaitable):
+async def api_error(awaitable):
     with pytest.raises(ApiError) as caught:
         await awaitable
     return caught.value
@@ -65,7 +65,7 @@ def test_run_in_worker_equals_run_inline(model):
             for job in (body(), body("<|im_end|> é" * 50), body([1, 2, 3]), body(["a", "b"])):
                 assert await pool.run("prepare", "a", **job) == inline.prepare(**job)
             for job in (body(""), body("x" * 30_000), body([300]), body(["x"] * 17), body("x" * 2048)):
-                error = await refusal(pool.run("prepare", "a", **job))
+                error = await api_error(pool.run("prepare", "a", **job))
                 with pytest.raises(ApiError) as caught:
                     inline.prepare(**job)
                 assert error == caught.value
@@ -73,13 +73,13 @@ def test_run_in_worker_equals_run_inline(model):
     asyncio.run(main())
 
 
-def test_late_job_is_refused_and_its_process_replaced(model):
+def test_job_above_the_deadline_is_400_and_process_replaced(model):
     async def main():
         async with pool_of(model, seconds=5.0) as pool:
             pool.start()
-            await until(lambda: pool.pids)
+            await wait_until(lambda: pool.pids)
             before = pool.pids
-            error = await refusal(pool.run("check_schema", "a", **ENDLESS))
+            error = await api_error(pool.run("check_schema", "a", **ENDLESS))
             assert (error.status, error.code) == (400, "too_complex")
             prepared = await pool.run("prepare", "a", **body())
             assert len(prepared.prompts[0]) == 5
@@ -89,16 +89,16 @@ def test_late_job_is_refused_and_its_process_replaced(model):
     asyncio.run(main())
 
 
-def test_job_of_a_killed_process_is_retried_once(model):
+def test_job_of_killed_process_is_retried_once(model):
     async def main():
         async with pool_of(model) as pool:
             job = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
             killed = []
             for _ in range(2):
-                await until(lambda before=killed: pool.num_running and pool.pids != before)
+                await wait_until(lambda before=killed: pool.num_running and pool.pids != before)
                 killed = pool.pids
                 os.kill(killed[0], signal.SIGKILL)
-            error = await refusal(job)
+            error = await api_error(job)
             assert (error.status, error.code) == (503, "worker")
             assert len((await pool.run("prepare", "a", **body())).prompts[0]) == 5
 
@@ -109,18 +109,18 @@ def test_cancelled_jobs_leave_the_queue_and_the_process(model):
     async def main():
         async with pool_of(model) as pool:
             running = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
-            await until(lambda: pool.num_running)
+            await wait_until(lambda: pool.num_running)
             waiting = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
             await asyncio.sleep(0)
             for task in (waiting, running):
                 task.cancel()
             await asyncio.gather(waiting, running, return_exceptions=True)
-            await pool.run("check_schema", "a", **FINE)  # behind either job it would wait until the deadline
+            await pool.run("check_schema", "a", **VALID)  # would wait until the deadline if a job were left
 
     asyncio.run(asyncio.wait_for(main(), WAIT))
 
 
-def test_waiting_jobs_of_two_tenants_take_turns(model):
+def test_waiting_jobs_of_different_tenants_run_in_turn(model):
     order = []
 
     async def main():
@@ -139,11 +139,11 @@ def test_waiting_jobs_of_two_tenants_take_turns(model):
 
 
 @pytest.mark.parametrize("has_tenants", [True, False])
-def test_endless_jobs_leave_one_process_to_others(model, has_tenants):
+def test_endless_jobs_leave_one_process_for_other_jobs(model, has_tenants):
     async def main():
         async with pool_of(model, 2, has_tenants=has_tenants) as pool:
             hostile = [asyncio.create_task(pool.run("check_schema", "a", **ENDLESS)) for _ in range(5)]
-            await until(lambda: pool.num_running == 1)
+            await wait_until(lambda: pool.num_running == 1)
             other = "b" if has_tenants else "a"
             for _ in range(3):
                 assert len((await pool.run("prepare", other, **body())).prompts[0]) == 5
@@ -156,7 +156,7 @@ def test_endless_jobs_leave_one_process_to_others(model, has_tenants):
     asyncio.run(main())
 
 
-def test_too_many_waiting_jobs_of_a_tenant_are_refused(model):
+def test_too_many_waiting_jobs_of_a_tenant_are_429(model):
     async def main():
         async with pool_of(model) as pool:
             jobs = [asyncio.create_task(pool.run("prepare", "a", **body())) for _ in range(70)]
@@ -174,11 +174,11 @@ def test_close_kills_a_hung_process_at_once(model):
     async def main():
         async with pool_of(model) as pool:
             jobs = [asyncio.create_task(pool.run("check_schema", "a", **ENDLESS)) for _ in range(2)]
-            await until(lambda: pool.num_running)
+            await wait_until(lambda: pool.num_running)
             (process,) = map(psutil.Process, pool.pids)
             await pool.close()
-            assert {(await refusal(job)).status for job in jobs} == {503}
-            assert (await refusal(pool.run("check_schema", "a", **FINE))).status == 503
+            assert {(await api_error(job)).status for job in jobs} == {503}
+            assert (await api_error(pool.run("check_schema", "a", **VALID))).status == 503
             process.wait(WAIT)
 
     asyncio.run(main())
@@ -188,32 +188,32 @@ def test_process_that_cannot_start_fails_jobs_with_503(tmp_path):
     async def main():
         missing = PrepareConfig(str(tmp_path), "tiny", 259, (257,), 16, WAIT)
         async with pool_of(missing) as pool:
-            error = await refusal(pool.run("prepare", "a", **body()))
+            error = await api_error(pool.run("prepare", "a", **body()))
             assert (error.status, error.code) == (503, "worker")
 
     asyncio.run(main())
 
 
-def test_schema_checks_share_remember_and_forget(model):
+def test_schema_checks_share_work_and_cache_results(model):
     async def main():
         async with pool_of(model, seconds=30.0) as pool:
             checks = SchemaChecks(pool)
             wrong = '{"type": "nonsense"}'
-            errors = [await refusal(checks.check(wrong, "a")) for _ in range(2)]
+            errors = [await api_error(checks.check(wrong, "a")) for _ in range(2)]
             assert errors[0] == errors[1]
-            assert errors[0] is not errors[1]  # a traceback must not grow with every request
-            await asyncio.gather(*(checks.check(FINE["schema"], "a") for _ in range(5)))
+            assert errors[0] is not errors[1]  # raising one exception again would extend its traceback
+            await asyncio.gather(*(checks.check(VALID["schema"], "a") for _ in range(5)))
             waiting = [asyncio.create_task(checks.check(ENDLESS["schema"], "a")) for _ in range(3)]
-            await until(lambda: pool.num_running)
+            await wait_until(lambda: pool.num_running)
             for task in waiting[:2]:
                 task.cancel()
             await asyncio.sleep(0)
-            assert pool.num_running == 1  # for the third check
+            assert pool.num_running == 1  # the third check still runs
             waiting[2].cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await pool.close()
-            await checks.check(FINE["schema"], "a")  # a known result needs no process
-            assert (await refusal(checks.check(wrong, "a"))) == errors[0]
-            assert (await refusal(checks.check(FINE["schema"], "b"))).status == 503  # results are kept per tenant
+            await checks.check(VALID["schema"], "a")  # a cached result needs no process
+            assert (await api_error(checks.check(wrong, "a"))) == errors[0]
+            assert (await api_error(checks.check(VALID["schema"], "b"))).status == 503  # results are kept per tenant
 
     asyncio.run(main())
