@@ -43,7 +43,7 @@ _OPTIONAL = {  # optional modules, and the extra that installs each
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the findings. Calibrates GPUs that have no saved costs first. Returns 0 even if there is no GPU."""
+    """Calibrate GPUs that have no saved costs, and print the findings. Returns 0 even if there is no GPU."""
     progress = partial(print, "measuring", file=sys.stderr)
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     costs = {

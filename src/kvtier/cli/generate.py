@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     """
     command = add_command(commands, "chat", text, examples, chat)
     command.add_argument("--system", metavar="MESSAGE", help="system message of the conversation")
-    command.add_argument("--first", metavar="MESSAGE", help="send this message, then read more from the terminal")
+    command.add_argument("--first", metavar="MESSAGE", help="send this message, then read messages from the terminal")
     command.add_argument("--once", metavar="MESSAGE", help="send this message, print the answer and exit")
     _add_options(command)
 

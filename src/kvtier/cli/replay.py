@@ -136,7 +136,7 @@ def _add_options(command: Parser) -> None:
     option("--max-rows", type=int, default=256, metavar="N", help="maximum number of requests per step")
     option("--max-step-tokens", type=int, default=8192, metavar="N", help="maximum number of tokens per step")
     option = command.add_argument_group("simulation").add_argument
-    option("--quantum", type=float, default=0.05, metavar="SECONDS", help="merge steps up to this time; 0: merge none")
+    option("--quantum", type=float, default=0.05, metavar="SECONDS", help="merge steps up to this total time; 0: never")
     option("--seed", type=int, default=0, metavar="N", help="seed of the simulation")
     option("--jobs", type=int, metavar="N", help="processes to use (default: one per core)")
     option("--html", metavar="FILE", help="also write a report with plots as a single HTML file")

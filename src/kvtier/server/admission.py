@@ -16,7 +16,7 @@ _DECAY = 0.9  # weight of the old value in the moving average of request times
 
 
 class Admission:
-    """Counts running and waiting answers. Rejects requests above a limit, with a time after which to retry.
+    """Counts running and waiting answers. Rejects requests above a limit, and estimates when a retry will succeed.
 
     Tokens are charged when a request ends. A tenant above its limit is rejected until enough tokens are refilled.
     """

@@ -81,7 +81,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the response; a stream of events if stream is true", "content": {"text/event-stream": {}}}
 }
-_TOKENIZED = 10  # /tokenize charges one token for this many tokens
+_TOKENIZED = 10  # number of tokens for which /tokenize charges one token
 
 
 def make_app(
@@ -135,7 +135,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # never sent; the status appears only in logs and metrics
 
     @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> JSONResponse:  # starlette raises the error again, for the log
+    async def _(_: Request, __: Exception) -> JSONResponse:  # starlette also logs the error
         return ApiError(500, "internal error; see the server's log").response()
 
 

@@ -201,7 +201,7 @@ class Completions:
 
     def _end(self, job: HttpJob) -> None:
         record = job.record
-        if record.finish in ("disconnected", "timeout"):  # the engine received the prompt, perhaps without an output
+        if record.finish in ("disconnected", "timeout"):  # the engine received the prompt even if it sent no output
             record.prompt_tokens = job.num_prompt_tokens
         record.ended, record.seconds = time.time(), time.monotonic() - job.began
         if explanation := next(iter(job.mailbox.explanations.values()), None):

@@ -19,7 +19,7 @@ from kvtier.server.errors import ApiError
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
 from kvtier.server.request_log import RequestLog
 
-_ASLEEP = "it is asleep (POST /control/wake)"
+_ASLEEP = "it is asleep until POST /control/wake"
 _ON_PROMPT = {
     "pin": "Keep the cached blocks of a prompt until the prompt is unpinned.",
     "prefetch": "Fetch the blocks of a prompt from stores into host memory.",

@@ -201,7 +201,7 @@ class EngineClient:
                 self.why = event.why
 
     def _deliver(self, step: StepOutputs) -> None:
-        for explanation in step.ended:  # before the outputs, because consumers read it after the last output
+        for explanation in step.ended:  # before the outputs, because a consumer reads it after the last output
             if (box := self._boxes.get(explanation.request_id)) is not None:
                 box.explanations[explanation.request_id] = explanation
         for output in step.outputs:
@@ -249,7 +249,7 @@ class Heartbeat:
                 return work.result()
             if self.failure:
                 raise ApiError(503, self.failure, code="engine_unresponsive")
-            message = f"the engine did not complete the call within {seconds:g} s; it may still do so"
+            message = f"the engine did not complete the call within {seconds:g} s; the call may still complete later"
             raise ApiError(504, message, code="timeout")
         finally:
             for future in (work, failed):

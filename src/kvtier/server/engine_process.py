@@ -165,7 +165,7 @@ class EngineServer:
             return
         with self._lock:
             self._compiling.add(command.id)
-        tenant, _, _ = command.salt.partition(b"\0")  # cached per tenant, to reveal no compile times to others
+        tenant, _, _ = command.salt.partition(b"\0")  # one cache per tenant, to reveal no compile times
         self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
     def _add_constrained(self, command: Submit, compiled: Future[Callable[[], JsonConstraint]]) -> None:
@@ -209,7 +209,7 @@ class EngineServer:
             self._channel.send(Reply(id, future.result()))
 
     def _take(self, output: Output | None) -> None:
-        """Collect an output, on the engine thread. The first output of a step schedules `_flush` for its end."""
+        """Collect an output, on the engine thread. The first output of a step schedules `_flush` after the step."""
         if output is None:  # the request finished, or the engine failed
             return
         if not self._outputs:

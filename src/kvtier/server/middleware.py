@@ -96,7 +96,7 @@ class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
     Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects requests
-    from web pages of other sites, and admin requests from other machines. Does not hide disconnects from the app.
+    from pages of other sites and admin requests from other machines. Is plain ASGI, so that the app gets disconnects.
     """
 
     def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:

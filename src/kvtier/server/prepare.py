@@ -160,7 +160,7 @@ class Preparation:
         if isinstance(body, CompletionRequest):
             num_answers *= len(body.prompts)
         if num_answers > most:
-            raise ApiError(400, f"the request needs {num_answers} answers (n times prompts); the limit is {most}", "n")
+            raise ApiError(400, f"n times the number of prompts is {num_answers}; the limit is {most}", "n")
         if isinstance(body, ChatRequest) and None not in (body.max_tokens, body.max_completion_tokens):
             message = "max_tokens is the old name of max_completion_tokens: set only one of them"
             raise ApiError(400, message, "max_tokens")

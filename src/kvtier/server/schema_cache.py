@@ -124,7 +124,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: str, tenant: bytes) -> Compilation:
-        """Return the cached compilation of a schema, or start one, whose callbacks run on the compiling thread."""
+        """Return the cached compilation of a schema, or start one. Its callbacks may run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

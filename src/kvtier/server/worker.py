@@ -21,7 +21,7 @@ from kvtier.server.prepare import Preparation, PrepareConfig
 # At this priority, streams continue while a worker computes. At nice 19, a worker would get only 2 % of a busy core.
 _NICE = 10
 _HEADROOM_BYTES = 1 << 30  # memory for jobs, beyond the process's size at start; a body of 4 MB takes up to 0.4 GB
-_ALARM_SECONDS = 2.0  # time after the deadline, at which the front end kills this process
+_ALARM_SECONDS = 2.0  # delay of SIGALRM after the deadline; a running front end kills this process earlier
 
 
 def main(descriptor: int) -> None:

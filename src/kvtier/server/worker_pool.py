@@ -221,7 +221,7 @@ class WorkerPool:
         try:
             if task.call.name == "check_schema" and not process.has_compiler:
                 async with asyncio.timeout(_START_SECONDS) as task.clock:
-                    await process.call(Call(0, "load_compiler", {}))  # the check raises an error of this call again
+                    await process.call(Call(0, "load_compiler", {}))  # the check itself raises an error of this call
                 process.has_compiler = True
                 if task.future.done():  # the client disconnected
                     return True
