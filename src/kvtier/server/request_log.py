@@ -85,6 +85,6 @@ class RequestLog:
 
 
 def _percentile(values: list[float], percent: int) -> float:
-    """Interpolate between the nearest of the sorted values, as numpy does; importing numpy takes 0.1 s of CPU time."""
+    """Interpolate between the two nearest sorted values, like numpy.percentile. Importing numpy would take 0.1 s."""
     whole, rest = divmod((len(values) - 1) * percent, 100)
     return values[whole] + (values[min(whole + 1, len(values) - 1)] - values[whole]) * rest / 100
