@@ -40,8 +40,8 @@ TRAFFIC_SECONDS = 5.0
 
 
 class Controller(Protocol):
-    """Executes plans. CacheController, which documents the methods, is for one rank, Ranks is for several ranks, and
-    NullController is for engines without a host tier."""
+    """Executes plans: CacheController for one rank, Ranks for several ranks, NullController without a host tier. The
+    methods are documented in CacheController."""
 
     overlaps_compute: bool
 
@@ -258,7 +258,7 @@ class CacheRuntime:
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns the length of that part."""
+        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns its length in tokens."""
         if name in self._pins:
             raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())

@@ -389,7 +389,7 @@ def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopi
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
-    """Return the hit-rate estimator. Host and device hold copies of the same blocks, so the larger tier is counted."""
+    """Return the hit-rate estimator. Host and device hold copies of the same blocks, so only the larger tier counts."""
     if not config.ghost_scales or not config.cache.prefix_caching:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)

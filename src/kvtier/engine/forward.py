@@ -41,7 +41,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset of the stored KV; on CUDA, -1 stores nothing
+    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset, where KV is stored; on CUDA, -1 stores nothing
     query_starts: torch.Tensor  # [sequences + 1] int32
     context_lens: torch.Tensor  # [sequences] int32: tokens to attend to, including the new tokens
     block_tables: torch.Tensor  # [sequences, longest table] int32, padded with 0

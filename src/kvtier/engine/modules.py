@@ -54,7 +54,7 @@ class DeviceCacheGroup:
             self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
 
     def free(self) -> None:
-        """Return the memory of the cache to the device. Call `renew` before the next step."""
+        """Free the memory of the cache. Call `renew` before the next step."""
         self._graphs = None
         self.cache = self.model.new_cache(0, self.block_tokens)
         if self.cache.is_cuda:
@@ -96,7 +96,7 @@ class InputBuilder(Module):
         self._planned = {row.request.id: row for row in step.rows}
 
     def setup(self, env: Environment) -> None:
-        """Build the batch on the host and copy it to the device. If the input of a row raises, its request fails."""
+        """Build the batch on the host and copy it to the device. A request fails if its input cannot be built."""
         batch = env.at(BATCH)
         self.rows, inputs = [], []
         for ticket in batch.requests:

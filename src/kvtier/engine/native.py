@@ -110,7 +110,7 @@ class EngineNative:
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Rotate q and k in place and store k and v. qkv is [tokens, heads + 2 kv_heads, dim]; 32 must divide dim."""
+        """Rotate q and k in place and store k and v. qkv is [tokens, heads + 2 kv_heads, multiple of 32]."""
         _, _, block_tokens, kv_heads, dim = cache.shape
         block_stride, v_offset, token_stride = cache.stride()[:3]
         sizes = (ctypes.c_long * 8)(

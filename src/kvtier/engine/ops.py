@@ -99,7 +99,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: boo
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention for one token, without a mask. All query heads of a KV head are computed as one head."""
+    """Compute attention for one token, without a mask. Query heads of a KV head are computed as queries of one head."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])
@@ -181,7 +181,7 @@ class CpuOps:
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens. Memory bandwidth limits them, and it has 1/4 to 1/2 of the bytes."""
+        """For few tokens, memory bandwidth is the limit. Use the packed matrix, which has 1/4 to 1/2 of the bytes."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

@@ -32,7 +32,7 @@ class Penalties:
     """Penalties for repeated tokens; the defaults have no effect."""
 
     repetition: float = 1.0
-    """Divisor of positive and factor of negative logits of tokens that are in the prompt or the output."""
+    """Applied to tokens in the prompt or output: positive logits are divided by it, negative logits are multiplied."""
     presence: float = 0.0
     """Subtracted from the logit of every token that is in the output."""
     frequency: float = 0.0
@@ -73,7 +73,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 128
     min_tokens: int = 0
-    """Minimum number of output tokens, before which end-of-text and stop tokens are not sampled."""
+    """Minimum number of output tokens. End-of-text and stop tokens are not sampled earlier."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report log-probabilities of each sampled token, and of this number of most likely tokens at its position."""

@@ -50,7 +50,7 @@ class PinnedCopier:
     """
 
     def __init__(self, poll: Callable[[], bool] = lambda: False) -> None:
-        """`poll` is called repeatedly while this thread waits for the GPU, until it returns False."""
+        """While this thread waits for the GPU, `poll` is called repeatedly until `poll` returns False."""
         self._poll = poll
         self._sent: deque[_Pinned] = deque()
         self._back = torch.empty(0, dtype=torch.int64)

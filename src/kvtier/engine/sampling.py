@@ -82,7 +82,7 @@ class RequestSampler:
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply penalties to a row of logits, and set forbidden tokens to -inf: early ends, and by the constraint."""
+        """Apply the penalties, `min_tokens` and the constraint to a row of logits, in place."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -155,12 +155,12 @@ def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Replace tokens by NO_TOKEN in rows whose highest logit is not finite. It is NaN if any logit is NaN."""
+    """Replace tokens by NO_TOKEN in rows whose highest logit is not finite. `highest` is NaN if any logit is NaN."""
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    """Sample each row. Rows are grouped by top_k and `is_sorted`, so that no row depends on parameters of others."""
+    """Sample each row. Rows are grouped by top_k and `is_sorted`, so that rows do not depend on each other."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)

@@ -1,7 +1,7 @@
 """Find the texts of special tokens in user text, and keep them plain text when a chat template is applied.
 
-A template renders special tokens ("<|im_start|>") between the strings of a request. If a string contains the same text,
-it must not become a special token, because users could then open a turn in another role. `hide` replaces the first
+A template renders special tokens ("<|im_start|>") between the strings of a request. The same text inside a string must
+not become a special token, because users could then open a turn in another role. `hide` replaces the first
 character of the text with a mark, which is a private-use character that templates do not change. `show` restores the
 character after the special tokens of the template have been found.
 """

@@ -23,7 +23,7 @@ class Proposer(Protocol):
     models: tuple[Model, ...]
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return at most `num_tokens` draft tokens per request. Caches contain all tokens of a request but the last."""
+        """Return at most `num_tokens` draft tokens per request. The caches do not yet contain its last token."""
 
 
 class NgramProposer:

@@ -2,7 +2,7 @@
 
 qkv, gate_up             split by rows: each rank has some of the heads and some of the feed-forward features
 output, down             split by columns in the same way; all_reduce adds the partial results of all ranks
-embedding, norms, head   not split
+embedding, norms, head   not split; only rank 0 has the head
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Raise RangeError as soon as the pieces have 2 * max_tokens tokens. Splitting may add some tokens."""
+        """Raise RangeError if the pieces have more than 2 * max_tokens tokens, because splitting may add tokens."""
         count = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             count += len(self._encode(text[begin : begin + _PIECE_CHARS], parse_special=True))

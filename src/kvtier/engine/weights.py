@@ -150,7 +150,7 @@ class Assembler:
         if name not in self._source:
             raise CheckpointError(
                 f"the checkpoint has no tensor {name!r}, which a {self._config.architecture} model with "
-                f"{self._config.num_layers} layers needs; either it is incomplete, or its configuration is wrong"
+                f"{self._config.num_layers} layers needs; files are missing, or the configuration is wrong"
             )
         shape = self._source.shape(name)
         if shape != wanted:

@@ -29,7 +29,7 @@ class Work:
 
 
 StepCost = Callable[[Work], float]
-"""Returns the seconds that a step computes, without waits for transfers."""
+"""Returns the compute time of a step in seconds, without waits for transfers."""
 
 
 class Roofline:

@@ -92,7 +92,7 @@ def sweep(
     tasks = [(policy, capacity) for policy in policies for capacity in capacities]
     hits: dict[tuple[str, int], int] = {}
     if "lru" in policies:
-        # Smaller capacities need the index, because requests that are larger than the cache are not cached at all.
+        # Capacities below the longest request need the index, because larger requests are not cached at all.
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
         hits.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
     left = [task for task in tasks if task not in hits]
@@ -134,7 +134,7 @@ def count_above(values: I64, counts: I64, limits: I64) -> I64:
     """Return, for each query (count, limit), the number of values in values[:count] that exceed the limit.
 
     All queries are computed together, from the highest bit to the lowest. Values are sorted by the bits seen so far.
-    values[low:high] are those values of a query that equal its limit in these bits.
+    For each query, the values in values[low:high] equal the limit in these bits.
     """
     low, high = np.zeros(len(counts), np.int64), counts.astype(np.int64)
     num_above = np.zeros(len(counts), np.int64)

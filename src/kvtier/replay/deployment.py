@@ -1,4 +1,4 @@
-"""Deployment: the model, hardware, tiers, replicas and routing to simulate. `simulate` returns one Summary each."""
+"""Deployment: a model with hardware, tiers, replicas and routing. `simulate` returns a Summary for each deployment."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def route(
 
 
 def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> list[int]:
-    """Return a replica for each request: the least loaded replica among those that received its longest prefix.
+    """Choose, for each request, the least loaded of the replicas that received the longest prefix of its prompt.
 
     The router gets no feedback from the replicas. The load of a replica is the number of prompt tokens that it had to
     compute, decayed with a half-life. Replicas with more than `_SLACK` times the mean load are skipped.
@@ -104,7 +104,7 @@ class Deployment:
     max_rows: int = 256
     max_step_tokens: int = 8192
     quantum: float = 0.05
-    """Steps are merged up to this many seconds (see StepCoalescer). 0 merges no steps and takes ten times as long."""
+    """Maximum seconds of steps that are merged into one (see StepCoalescer). 0 merges none and is ten times slower."""
     seed: int = 0
 
     def __post_init__(self) -> None:

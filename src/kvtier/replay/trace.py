@@ -172,7 +172,7 @@ def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def number_paths(ids: Sequence[int], numbers: dict[tuple[int, int], int]) -> list[int]:
-    """Return one number per block. It identifies the ids up to and including the block. Extends `numbers`."""
+    """Return one number per block, which identifies all ids up to and including this block. Extends `numbers`."""
     paths, above = [], -1
     for id in ids:
         above = numbers.setdefault((above, id), len(numbers))

@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function `checkpoint(kind, **save_options)` that returns (folder, transformers model), with a cache."""
+    """Return a function that creates each checkpoint once. It returns the folder and the transformers model."""
     made: dict[Any, tuple[Path, Any]] = {}
 
     def make(kind: str, **options: Any) -> tuple[Path, Any]:

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
-    """Return (q, k, v) of each sequence, all of them as flat heads, the filled cache of one layer, and the batch."""
+    """Return (q, k, v) of each sequence, the Heads of the batch, a filled cache of one layer, and the ForwardBatch."""
     random = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads

@@ -1,6 +1,6 @@
-"""Batch-invariant mode in the whole engine: the logits after a prefix are bit-identical in all circumstances.
+"""Batch-invariant mode in the whole engine: the logits after a prefix are always bit-identical.
 
-These are other batches and chunks, cache hits, partial block copies, evictions and preemptions.
+The tests vary batches and chunks, and cause cache hits, partial block copies, evictions and preemptions.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
         data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
         complete, length = codecs.utf_8_decode(data, "replace", False)
         assert len(data) - length <= 3
-        # Keys: the text that the stream holds back, decoded with U+FFFD. Two are possible, for an unpaired surrogate.
+        # Map the held text to its complete characters. An unpaired surrogate is decoded as two U+FFFD.
         held = {"": "", "\ufffd": "", "\ufffd\ufffd": "", "ab\ufffd": "ab"}[whole[len(shown) :]]
         assert shown + held == complete
     assert shown + stream.finish() == bytes_tokenizer.decode(ids)
