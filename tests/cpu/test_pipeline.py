@@ -240,7 +240,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert {(span.num_rows, span.phase) for span in (*spans, *copies)} == {(num_rows, spans[0].phase)}
         assert all(span.start <= span.end for span in (*spans, *copies))
         assert [span.track for span in spans] == [op.side for op in BatchOp if op.per_batch]
-        # The counters have 8 bytes per row. They are copied if a row moves, which is not so in the last step.
+        # The counters have 8 bytes per row and are copied if a row moves. In the last step, no row moves.
         assert [(span.copied_bytes, span.num_pieces, span.track) for span in copies] == [
             (8 * num_rows, num_pieces, "executor")
         ] * bool(num_pieces)

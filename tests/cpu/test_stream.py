@@ -533,7 +533,7 @@ class StreamsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def enqueue_gate(self, which: int) -> None:
         number, end = self._pick(which)
-        if end.error is not None:  # a stream that wrongly runs the gate after an error would hang the test
+        if end.error is not None:  # if the stream wrongly ran a gate after an error, the test would hang
             return self.enqueue(which, fails=False)
         self.gates.append(threading.Event())
         self.streams[number].enqueue(self.gates[-1].wait)

@@ -155,7 +155,8 @@ def test_endless_head_is_rejected_with_bounded_memory(server, name):
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:  # short enough for a response
+    # The server reads all of this shorter head, so that its response is not lost.
+    with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
 
@@ -229,7 +230,7 @@ def test_slow_body_after_401_does_not_hold_the_connection(keyed):
 
 
 def test_client_that_never_reads_is_disconnected(keyed):
-    """The responses fill the socket buffers and then the server's send buffer. No more responses are produced."""
+    """The responses fill the socket buffers and then the server's send buffer. The server then sends no more."""
     admin = {"Authorization": "Bearer root-secret-key"}
     process = psutil.Process(keyed.process.pid)
     with (

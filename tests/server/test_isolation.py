@@ -48,7 +48,7 @@ ATTACKS = [
 
 @pytest.fixture(scope="module")
 def tenants(tiny_model, tmp_path_factory):
-    """Yield a server with two tenants whose model computes NaN for one token."""
+    """Yield a server with two tenants and a model that computes NaN for one token."""
     import safetensors.torch
 
     folder = tmp_path_factory.mktemp("tenants")

@@ -155,7 +155,7 @@ def test_stopped_engine_is_503_and_killed_on_sigterm(start):
     process = psutil.Process(engine)
     stop_process(engine)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(50) == 1  # less than the 60 s in which an engine that replies may save the cache
+    assert server.process.wait(50) == 1  # earlier than the 60 s that a responsive engine has to save the cache
     process.wait(10)
 
 

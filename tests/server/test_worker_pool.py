@@ -115,7 +115,7 @@ def test_cancelled_jobs_leave_the_queue_and_the_process(model):
             for task in (waiting, running):
                 task.cancel()
             await asyncio.gather(waiting, running, return_exceptions=True)
-            await pool.run("check_schema", "a", **VALID)  # would wait until the deadline if a job were left
+            await pool.run("check_schema", "a", **VALID)  # would wait until the deadline if a job still ran
 
     asyncio.run(asyncio.wait_for(main(), WAIT))
 
