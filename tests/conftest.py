@@ -17,11 +17,6 @@ settings.load_profile("kvtier")
 # matrices took 8 s of CPU time with one thread and 88 s with two threads next to another process (2 cores, 2026-11-16).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# httpx and openai read the certificates of the system for every client, which takes 45 ms of CPU time per request, and
-# /dev/null 2 ms (2026-11-16). The servers of the tests use plain HTTP.
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = os.devnull
-
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
