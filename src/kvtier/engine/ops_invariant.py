@@ -11,6 +11,7 @@ This is correct only if the library computes a row independently of the other ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -72,6 +73,8 @@ class InvariantOps:
             self._tried.add(key)
         padded = x.new_zeros(-(-x.shape[0] // TILE) * TILE, *x.shape[1:])
         padded[: x.shape[0]] = x
+        if len(padded) == TILE:
+            return compute(padded)[: x.shape[0]]
         return torch.cat([compute(tile.clone()) for tile in padded.split(TILE)])[: x.shape[0]]
 
 
@@ -80,22 +83,30 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
     kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
     group = q.shape[1] // kv_heads
     grouped = q.view(TILE, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, TILE * group, dim)
-    positions = torch.arange(first, first + TILE).repeat_interleave(group)
-    top = q.new_full((kv_heads, TILE * group, 1), -torch.inf)
-    total, out = torch.zeros_like(top), torch.zeros_like(grouped)
     for begin in range(0, context, KEYS):
-        where = torch.arange(begin, begin + KEYS)
-        places = where.clamp(max=context - 1)
+        places = torch.arange(begin, begin + KEYS).clamp_(max=context - 1)
         chosen = cache[table[places // block_tokens], :, places % block_tokens]  # [KEYS, 2, kv_heads, dim]
         keys, values = chosen.permute(1, 2, 0, 3).contiguous()
         scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(dim**-0.5)
-        scores.masked_fill_(where > positions[:, None], -torch.inf)
-        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        if begin + KEYS > first + 1:
+            scores.masked_fill_(_mask(first - begin, group), -torch.inf)
+        new_top = scores.amax(-1, keepdim=True)
+        if begin == 0:
+            top, weights = new_top, (scores - new_top).exp_()
+            total, out = weights.sum(-1, keepdim=True), torch.bmm(weights, values)
+            continue
+        new_top = torch.maximum(top, new_top)
         weights, kept = (scores - new_top).exp_(), (top - new_top).exp_()
         total = total * kept + weights.sum(-1, keepdim=True)
         out = out * kept + torch.bmm(weights, values)
         top = new_top
     return (out / total).view(kv_heads, TILE, group, dim).transpose(0, 1).reshape(TILE, -1, dim)
+
+
+@functools.cache
+def _mask(offset: int, group: int) -> Tensor:
+    """Return True for keys after a query. The first query is `offset` after the first key; each has `group` rows."""
+    return torch.arange(KEYS) > (torch.arange(TILE) + offset).repeat_interleave(group)[:, None]
 
 
 def _try_out(name: str, compute: Callable[[Tensor], Tensor], row_shape: tuple[int, ...]) -> None:
