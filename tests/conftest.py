@@ -26,6 +26,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+# Folders with fixtures that take seconds per test process: servers, models, transformers.
+SLOW_FOLDERS = ("server", "cpu/engine", "stores")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of each slow folder together, so that few of several test processes need its fixtures.
+
+    Each process begins with a range of the list. The order within a folder stays random.
+    """
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(tests).as_posix()
+        return next((at for at, folder in enumerate(SLOW_FOLDERS) if path.startswith(f"{folder}/")), len(SLOW_FOLDERS))
+
+    items.sort(key=place)
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection. Many tests call gc.collect, which is slow with torch."""
     gc.collect()
