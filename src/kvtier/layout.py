@@ -4,7 +4,7 @@ A cache group is a set of layers that share block tables. A block holds `block_t
 
     block of "main"   [ layer 0              | layer 1              | ... | draft layer          ]
                         key | value | scales   key | value | scales         key | value
-                        tensor_offset(0, "value") ^
+                          tensor_span(0, "value") ^
     host slot         [ block, then padding up to a multiple of 4 KiB ]
 
 In host memory, on disk and on the network, a block has this order without gaps, regardless of the order in the device
@@ -245,7 +245,7 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:
-        """Return a description as plain values. It is equal for two layouts if and only if their blocks are equal."""
+        """Return plain values that are equal if and only if blocks have the same layout."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [

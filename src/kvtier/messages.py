@@ -127,7 +127,7 @@ class TransferResult:
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """One byte per block, which is 1 if the block arrived. Empty if all blocks arrived or if no block arrived."""
+    """One byte per block, which is 1 if the block arrived. Empty if all blocks arrived (`ok`) or if none arrived."""
 
 
 @dataclass(frozen=True, slots=True)

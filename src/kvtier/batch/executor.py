@@ -30,7 +30,7 @@ class Streams:
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
-        """Make the executor's stream current, which waits for `ready` before the block and records `done` after it."""
+        """Make the executor's stream current. It waits for `ready` before the block, and records `done` afterwards."""
         if self._executor is not None:
             self._executor.wait(batch.ready)
         with _current(self._executor):
@@ -60,7 +60,7 @@ class Streams:
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for the stream of a side after a failure. The stream keeps its errors for later batches."""
+        """Wait for the stream of a side after a failure. The error is kept, because it may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()

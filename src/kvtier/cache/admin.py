@@ -112,7 +112,7 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Return the index of the first block on the path to a node that no other chain in memory shares."""
+    """Return the number of leading blocks on a node's path that other chains in memory share."""
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
     return node.start

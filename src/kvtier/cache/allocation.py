@@ -85,5 +85,5 @@ class Allocation:
         """Number of device slots that the tokens of the chain still need."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
-        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # loads already have slots
+        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # a load has its slots
         return max(0, num_blocks - len(lease.table)) + to_load

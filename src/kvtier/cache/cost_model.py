@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.messages import Route
 
-_DECAY = 1 - 1 / 40  # stable enough for a fit, and fast enough to follow a link whose speed changes
+_DECAY = 1 - 1 / 40  # per sample; slow enough for a stable fit, fast enough to follow changes of the speed
 _BATCH_SAMPLES = 16
 _MIN_PIVOT = 1e-7  # a matrix with a smaller pivot counts as singular; its diagonal is 1 before elimination
 _TRY_AFTER = 32  # consecutive refused loads before a trial load, because the link may have become faster
@@ -46,8 +46,8 @@ class LoadDecision:
 class OnlineLeastSquares:
     """Fits seconds = fixed cost + sum(cost * amount) by least squares, with exponential decay of old samples.
 
-    Costs are never negative. Too few samples have several equally good solutions. In this case `in_doubt`, which is
-    min or max, selects one of the predictions of these solutions.
+    Costs are never negative. With too few samples, several solutions are equally good. In this case `in_doubt`, which
+    is min or max, selects one of the solutions' predictions.
     """
 
     def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:

@@ -1,4 +1,4 @@
-"""ForeignDevice: loads and saves of device blocks that another engine owns, such as vLLM.
+"""ForeignDevice: loads and saves the device blocks of another engine, such as vLLM.
 
     device block of the engine  ──save──>  host slot (WRITING, then READY)  ──load──>  device block of the engine
 

@@ -169,7 +169,7 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If there are too few slots, give up the copy from another block and try again. This lowers `num_cached_tokens`.
+        If there are too few slots, release the source of the block copy and try again. This lowers `num_cached_tokens`.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -256,7 +256,7 @@ class CacheManager:
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:
-        """Return the position and the cause of the end of the match."""
+        """Return the first block that did not match, and the reason."""
         return self.tree.explain(allocation.lease)
 
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
@@ -447,7 +447,7 @@ class CacheManager:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Record the time of a completed transfer and queue further copies of its blocks. Call before the release."""
+        """Record the time of a completed transfer and queue further copies of its blocks, before its lease ends."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:
             for queue in self._store_queues if 1 in done.arrived else ():

@@ -267,7 +267,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # The larger model error of both shadows, the rounding of sizes to whole marks, and prompts without any mark.
+        # Add the larger model error of both shadows, the rounding of sizes to whole marks, and prompts without a mark.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left

@@ -66,7 +66,7 @@ class MissList:
             removed.popitem(last=False)
 
     def explain(self, chain: Chain, block: int, time: int) -> Miss:
-        """Return the reason for which block number `block` of a chain was not found at logical time `time`."""
+        """Return the reason for a miss at block number `block` of a chain, at logical time `time`."""
         mark = _mark(memoryview(chain.label(block)), chain.extras.get(block))
         removed = self._removed.get((block, mark, (chain.salt, chain.adapter)))
         if removed is not None and removed[1] <= time:

@@ -66,7 +66,7 @@ class Residency:
 
 @dataclass(slots=True)
 class AccessStats:
-    """Input for eviction policies. `created` and `used` are logical times; `expires` is in the caller's clock."""
+    """Input for eviction policies. `created` and `used` are logical times, and `expires` is the caller's time."""
 
     created: int
     used: int

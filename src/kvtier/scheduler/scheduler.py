@@ -69,7 +69,7 @@ class Scheduler:
             [
                 allocation.copy
                 for row, allocation in zip(rows, allocations, strict=True)
-                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # first row
+                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # only with the first row
             ]
         )
         plan = self.manager.plan(now=now)
@@ -142,7 +142,7 @@ class Scheduler:
     # ---- selection -------------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
-        """Add the next tokens of a running request, preempting others if necessary."""
+        """Add a row with the next tokens of a running request. Preempt other requests if necessary."""
         if _held(request).is_loading and not self._is_ready(request, now):
             return
         known = request.chain.num_tokens - request.num_computed
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             stop = min(request.chain.num_tokens, allocation.num_cached_tokens + builder.budget)
             if stop == request.chain.num_tokens:
-                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # optional
+                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # may fail
             self._waiting.remove(request)
             self._running.append(request)
             self._on_admitted(request, allocation, now)

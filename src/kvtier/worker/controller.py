@@ -42,8 +42,8 @@ class _CopyInFlight:
 class CacheController:
     """Moves blocks between device caches (one per group of `layout`), host memory and stores.
 
-    A device cache is a block-first tensor or a DeviceCache. The controller owns the host memory and the stores. It is
-    not thread-safe, except `wait`.
+    A device cache is a block-first tensor or a DeviceCache. The controller owns the host memory and the stores.
+    Only `wait` is thread-safe.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class CacheController:
     def _take(self, report: TransferReport) -> None:
         under = self._by_copy.pop(report.id, None)
         if under is None:
-            return  # a copy of another cache group failed to start, and the transfer with it
+            return  # the transfer has already failed, because another copy of it could not start
         under.reports.append(report)
         if len(under.reports) < len(under.copies):
             return

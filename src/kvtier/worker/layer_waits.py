@@ -43,7 +43,7 @@ class LayerWaits:
                 copy.layers.wait(layer, stream, self._timeout)
             except LayerSwapTimeoutError:
                 continue
-            except TransferError:  # `arrived` returns False
+            except TransferError:  # `arrived` will return False
                 pass
             return
 

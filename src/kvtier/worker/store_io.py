@@ -82,7 +82,7 @@ class StoreWorker:
             finally:
                 done.release()
 
-        for name, user in self._users.items():  # the same queue may still hold the registration
+        for name, user in self._users.items():  # queued, because the registration may still be in the queue
             self._queues[name, "write"].put(functools.partial(unregister, user))
         for _ in self._users:
             done.acquire()
@@ -257,7 +257,7 @@ class StoreWorker:
 
 
 def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemory]) -> None:
-    """Register or unregister host memory. Errors are ignored, because a store can also use memory not registered."""
+    """Register or unregister host memory. Errors are ignored, because stores also accept unregistered memory."""
     for host in hosts:
         with contextlib.suppress(StoreError):
             call(host.view())
@@ -278,5 +278,5 @@ def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarra
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # only a drop raises; blocks that it leaves are valid
+        with contextlib.suppress(Exception):  # a failed drop leaves blocks that are still valid
             task()
