@@ -54,7 +54,7 @@ class DType:
         """Return the byte offset of element `count`. Raise ArgumentError if the element starts inside a byte."""
         if count * self.bits % 8:
             raise ArgumentError(
-                f"element {count} of {self} starts inside a byte, at bit {count * self.bits}; "
+                f"element {count} of {self} starts at bit {count * self.bits}, which is inside a byte; "
                 f"{self} data can only be addressed every {self.per_byte} elements"
             )
         return self.nbytes(count)
