@@ -54,7 +54,8 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
     split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view
     head = 2 if has_kernel_blocks else 1  # [block, kernel block, head, token, content] or [block, head, token, content]
     # Outermost axis first. A single head per rank has the stride of the axis around it, which comes first then.
-    order = sorted(range(1, split.ndim), key=lambda axis: (-split.stride(axis), -split.shape[axis]))
+    strides = split.stride()
+    order = sorted(range(1, split.ndim), key=lambda axis: (-strides[axis], -split.shape[axis]))
     pages = split.permute(0, *order)
     expected = 1
     for size, stride in zip(reversed(pages.shape[1:]), reversed(pages.stride()[1:]), strict=True):
