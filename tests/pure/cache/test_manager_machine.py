@@ -200,12 +200,12 @@ class ManagerMachine(RuleBasedStateMachine):
             if worker.todo:
                 at = self.random.randrange(len(worker.todo))
                 task = worker.todo[at][1]
-                if isinstance(task, Drop) or getattr(task, "purpose", None) is Route.HOST_TO_STORE:
+                if isinstance(task, Drop) or getattr(task, "route", None) is Route.HOST_TO_STORE:
                     store = task.store
                     at = next(
                         i
                         for i, (_, each) in enumerate(worker.todo)
-                        if (isinstance(each, Drop) or getattr(each, "purpose", None) is Route.HOST_TO_STORE)
+                        if (isinstance(each, Drop) or getattr(each, "route", None) is Route.HOST_TO_STORE)
                         and each.store == store
                     )
                 self.lab.manager.apply(worker.work(self.lose, at))

@@ -268,9 +268,6 @@ def test_request_records_token_sources_and_load_decision():
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
     """Serve a prompt from all tiers. Return the maximum pickled sizes of its plans, reports and chain."""
-    lab = Lab(
-        2 * num_blocks + 2, host=HostConfig(2 * num_blocks), stores=[disk(is_shared=True, max_fetching_blocks=1 << 20)]
-    )
     big = WritebackConfig(WritePolicy.THROUGH, max_blocks=1 << 20)
     lab = Lab(
         2 * num_blocks + 2,
