@@ -91,7 +91,7 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
 
         @invariant()
         def check_all_clients(self):
-            if not hasattr(self, "there"):
+            if not hasattr(self, "stored"):
                 return
             for store in self.stores:
                 assert has(store, *range(6)) == [number in self.stored for number in range(6)]
@@ -102,7 +102,7 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
         def teardown(self):
             for store in getattr(self, "stores", ()):
                 store.close()
-            if hasattr(self, "there"):
+            if hasattr(self, "stored"):
                 self.wipe()  # otherwise scans would visit the objects of earlier examples
 
     return Machine
