@@ -103,7 +103,8 @@ def measure_requests(stores: tuple[str, ...]) -> dict[str, float]:
         start = time.thread_time()
         Chain(side.manager.namespace, list(request.all_token_ids))
         conversion = time.thread_time() - start
-        table = list(range(1 + 800 * number, 1 + 800 * number + NUM_TOKENS // BLOCK + 1))
+        blocks = side._pool.get_new_blocks(NUM_TOKENS // BLOCK + 1)
+        table = [block.block_id for block in blocks]
         start = time.thread_time()
         side.on_new_request(request)
         matched = side.num_matched(request, 0) or 0
@@ -138,7 +139,7 @@ def measure_decode(stores: tuple[str, ...]) -> float:
         length = 1000 + number  # the requests fill their blocks in different steps
         request = make_request(f"r{number}", random.integers(0, 100_000, length).tolist())
         side.on_new_request(request)
-        tables[request.request_id] = list(range(1 + 100 * number, 1 + 100 * number + 90))
+        tables[request.request_id] = [block.block_id for block in side._pool.get_new_blocks(110)]
         requests.append(request)
     run_reports(side, side.build_step(Output({}, {})).plan)
     for request in requests:
@@ -146,6 +147,8 @@ def measure_decode(stores: tuple[str, ...]) -> float:
         side.on_allocated(request, tables[request.request_id], 0)
     scheduled = {request.request_id: request.num_tokens for request in requests}
     run_reports(side, side.build_step(Output(scheduled, tables)).plan)
+    while side.manager.has_plans:  # the store receives the blocks of the prompts
+        run_reports(side, side.build_step(Output({}, {})).plan)
     scheduled = dict.fromkeys(scheduled, 1)
     taken = []
     for _ in range(8):

@@ -14,7 +14,8 @@ A save adds blocks to the tree as WRITING. Other requests can read the blocks af
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from kvtier.cache.prefetch import Prefetch, origins
 from kvtier.cache.writeback import reserve_up_to
 from kvtier.errors import RangeError
 from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
-from kvtier.index.node import IS_ABSENT
+from kvtier.index.node import IS_ABSENT, Node
 from kvtier.index.transitions import begin_write, block_slots, block_states
 from kvtier.messages import I32, Route
 
@@ -32,14 +33,16 @@ DEVICE = "device"
 _KEEP = Retention()
 
 
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """Result of ForeignDevice.save."""
+@dataclass(slots=True)
+class SavePoint:
+    """Progress of a request's saves. A request with a new SavePoint saves all blocks that the host lacks."""
 
-    num_saved: int
+    num_blocks: int = 0
     """Number of leading blocks of the chain that are on the host or in flight to the host."""
-    transfers: dict[int, I32] = field(default_factory=dict)
-    """Transfer id -> device blocks that the transfer reads."""
+    node: Node | None = None
+    """Node with the last of these blocks. The request has no lease on the node, so the host may evict the blocks."""
+    is_over: bool = False
+    """True if nothing more is saved, because the host has evicted blocks of the running request."""
 
 
 class ForeignDevice:
@@ -64,49 +67,76 @@ class ForeignDevice:
         )
 
     def save(
-        self, chain: Chain, table: I32, num_saved: int, stop: int, *, now: float = 0.0, retention: Retention = _KEEP
-    ) -> SaveResult:
+        self,
+        chain: Chain,
+        table: Sequence[int],
+        point: SavePoint,
+        stop: int,
+        *,
+        now: float = 0.0,
+        retention: Retention = _KEEP,
+    ) -> dict[int, I32]:
         """Plan copies of the chain's blocks [0, stop) that the host lacks, from the device blocks in `table`.
 
-        `num_saved` is the result of the previous call for this request, or 0. The first call copies all missing blocks,
-        and later calls copy only new blocks. If the host has evicted blocks since the previous call, nothing is saved.
-        The host is then too small for the running requests, and would evict the copies again.
+        Return the device blocks that each transfer reads, by transfer id, and update `point`. The first call for a
+        point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since the
+        previous call, nothing more is saved for this request. The host is then too small for the running requests, and
+        would evict the copies again.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
-        if room <= 0:
-            return SaveResult(num_saved)
+        if room <= 0 or point.is_over:
+            return {}
+        node = point.node
+        if node is not None and node.attached and node.stop == point.num_blocks and not node.children:
+            return self._append(self._tree.lease_at(chain, node, retention), table, stop, room, now, point)
         lease = self._tree.match(chain, now=now, max_blocks=stop, retention=retention)
         self._tree.follow(lease, stop)
-        if lease.num_blocks < num_saved:
-            result = SaveResult(lease.num_blocks)
-        else:
-            result = self._save(lease, table, stop, room, now)
-        self._tree.release(lease, used=False)
-        return result
+        if lease.num_blocks < point.num_blocks:
+            point.is_over = True
+            self._tree.release(lease, used=False)
+            return {}
+        started, num_repaired = self._repair(lease, table, room)
+        if num_repaired < lease.num_blocks:
+            point.num_blocks = num_repaired
+            self._tree.release(lease, used=False)
+            return started
+        room -= sum(map(len, started.values()))
+        return started | self._append(lease, table, stop, room, now, point)
 
-    def _save(self, lease: Lease, table: I32, stop: int, room: int, now: float) -> SaveResult:
-        """Start copies of blocks in the path that are absent on the host, and then of blocks after the path."""
+    def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
+        """Start copies of blocks in the path that are absent on the host.
+
+        Return the transfers, and the number of leading blocks that are now on the host or in flight to the host.
+        """
         started: dict[int, I32] = {}
         absent = block_states(lease, self._host, 0, lease.num_blocks).translate(IS_ABSENT)
         for low, high in mask_runs(absent, 0):
             slots = reserve_up_to(self._tree, self._host, min(high - low, room), lease.chain.salt)
             if len(slots):
                 begin_write(lease, self._host, low, slots)
-                self._start(lease, low, table, slots, started)
+                started |= self._start(self._tree.share(lease), low, table, slots)
             room -= len(slots)
             if len(slots) < high - low:
-                return SaveResult(low + len(slots), started)
-        first = lease.num_blocks
-        if first < stop and room and lease.node.attached:
-            slots = reserve_up_to(self._tree, self._host, min(stop - first, room), lease.chain.salt)
-            if len(slots):
-                self._tree.graft(lease, self._host, slots, now=now)
-                self._start(lease, first, table, slots, started)
-        return SaveResult(lease.num_blocks, started)
+                return started, low + len(slots)
+        return started, lease.num_blocks
 
-    def _start(self, lease: Lease, first: int, table: I32, slots: Slots, started: dict[int, I32]) -> None:
-        blocks = table[first : first + len(slots)].astype(np.int32)
-        number = self._transfers.start(
-            Route.DEVICE_TO_HOST, self._tree.share(lease), first, Slots(DEVICE, blocks), slots
-        )
-        started[number] = blocks
+    def _append(
+        self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
+    ) -> dict[int, I32]:
+        """Start a copy of the blocks after the path, and end the lease or pass it to the transfer."""
+        first, started = lease.num_blocks, {}
+        slots = None
+        if first < stop and room > 0 and lease.node.attached:
+            slots = reserve_up_to(self._tree, self._host, min(stop - first, room), lease.chain.salt)
+        if slots is not None and len(slots):
+            self._tree.graft(lease, self._host, slots, now=now, grow=True)
+            started = self._start(lease, first, table, slots)
+        else:
+            self._tree.release(lease, used=False)
+        point.num_blocks = lease.num_blocks
+        point.node = lease.node if lease.node.parent is not None else None
+        return started
+
+    def _start(self, lease: Lease, first: int, table: Sequence[int], slots: Slots) -> dict[int, I32]:
+        blocks = np.array(table[first : first + len(slots)], np.int32)
+        return {self._transfers.start(Route.DEVICE_TO_HOST, lease, first, Slots(DEVICE, blocks), slots): blocks}

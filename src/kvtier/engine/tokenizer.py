@@ -255,10 +255,13 @@ class TokenStream:
             return ""
         self._held.append(token_id)
         if self._incomplete or own[-1] >= 0x80:
-            data = self._incomplete + own
-            self._incomplete = data[codecs.utf_8_decode(data, "replace", False)[1] :]
-            if self._incomplete:  # the incomplete character starts in the first held token or in this token
-                return self._release(len(self._held) - 1 if len(self._incomplete) <= len(own) else 0)
+            before, data = self._incomplete, self._incomplete + own
+            text, length = codecs.utf_8_decode(data, "replace", False)
+            self._incomplete = data[length:]
+            if self._incomplete:
+                # Release the tokens before this one, unless this one completes their last character.
+                apart = before.decode("utf-8", "replace") + codecs.utf_8_decode(own, "replace", False)[0]
+                return self._release(len(self._held) - 1 if apart == text else 0)
         return self._release(len(self._held))
 
     def finish(self) -> str:

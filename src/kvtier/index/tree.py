@@ -126,24 +126,35 @@ class RadixTree:
         lease.node, lease.num_blocks = node, stop
         return num_new
 
-    def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> None:
+    def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0, grow: bool = False) -> None:
         """Append blocks to the path of a lease. The blocks are WRITING in reserved slots of a tier.
 
-        A transfer from a store then writes the slots and calls `end_write`. Raise StateError if the tree already has
-        the first of these blocks, or if the lease owns slots.
+        A transfer then writes the slots and calls `end_write`. With `grow`, the last node of the path is extended if
+        possible. Raise StateError if the tree already has the first of these blocks, or if the lease owns slots.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
         can_follow = lease.node.attached and lease.chain.key_at(first) not in lease.node.children
-        if len(lease.table) != first or stop > lease.chain.num_blocks or not can_follow:
+        if len(lease.table) > first or stop > lease.chain.num_blocks or not can_follow:
             raise StateError(
                 f"cannot graft blocks [{first}, {stop}): the chain has {lease.chain.num_blocks} full blocks, the lease "
                 f"owns {len(lease.table) - first} slots, and the blocks can follow the path: {can_follow}"
             )
-        lease.node = self._add(lease.chain, lease.node, first, stop, self._new_usage(lease, now))
-        tier.put(lease.node, 0, slots, WRITING)
+        node, usage = lease.node, self._new_usage(lease, now)
+        if grow and node.parent is not None and edit.can_grow(node, usage) and node.held[tier.number] is not None:
+            content = edit.content_below(node, lease.chain, first, stop, with_keys=self.with_keys)
+            edit.lengthen(node, *content, tier.number, slots.ids, WRITING)
+            node.usage.expires = usage.expires
+        else:
+            lease.node = self._add(lease.chain, node, first, stop, usage)
+            tier.put(lease.node, 0, slots, WRITING)
         lease.num_blocks = stop
-        lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
+        if len(lease.table) == first:
+            lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
+
+    def lease_at(self, chain: Chain, node: Node, retention: Retention = _KEEP) -> Lease:
+        """Lease the path of a chain to an attached node, whatever the blocks' states. The lease has no table."""
+        return self._lease_of(chain, node, retention, _NO_SLOTS)
 
     def follow(self, lease: Lease, stop: int) -> None:
         """Extend a lease without slots of its own along the tree, up to block `stop`, whatever the blocks' states."""
@@ -157,7 +168,8 @@ class RadixTree:
             node = child if count == child.num_blocks else edit.split(child, count, self.tiers)
             edit.add_lease(node, node.parent, self.tiers)
             block = node.stop
-        lease.table = np.concatenate((lease.table, np.full(block - lease.num_blocks, NO_SLOT, np.int32)))
+        if len(lease.table) == lease.num_blocks:
+            lease.table = np.concatenate((lease.table, np.full(block - lease.num_blocks, NO_SLOT, np.int32)))
         lease.node, lease.num_blocks = node, block
 
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
@@ -424,7 +436,8 @@ class RadixTree:
         """Add new blocks [block, stop) of the chain, either to the leaf that this lease has added or as a new node."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
         if node is lease.grown and edit.can_grow(node, usage):
-            edit.lengthen(node, *edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys), slots)
+            content = edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys)
+            edit.lengthen(node, *content, 0, slots, READY)
             node.usage.expires = usage.expires
             self.notify_stored(device, node, block - node.start)
             return node
@@ -543,6 +556,7 @@ class RadixTree:
             edit.truncate(node, kept)
         else:
             self._unlink(node)
+            node.attached = False
         return taken
 
     def _detach(self, node: Node, reason: MissReason) -> int:

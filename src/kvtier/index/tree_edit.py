@@ -114,6 +114,7 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
     node.start, node.num_blocks = upper.start, upper.num_blocks + node.num_blocks
     node.parent, node.key = upper.parent, upper.key
     node.parent.children[node.key] = node
+    upper.attached = False
     for tier in tiers:
         tier.refresh(node)
 
@@ -146,12 +147,14 @@ def can_grow(node: Node, usage: AccessStats) -> bool:
     )
 
 
-def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, slots: I32) -> None:
-    """Append blocks to a leaf. The blocks are on the device only."""
-    new = Residency(slots, bytearray((READY,)) * len(slots))
+def lengthen(
+    node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, tier: int, slots: I32, state: int
+) -> None:
+    """Append blocks to a leaf. The blocks are in one tier only."""
+    new = Residency(slots, bytearray((state,)) * len(slots))
     for number, held in enumerate(node.held):
         if held is not None:
-            node.held[number] = held.joined(Residency.absent(len(slots)) if number else new)
+            node.held[number] = held.joined(new if number == tier else Residency.absent(len(slots)))
     node.num_blocks += len(slots)
     node.labels = memoryview(bytes(node.labels) + bytes(labels))
     node.keys += keys
@@ -181,7 +184,7 @@ def content_below(
     """Return labels, keys and extras of the chain's blocks [block, stop), which follow the blocks of a node."""
     labels, keys = chain.label_view(block, stop), b""
     if with_keys:
-        if chain.num_keys >= stop:  # the keys were computed earlier
+        if chain.num_keys >= block:  # the keys of the blocks above were computed earlier
             keys = b"".join(chain.key_list(block, stop))
         else:  # start with the node's last key, because computing the keys of the whole path may take long
             above = last_key(node, chain.namespace)

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier import dtype as dt
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
+from kvtier.cache.foreign import SavePoint
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.prefetch import Prefetch
 from kvtier.index import Chain, Namespace
@@ -56,8 +57,7 @@ class Running:
     max_tokens: int
     table: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_saved: int = 0
-    may_save: bool = True
+    saved: SavePoint = field(default_factory=SavePoint)
     may_load: bool = True
     load: int | None = None
     prefetch: Prefetch | None = None
@@ -165,7 +165,7 @@ class ForeignMachine(RuleBasedStateMachine):
 
     def restart(self, request: Running) -> None:
         self.free(request.table)
-        request.table, request.num_computed, request.num_saved, request.is_running = [], 0, 0, False
+        request.table, request.num_computed, request.saved, request.is_running = [], 0, SavePoint(), False
 
     @rule(clears=st.booleans())
     def reset(self, clears):
@@ -242,13 +242,10 @@ class ForeignMachine(RuleBasedStateMachine):
         return blocks is not None
 
     def save(self, request: Running, stop: int) -> None:
-        if stop <= request.num_saved or not request.may_save:
+        if stop <= request.saved.num_blocks:
             return
-        table = np.array(request.table, np.int32)
-        result = self.manager.foreign.save(request.chain, table, request.num_saved, stop, now=self.now)
-        request.may_save = result.num_saved >= request.num_saved
-        request.num_saved = result.num_saved
-        for number, blocks in result.transfers.items():
+        started = self.manager.foreign.save(request.chain, request.table, request.saved, stop, now=self.now)
+        for number, blocks in started.items():
             self.reads[number] = blocks.tolist()
             self.steps["saves"] += len(blocks)
             for block in self.reads[number]:

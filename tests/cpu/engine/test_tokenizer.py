@@ -123,12 +123,15 @@ def test_token_stream_holds_back_partial_characters(folder):
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer():
-    """Return a tokenizer: token i is byte i, 256 is special, 257 is U+FFFD, 258 ends with a part of a character."""
+    """Return a tokenizer: token i is byte i, 256 is special, 257 is U+FFFD, 258 ends with a part of a character.
+
+    Token 259 has the last byte of one character and the first two bytes of the next character.
+    """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
     vocabulary = {letters[byte]: byte for byte in range(256)} | {"<|end|>": 256}
-    for token, data in ((257, "\ufffd".encode()), (258, b"ab\xe2\x82")):
+    for token, data in ((257, "\ufffd".encode()), (258, b"ab\xe2\x82"), (259, b"\xa5\xe6\x97")):
         vocabulary["".join(letters[byte] for byte in data)] = token
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -181,6 +184,13 @@ def test_token_stream_releases_real_replacement_at_once(bytes_tokenizer, ids):
         assert "".join(stream.add(token) for token in ids) == decode(ids)
         calls.append(len(stream._held) + len(stream._shown))
     assert max(calls) <= 3  # the text that is decoded again does not grow
+
+
+def test_token_stream_token_that_ends_and_starts_characters(bytes_tokenizer):
+    stream = bytes_tokenizer.stream()
+    pieces = [stream.add(token) for token in (0xE6, 0x97, 259, 259, 0xA5, 0x61)]
+    assert "".join(pieces) == bytes_tokenizer.decode([0xE6, 0x97, 259, 259, 0xA5, 0x61]) == "\u65e5\u65e5\u65e5a"
+    assert stream.finish() == ""
 
 
 def test_token_stream_skips_special_tokens_in_a_character(bytes_tokenizer):

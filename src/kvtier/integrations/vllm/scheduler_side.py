@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.cache.allocation import Allocation
-from kvtier.cache.foreign import ForeignDevice
+from kvtier.cache.foreign import ForeignDevice, SavePoint
 from kvtier.cache.in_flight import PendingTransfer
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.prefetch import Prefetch
@@ -46,7 +46,7 @@ class TrackedRequest:
     offer: Allocation | None = None
     num_local: int = 0
     """Blocks that vLLM had on the device at the last `num_matched`."""
-    num_saved: int = 0
+    saved: SavePoint = field(default_factory=SavePoint)
     may_save: bool = True
     may_load: bool = True
     has_run: bool = False
@@ -191,7 +191,7 @@ class SchedulerSide:
             request = running.request
             # Drafts that may be rejected are not in num_tokens, so their KV does not count as computed.
             num_full = min(request.num_computed_tokens + count, request.num_tokens) // block_tokens
-            if num_full > running.num_saved and running.may_save:
+            if num_full > running.saved.num_blocks and running.may_save:
                 table = output.kv_connector_block_state.get_block_ids(request_id)[0]
                 self._save(running, table, num_full, now)
         plan = self.manager.plan(now=now)
@@ -221,7 +221,7 @@ class SchedulerSide:
         self._end_prefetch(tracked)
         if tracked.has_run and tracked.may_save:
             num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_tokens
-            if num_full > tracked.num_saved:
+            if num_full > tracked.saved.num_blocks:
                 self._save(tracked, block_ids, num_full, now)
         if tracked.has_run and not tracked.was_loaded:
             self._count_use(tracked, now)
@@ -244,7 +244,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._withdraw(tracked)
             self._end_prefetch(tracked)
-            tracked.num_saved = 0
+            tracked.saved = SavePoint()
             if namespace is not None:
                 tracked.chain = self._chains.build(tracked.request)
                 tracked.may_save = tracked.may_save and not tracked.has_run and not self._is_loading(tracked)
@@ -286,7 +286,7 @@ class SchedulerSide:
         tracked = self._requests[request.request_id]
         if getattr(request, "resumable", False):  # a session may replace its tokens
             tracked.chain = self._chains.build(request)
-            tracked.num_saved = 0
+            tracked.saved = SavePoint()
         else:
             self._extend(tracked)
         return tracked
@@ -311,19 +311,13 @@ class SchedulerSide:
             num_full = min(num_full, tracked.request.num_prompt_tokens // self._block_tokens)
         self._extend(tracked)
         num_full = min(num_full, tracked.chain.num_blocks, len(table))
-        if num_full <= tracked.num_saved:
+        if num_full <= tracked.saved.num_blocks:
             return
-        result = self._device.save(
-            tracked.chain,
-            np.array(table[:num_full], np.int32),
-            tracked.num_saved,
-            num_full,
-            now=now,
-            retention=tracked.options.retention,
+        started = self._device.save(
+            tracked.chain, table, tracked.saved, num_full, now=now, retention=tracked.options.retention
         )
-        tracked.may_save = result.num_saved >= tracked.num_saved
-        tracked.num_saved = result.num_saved
-        for number, blocks in result.transfers.items():
+        tracked.may_save = not tracked.saved.is_over
+        for number, blocks in started.items():
             held = blocks.tolist()
             self._pool.touch([self._pool.blocks[block] for block in held])
             self._saves[number] = held, tracked
@@ -335,7 +329,7 @@ class SchedulerSide:
         self._orphans.discard(number)
         tracked.saves.discard(number)
         if 0 in done.arrived:
-            tracked.num_saved = 0  # the next save copies every missing block
+            tracked.saved = SavePoint()  # the next save copies every missing block
         # vLLM evicts the first freed block first, and the end of a prefix is the least useful.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
@@ -347,7 +341,7 @@ class SchedulerSide:
     def _on_preempted(self, tracked: TrackedRequest, now: float) -> None:
         """Handle the loss of a request's device blocks. Its saves in flight continue."""
         tracked.has_run = False
-        tracked.num_saved = 0
+        tracked.saved = SavePoint()
         self._orphans |= tracked.saves
         tracked.saves = set()
         if tracked.may_load and tracked.prefetch is None:
