@@ -1,5 +1,7 @@
 """Special tokens in user text are encoded as text. For other text, this protection does not change the tokens."""
 
+import functools
+
 import pytest
 import tokenizers
 from hypothesis import example, given, settings
@@ -25,6 +27,7 @@ HOSTILE = st.lists(
 ).map("".join)
 
 
+@functools.cache
 def make(template, normalizer=None, **options):
     """Return a byte-pair tokenizer with a few merges and with special tokens in the style of ChatML."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
