@@ -217,9 +217,10 @@ class KvtierConnector(KVConnectorBase_V1):
         config, parallel = self._kv_cache_config, self._vllm_config.parallel_config
         group = config.kv_cache_groups[0]
         tensor_parallel = parallel.tensor_parallel_size
-        has_heads = getattr(group.kv_cache_spec, "max_tp_shards", None) != 1
+        has_heads = any(spec.head_size_v != 0 and spec.max_tp_shards != 1 for spec in _specs_of(group))
         cache, pages = device_cache_of(kv_caches, group.layer_names, config.num_blocks, has_heads=has_heads)
-        replicas = getattr(config, "kv_tp_replicas", 1)
+        total_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        replicas = max(config.kv_tp_replicas, tensor_parallel // total_heads)
         if replicas > 1 and has_heads and self._config.kv_shards not in (0, tensor_parallel):
             raise ArgumentError(
                 f"{replicas} ranks hold the same KV heads, so kv_shards must be the tensor-parallel size "
@@ -332,8 +333,8 @@ def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorCo
         if getattr(parallel, name, 1) > 1:
             raise ArgumentError(f"KvtierConnector does not support {name} = {getattr(parallel, name)}")
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not hasattr(groups[0].kv_cache_spec, "num_kv_heads"):
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    if len(groups) != 1 or not all(hasattr(spec, "num_kv_heads") for spec in _specs_of(groups[0])):
+        kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs_of(group)}))
         raise ArgumentError(
             f"KvtierConnector supports models with one group of attention layers, this model has {len(groups)} groups "
             f"({kinds}); hybrid and state-space models are not supported"
@@ -344,11 +345,18 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
     """Describe the order of the bytes in a page: platform, attention backends, layout, instruction set."""
     layers = vllm_config.compilation_config.static_forward_context
     backends = sorted({layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers})
-    spec = group.kv_cache_spec
-    parts = [current_platform.device_type, *backends, kv_cache_config.kv_cache_layout, spec.kv_quant_mode]
+    specs = _specs_of(group)
+    modes = sorted({str(spec.kv_quant_mode) for spec in specs})
+    parts = [current_platform.device_type, *backends, kv_cache_config.kv_cache_layout, *modes]
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        cache = vllm_config.cache_config
-        parts.append(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache.cache_dtype))
+        kind = vllm_config.cache_config.cache_dtype
+        parts += sorted({_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, kind) for spec in specs})
     return " ".join(map(str, parts))
+
+
+def _specs_of(group: Any) -> list[Any]:
+    """Return the specs of a group's layers: one for all layers, or one per layer if their pages differ in size."""
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
