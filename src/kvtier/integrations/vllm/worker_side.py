@@ -120,6 +120,10 @@ class WorkerSide:
             mover=mover,
         )
         self._loads: dict[int, Load] = {}
+        self._load_slots: dict[int, list[int]] = {}
+        """Load in flight -> host slots that it reads."""
+        self._damaged: set[int] = set()
+        """Host slots that were reported as damaged and not written since."""
         self._before: Event | None = None
         self._next_poll = 0.0
         self._verifier: LoadVerifier | None = None
@@ -141,9 +145,11 @@ class WorkerSide:
     def start_loads(self, step: StepPlan) -> None:
         if step.loads:
             self._loads.update(step.loads)
+            loads = step.plan.only(step.loads)
+            self._load_slots.update((each.id, each.sources.tolist()) for each in loads.transfers)
             if self._verifier is not None:
                 self._verifier.on_submit(step.plan)
-            self.controller.submit(step.plan.only(step.loads), self._before)
+            self.controller.submit(loads, self._before)
 
     def start_others(self, step: StepPlan) -> None:
         """Start saves, writes to stores and fetches from stores. Saves wait for the work queued so far."""
@@ -151,6 +157,9 @@ class WorkerSide:
         if others:
             if self._verifier is not None and not step.loads:
                 self._verifier.on_submit(step.plan)
+            for transfer in others.transfers if self._damaged else ():
+                if transfer.route in (Route.DEVICE_TO_HOST, Route.STORE_TO_HOST):
+                    self._damaged.difference_update(transfer.targets.tolist())
             self.controller.submit(others)
 
     def poll(self, *, is_idle: bool) -> StepResults:
@@ -162,13 +171,14 @@ class WorkerSide:
         elif now < self._next_poll:
             return results
         self._next_poll = now + _POLL_SECONDS
-        for report in self.controller.poll():
+        for report in map(self._without_damaged, self.controller.poll()):
             if self._verifier is not None:
                 report = self._verifier.checked(report)
             results.reports.append(report)
             for result in report.results:
                 load = self._loads.pop(result.transfer_id, None)
                 if load is not None:
+                    del self._load_slots[result.transfer_id]
                     results.loaded.add(load.request_id)
                     results.failed_blocks |= failed_blocks(load, result)
                 if not result.ok:
@@ -176,6 +186,22 @@ class WorkerSide:
                         "KV transfer %d failed: %s", result.transfer_id, result.reason or "blocks are missing"
                     )
         return results
+
+    def _without_damaged(self, report: Report) -> Report:
+        """Return the report. A load of damaged host slots has failed.
+
+        An idle engine does not poll, so that a load may be planned before the scheduler side knows of the damage.
+        """
+        self._damaged.update(np.frombuffer(report.damaged, "<i4").tolist())
+        return replace(report, results=tuple(map(self._check_slots, report.results))) if self._damaged else report
+
+    def _check_slots(self, result: TransferResult) -> TransferResult:
+        slots = self._load_slots.get(result.transfer_id, ())
+        if self._damaged.isdisjoint(slots):
+            return result
+        arrived = result.arrived or bytes([result.ok]) * len(slots)
+        intact = bytes(ok and slot not in self._damaged for ok, slot in zip(arrived, slots, strict=True))
+        return replace(result, ok=False, arrived=intact, reason="host memory was damaged")
 
     def close(self) -> None:
         """Finish all transfers and close the stores. Idempotent."""
