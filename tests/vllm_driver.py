@@ -117,13 +117,20 @@ class Driver:
         """Add a request. Return its name."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
 
         self.count += 1
         name = name or f"request-{self.count}"
         given: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
         if salt is not None:
             given["cache_salt"] = salt
-        options = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False} | sampling
+        options: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "detokenize": False,
+        } | sampling
+        options["output_kind"] = RequestOutputKind.FINAL_ONLY
         if transfer is not None:
             options["extra_args"] = {"kv_transfer_params": transfer}
         lora_request = LoRARequest(lora[0], lora[1], lora[2]) if lora else None
@@ -271,7 +278,8 @@ def _import_everything() -> None:
 def main() -> None:
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    listener = Listener(sys.argv[1], "AF_UNIX", backlog=16)
+    listener = Listener(f"{sys.argv[1]}.new", "AF_UNIX", backlog=16)
+    os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # the address exists when connections are accepted
     _import_everything()
     gc.collect()
     gc.freeze()

@@ -162,6 +162,20 @@ def check_idle(driver: Driver) -> None:
     assert not driver.scheduler.requests, f"requests are left: {list(driver.scheduler.requests)}"
     used = {each.block_id: each.ref_cnt for each in driver.pool.blocks if each.ref_cnt and not each.is_null}
     assert not used, f"device blocks are still in use: {used}"
+    for each in connectors(driver):
+        side = each.scheduler
+        kept = ("_requests", "_offers", "_planned_loads", "_loads", "_saves", "_orphans")
+        left = {name: getattr(side, name) for name in kept if getattr(side, name)}
+        assert not left, f"the scheduler side still has {left}"
+        side.check()
+        if not side.manager.stores:
+            assert not side.manager.leases, f"host blocks are still leased: {side.manager.leases}"
+
+
+def connectors(driver: Driver) -> list[Any]:
+    """Return the scheduler sides of kvtier, also those inside a MultiConnector."""
+    top = driver.scheduler.connector
+    return [each for each in getattr(top, "_connectors", [top]) if hasattr(each, "make_worker")]
 
 
 def overwrite_cached_block(driver: Driver, target: int, source: int) -> None:
@@ -169,3 +183,271 @@ def overwrite_cached_block(driver: Driver, target: int, source: int) -> None:
     cached = [each.block_id for each in driver.pool.blocks if each.block_hash is not None]
     for cache in driver.caches:
         cache[cached[target]] = cache[cached[source]]
+
+
+# ---- aborts and resets
+
+
+def abort_while_loading(driver: Driver, prompt: Sequence[int]) -> str:
+    """Abort a request whose load is in flight. Return its state before."""
+    faults = _faults()
+    faults.loads_may_run.clear()
+    name = driver.add(prompt)
+    driver.step_until(lambda: driver.state(name) == "WAITING_FOR_REMOTE_KVS", "the request loads")
+    driver.step()
+    state = driver.state(name)
+    driver.abort(name)
+    driver.step()
+    faults.loads_may_run.set()
+    check_idle(driver)
+    return state
+
+
+def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
+    """Abort a request whose saves are in flight. Return the number of device blocks that the saves hold then."""
+    faults = _faults()
+    faults.saves_may_run.clear()
+    name = driver.add(prompt, max_tokens=64)
+    driver.step_until(lambda: driver.state(name) == "RUNNING", "the request runs")
+    for _ in range(4):
+        driver.step()
+    driver.abort(name)
+    driver.step()
+    held = sum(each.ref_cnt > 0 for each in driver.pool.blocks if not each.is_null)
+    faults.saves_may_run.set()
+    check_idle(driver)
+    return held
+
+
+def random_aborts(driver: Driver, prompts: Sequence[Sequence[int]], seed: int) -> set[str]:
+    """Run requests of which some are aborted at random moments, also while copies wait. Return the states of those."""
+    draws, faults, states, left = random.Random(seed), _faults(), set(), list(prompts)
+    while left or driver.waiting:
+        if left and len(driver.waiting) < 6 and draws.random() < 0.3:
+            driver.add(left.pop(), max_tokens=draws.randrange(1, 40))
+        if driver.waiting and draws.random() < 0.03:
+            name = draws.choice(sorted(driver.waiting))
+            states.add(driver.state(name))
+            driver.abort(name)
+        for event in (faults.loads_may_run, faults.saves_may_run):
+            if draws.random() < 0.1:
+                event.clear() if event.is_set() else event.set()
+        if driver.scheduler.has_requests():
+            driver.step()
+        else:
+            faults.loads_may_run.set()
+            faults.saves_may_run.set()
+    faults.loads_may_run.set()
+    faults.saves_may_run.set()
+    check_idle(driver)
+    return states
+
+
+def reset_while_loading(driver: Driver, prompt: Sequence[int]) -> Answer:
+    """Reset the connector while a request loads. Return the request's answer."""
+    faults = _faults()
+    faults.loads_may_run.clear()
+    name = driver.add(prompt)
+    driver.step_until(lambda: driver.state(name) == "WAITING_FOR_REMOTE_KVS", "the request loads")
+    driver.step()
+    assert not driver.reset(connector=True)  # vLLM refuses, because the request holds device blocks
+    driver.step()
+    faults.loads_may_run.set()
+    check_idle(driver)
+    return driver.answers.pop(name)
+
+
+def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) -> Answer:
+    """Reset the connector while a request is computed and its saves wait. Return the request's answer."""
+    faults = _faults()
+    faults.saves_may_run.clear()
+    name = driver.add(prompt, max_tokens=40)
+    driver.step_until(lambda: driver.state(name) == "RUNNING", "the request runs")
+    driver.step()
+    if running:  # vLLM preempts the request, and the saves must not hold device blocks then
+        faults.saves_may_run.set()
+        driver.step_until(lambda: not connectors(driver)[0].scheduler.num_held_blocks, "the saves have ended")
+    driver.reset(connector=True, running=running)
+    driver.step()
+    faults.saves_may_run.set()
+    check_idle(driver)
+    return driver.answers.pop(name)
+
+
+def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> None:
+    """Pause the core with requests under way and empty the caches, then resume. Forget the requests."""
+    for prompt in prompts:
+        driver.add(prompt, max_tokens=30)
+    for _ in range(num_steps):
+        driver.step()
+    driver.engine.engine_core.call_utility("pause_scheduler", mode, True)
+    driver.engine.engine_core.call_utility("resume_scheduler")
+    driver.finish()
+    driver.answers.clear()
+
+
+def set_faults(driver: Driver, **faults: int) -> None:
+    del driver
+    for name, value in faults.items():
+        setattr(_faults(), name, value)
+
+
+def _faults() -> Any:
+    import vllm_connectors
+
+    return vllm_connectors.faults_here()
+
+
+def slow_copies(driver: Driver, num_steps: int) -> None:
+    """Let copies run only in every n-th step, so that several steps run between a copy's start and its end."""
+    faults, count = _faults(), [0]
+
+    def change() -> None:
+        count[0] += 1
+        for event in (faults.loads_may_run, faults.saves_may_run):
+            event.set() if count[0] % num_steps == 0 else event.clear()
+
+    driver.after_step.append(change)
+
+
+# ---- stores and host memory
+
+
+def settle_stores(driver: Driver) -> None:
+    """Run steps until every saved block is in the stores. A short request that is never cached makes vLLM step."""
+    from kvtier.messages import Route
+
+    manager = connectors(driver)[0].scheduler.manager
+    for _ in range(2000):
+        is_due = any(queue.is_due for queue in manager.queues)
+        if not (is_due or manager.transfers.num_blocks(Route.HOST_TO_STORE) or manager.transfers.has_plan):
+            return
+        driver.ask([[3]], max_tokens=1)
+    raise AssertionError("the stores did not finish")
+
+
+def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
+    """Overwrite every host block. With `is_scrubbed`, wait until the scrubber has found them. Return their number."""
+    import ctypes
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    controller = get_kv_transfer_group().worker.controller
+    scrubber, (host,) = controller._scrubber, controller._hosts
+    while scrubber._new:  # checksums of the intact blocks
+        scrubber._verify_some()
+    slots = sorted(scrubber._sums)
+    for slot in slots:
+        ctypes.memset(host.pointer + slot * host.slot_bytes, 0x7E, host.slot_bytes)
+    while is_scrubbed and len(scrubber._damaged) < len(slots):
+        scrubber._verify_some()
+    del driver
+    return len(slots)
+
+
+def metric_after(driver: Driver, name: str, at_least: float = 1.0) -> float:
+    """Return a metric of the connector once it has this value. vLLM sends it at most once a second, with a step."""
+    for _ in range(5000):
+        value = driver.metrics().get(name, 0.0)
+        if value >= at_least:
+            return value
+        driver.ask([[3]], max_tokens=1)
+    raise AssertionError(f"{name} is {value}")
+
+
+# ---- isolation
+
+
+def _embeddings(seed: int, num_tokens: int) -> Any:
+    import torch
+
+    return torch.randn(num_tokens, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def ask_with_embeddings(driver: Driver, seed: int, num_tokens: int) -> Answer:
+    """Ask with random embeddings in place of tokens, with an empty device cache."""
+    assert driver.reset()
+    (answer,) = driver.ask([{"prompt_embeds": _embeddings(seed, num_tokens)}])
+    return answer
+
+
+def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_examples: int) -> tuple[int, int]:
+    """Check that blocks of two random requests have equal keys iff vLLM's hashes are equal. Return how many were."""
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher
+    from vllm.v1.core.kv_cache_utils import init_none_hash as init
+
+    from kvtier.index import Namespace
+    from kvtier.integrations.vllm.chains import ChainBuilder
+
+    block_tokens, counts = 4, {True: 0, False: 0}
+    init(sha256)
+    builder = ChainBuilder(Namespace("model", block_tokens=block_tokens), generate_block_hash_extra_keys)
+    hasher = get_request_block_hasher(block_tokens, sha256)
+    media = st.lists(st.tuples(st.integers(0, 18), st.integers(1, 6), st.sampled_from("xy")), max_size=3)
+    drawn = st.fixed_dictionaries(
+        {
+            "tokens": st.lists(st.integers(0, 1), min_size=4, max_size=24),
+            "salt": st.sampled_from([None, "", "a", "b", "a\0b"]),
+            "lora": st.sampled_from([None, 0, 1]),
+            "media": media,
+            "embeds": st.sampled_from([None, None, 1, 2]),
+        }
+    )
+
+    def changed(pair: tuple[dict[str, Any], dict[str, Any]], keep: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return pair[0], {name: pair[name not in keep][name] for name in pair[0]}
+
+    names = st.sets(st.sampled_from(["tokens", "salt", "lora", "media", "embeds"]), min_size=3)
+
+    @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @given(st.tuples(drawn, drawn), names)
+    def check(pair: tuple[dict[str, Any], dict[str, Any]], keep: set[str]) -> None:
+        one, other = (_request(hasher, adapters, **each) for each in changed(pair, keep))
+        keys = [builder.build(each) for each in (one, other)]
+        for block in range(min(len(one.block_hashes), len(other.block_hashes))):
+            is_equal = one.block_hashes[block] == other.block_hashes[block]
+            counts[is_equal] += 1
+            first, second = (each.key_list(block, block + 1) for each in keys)
+            assert (first == second) == is_equal, f"block {block} of {pair} with {keep} equal"
+
+    check()
+    del driver
+    return counts[True], counts[False]
+
+
+def _request(hasher: Any, adapters: Sequence[str], **drawn: Any) -> Any:
+    """Return a Request of vLLM. Media do not overlap, as in vLLM."""
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    features, end = [], 0
+    for offset, length, identifier in sorted(drawn["media"]):
+        if offset >= end and offset + length <= len(drawn["tokens"]):
+            place = PlaceholderRange(offset=offset, length=length)
+            features.append(MultiModalFeatureSpec(None, "image", identifier, place))
+            end = offset + length
+    lora = drawn["lora"]
+    embeds = None if drawn["embeds"] is None else _embeddings(drawn["embeds"], len(drawn["tokens"]))
+    return Request(
+        "request",
+        None if embeds is not None else drawn["tokens"],
+        SamplingParams(max_tokens=1),
+        None,
+        prompt_embeds=embeds,
+        mm_features=features if embeds is None else None,
+        lora_request=None if lora is None else LoRARequest("ab"[lora], lora + 1, adapters[lora]),
+        cache_salt=drawn["salt"],
+        block_hasher=hasher,
+    )
+
+
+def num_loaded(driver: Driver) -> int:
+    """Return the number of blocks that kvtier has loaded."""
+    from kvtier.messages import Route
+
+    return connectors(driver)[0].scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks

@@ -39,9 +39,12 @@ class VllmError(Exception):
 
 
 def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
-    """Return the settings of vLLM that a user writes for kvtier."""
+    """Return the settings of vLLM that a user writes for kvtier.
+
+    Saves may hold more device blocks than by default, so that no block is skipped on a slow machine.
+    """
     policy = settings.pop("load_failure_policy", "recompute")
-    extra = {"host_bytes": "64MiB"} | settings
+    extra = {"host_bytes": "64MiB", "max_saving_blocks": 64} | settings
     fields: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": policy}
     if module is not None:
         fields["kv_connector_module_path"] = module
@@ -98,6 +101,20 @@ class Vllm:
         except psutil.NoSuchProcess:
             return []
 
+    def wait(self, seconds: float) -> None:
+        """Wait until the running function has a result, at most `seconds`."""
+        self._connection.poll(seconds)
+
+    def kill_some(self, victim: str) -> None:
+        """Kill the `worker`s, the `core` or `all` processes with SIGKILL. Needs the executor mp."""
+        processes = self.processes()
+        names = {"worker": "VLLM::Worker", "core": "VLLM::EngineCor"}  # the kernel keeps 15 characters
+        chosen = [each for each in processes if victim == "all" or each.name().startswith(names[victim])]
+        if not chosen:
+            raise VllmError(f"no {victim} among {processes}")
+        for process in chosen:
+            process.kill()
+
     def kill(self) -> None:
         """Kill all processes of this engine at once."""
         processes = self.processes()
@@ -133,7 +150,7 @@ class Vllm:
         except (EOFError, OSError) as error:
             raise VllmError(f"vLLM ended: {self.tail()}") from error
         if not ok:
-            raise VllmError(f"{result}\n{self.tail()}")
+            raise VllmError(f"{result}\n{self.tail(1000)}")
         return result
 
 

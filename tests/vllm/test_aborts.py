@@ -1,0 +1,83 @@
+"""Requests that are aborted and caches that are reset while copies are in flight: nothing is left, no wrong token."""
+
+from __future__ import annotations
+
+import pytest
+
+import vllm_scenarios as scenarios
+from vllm_support import blocks_of, connector, prompt_of
+
+FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
+
+
+@pytest.fixture(scope="module")
+def engine(vllm):
+    with vllm.start(connector(**FAULTY, verify_loads=True), num_gpu_blocks_override=40) as running:
+        yield running
+
+
+@pytest.mark.vllm_ci
+def test_abort_while_loading_releases_everything(engine, oracle):
+    prompt = prompt_of(200)
+    engine.ask([prompt])
+    assert engine.reset()
+    assert engine.run(scenarios.abort_while_loading, prompt) == "WAITING_FOR_REMOTE_KVS"
+    (answer,) = engine.ask([prompt])
+    assert (answer.num_cached, [answer.tokens]) == (blocks_of(300), oracle.tokens([prompt]))
+
+
+@pytest.mark.vllm_ci
+def test_abort_while_saving_keeps_the_blocks_until_saved(engine, oracle):
+    prompt = prompt_of(201)
+    assert engine.run(scenarios.abort_while_saving, prompt) > 0
+    assert engine.reset()
+    (answer,) = engine.ask([prompt])
+    assert 0 < answer.num_cached <= blocks_of(300)
+    assert [answer.tokens] == oracle.tokens([prompt])
+
+
+def test_random_aborts_leave_nothing_behind(engine, oracle):
+    prompts = [prompt_of(210 + number % 6, 40 + 83 * number % 500) for number in range(40)]
+    engine.run(scenarios.set_faults, fail_loads=5, fail_saves=7)
+    states = set().union(*(engine.run(scenarios.random_aborts, prompts, seed) for seed in range(4)))
+    engine.run(scenarios.set_faults, fail_loads=0, fail_saves=0)
+    assert {"RUNNING", "WAITING_FOR_REMOTE_KVS"} <= states
+    assert engine.reset()
+    assert engine.tokens(prompts[:8]) == oracle.tokens(prompts[:8])
+
+
+def test_reset_while_loading_gives_the_right_tokens(engine, oracle):
+    prompt = prompt_of(202)
+    engine.ask([prompt])
+    assert engine.reset()
+    assert [engine.run(scenarios.reset_while_loading, prompt).tokens] == oracle.tokens([prompt])
+    engine.run(scenarios.check_idle)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_reset_while_saving_gives_the_right_tokens(engine, oracle, running):
+    prompt = prompt_of(203 + running)
+    answer = engine.run(scenarios.reset_while_saving, prompt, running=running)
+    assert [answer.tokens] == oracle.tokens([prompt], max_tokens=40)
+
+
+def test_reset_of_the_connector_forgets_host_memory(engine, oracle):
+    prompt = prompt_of(205)
+    engine.ask([prompt])
+    assert engine.reset(connector=True)
+    (answer,) = engine.ask([prompt])
+    assert (answer.num_cached, [answer.tokens]) == (0, oracle.tokens([prompt]))
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pause_with_work_in_flight_empties_the_caches(vllm, oracle, mode):
+    prompts = [prompt_of(number) for number in range(220, 224)]
+    with vllm.start(connector(), executor="mp", num_gpu_blocks_override=40) as engine:
+        engine.ask(prompts)
+        assert engine.reset()
+        for num_steps in (1, 3, 6, 20):
+            engine.run(scenarios.pause, prompts, mode, num_steps)
+        engine.run(scenarios.pause, [], mode, 0)
+        answers = engine.ask(prompts)
+    assert [answer.num_cached for answer in answers] == [0] * 4
+    assert [answer.tokens for answer in answers] == oracle.tokens(prompts)

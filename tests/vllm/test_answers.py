@@ -1,0 +1,119 @@
+"""vLLM with kvtier returns the tokens of vLLM alone, and finds what its device cache has lost."""
+
+from __future__ import annotations
+
+import pytest
+
+import vllm_scenarios as scenarios
+from vllm_support import BLOCK, blocks_of, connector, prompt_of
+
+EXPLAIN = {"kvtier": {"explain": True}}
+HITS = "vllm:external_prefix_cache_hits"
+FROM_HOST = "vllm:prompt_tokens_cached_by_source source=host"
+
+
+def turns(engine, prompts, **options):
+    """Hold conversations of two turns. Return the prompts, the answers and the tokens that the second turn reuses."""
+    first = engine.ask(prompts, **options)
+    second = [[*prompt, *answer.tokens, *prompt_of(99, 40)] for prompt, answer in zip(prompts, first, strict=True)]
+    # The KV of the last generated token is not computed before the next turn.
+    known = [blocks_of(len(prompt) + len(answer.tokens)) for prompt, answer in zip(prompts, first, strict=True)]
+    return prompts + second, first + engine.ask(second, **options), known
+
+
+@pytest.mark.vllm_ci
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_turns_beyond_the_device_cache_equal_vllm_alone(vllm, oracle, executor):
+    prompts = [prompt_of(number, 290 + number) for number in range(6)]
+    with vllm.start(connector(verify_loads=True), executor=executor) as engine:
+        asked, answers, known = turns(engine, prompts, max_tokens=20, transfer=EXPLAIN)
+        metrics = engine.metrics()
+    assert [answer.tokens for answer in answers] == oracle.tokens(asked, max_tokens=20)
+    assert [answer.num_cached for answer in answers] == [0] * 6 + known
+    assert metrics[HITS] == metrics[FROM_HOST] == sum(known)
+    assert [answer.transfer["kvtier"]["tokens_from"].get("host", 0) for answer in answers] == [0] * 6 + known
+
+
+def test_turns_with_spawned_processes_equal_vllm_alone(vllm, oracle):
+    with vllm.start(connector(), executor="spawn") as engine:
+        asked, answers, known = turns(engine, [prompt_of(number) for number in range(4)], max_tokens=8)
+    assert [answer.tokens for answer in answers] == oracle.tokens(asked, max_tokens=8)
+    assert [answer.num_cached for answer in answers] == [0] * 4 + known
+
+
+@pytest.mark.parametrize("num_tokens", [31, 32, 33, 64, 95, 96, 97])
+def test_prompt_near_a_block_boundary_leaves_one_token(engine, oracle, num_tokens):
+    prompt = prompt_of(1000 + num_tokens, num_tokens)
+    (cold,) = engine.ask([prompt])
+    assert engine.reset()
+    (warm,) = engine.ask([prompt])
+    assert [cold.tokens, warm.tokens] == oracle.tokens([prompt, prompt])
+    assert (cold.num_cached, warm.num_cached) == (0, blocks_of(num_tokens))
+
+
+def test_prompt_without_output_blocks_is_found(engine, oracle):
+    prompt = prompt_of(40, 200)
+    (cold,) = engine.ask([prompt], max_tokens=1)
+    assert engine.reset()
+    (warm,) = engine.ask([prompt], max_tokens=1)
+    assert [cold.tokens, warm.tokens] == oracle.tokens([prompt, prompt], max_tokens=1)
+    assert warm.num_cached == blocks_of(200)
+
+
+def test_several_samples_equal_vllm_alone(engine, oracle):
+    # vLLM 0.32 fails on CPUs if a request with a seed is computed in chunks; three prompts of 80 tokens fit into one.
+    prompt, options = prompt_of(41, 80), {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 40}
+    (cold,) = engine.ask([prompt], **options)
+    assert engine.reset()
+    (warm,) = engine.ask([prompt], **options)
+    (expected,) = oracle.ask([prompt], **options)
+    assert len({expected.tokens, *expected.others}) == 3
+    assert {(each.tokens, each.others) for each in (cold, warm)} == {(expected.tokens, expected.others)}
+    assert warm.num_cached == blocks_of(80)
+
+
+def test_prompt_logprobs_compute_the_whole_prompt(engine, oracle):
+    prompt = prompt_of(42, 200)
+    engine.ask([prompt])
+    assert engine.reset()
+    (answer,) = engine.ask([prompt], prompt_logprobs=1)
+    assert (answer.num_cached, answer.num_prompt_logprobs) == (0, 200)
+    assert [answer.tokens] == oracle.tokens([prompt])
+
+
+@pytest.mark.parametrize("chunk", [24, 80])
+def test_chunked_prefill_saves_whole_blocks_only(vllm, oracle, chunk):
+    prompts = [prompt_of(number, 150) for number in range(50, 56)]
+    with vllm.start(connector(verify_loads=True), max_num_batched_tokens=chunk) as engine:
+        engine.run(scenarios.start_ledger)
+        cold = engine.ask(prompts)
+        assert engine.reset()
+        warm = engine.ask(prompts)
+        assert engine.run(scenarios.num_compared) == 6 * (blocks_of(150) // BLOCK)
+    assert [answer.tokens for answer in cold + warm] == oracle.tokens(prompts + prompts)
+    assert [answer.num_cached for answer in warm] == [blocks_of(150)] * 6
+
+
+def test_preempted_requests_load_their_own_output(vllm):
+    with vllm.start(connector(verify_loads=True, max_saving_blocks=0), num_gpu_blocks_override=30) as engine:
+        engine.run(scenarios.start_ledger)
+        answers = engine.ask_together([prompt_of(number, 150) for number in range(60, 66)], max_tokens=120)
+        assert engine.metrics()["vllm:num_preemptions"] > 0
+        assert engine.run(scenarios.num_compared) > 0  # no other request has these blocks
+        engine.run(scenarios.check_idle)
+    assert {len(answer.tokens) for answer in answers} == {120}
+
+
+def test_rejected_drafts_are_not_saved(vllm, oracle):
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    pattern = prompt_of(70, 20)
+    prompts = [[*prompt_of(70 + number, 30), *pattern * 6] for number in range(4)]
+    with vllm.start(connector(verify_loads=True), speculative_config=drafts) as engine:
+        engine.run(scenarios.start_ledger)
+        asked, answers, known = turns(engine, prompts, max_tokens=70)
+        metrics = engine.metrics()
+        assert engine.run(scenarios.num_compared) > 0
+    accepted, drafted = (metrics[f"vllm:spec_decode_num_{each}_tokens"] for each in ("accepted", "draft"))
+    assert drafted - accepted > 0
+    assert [answer.tokens for answer in answers] == oracle.tokens(asked, max_tokens=70)
+    assert [answer.num_cached for answer in answers[4:]] == known

@@ -1,0 +1,93 @@
+"""Requests share blocks only if vLLM would share them: salts, LoRA adapters, media and prompt embeddings."""
+
+from __future__ import annotations
+
+import pytest
+
+import vllm_models
+import vllm_scenarios as scenarios
+from vllm_support import blocks_of, connector, prompt_of
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": True}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return [str(vllm_models.make_adapter(folder / name, seed)) for seed, name in enumerate("ab", start=1)]
+
+
+@pytest.fixture(scope="module")
+def engine(vllm):
+    with vllm.start(connector(verify_loads=True), **LORA) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(vllm):
+    """vLLM with LoRA and without a connector."""
+    with vllm.start(None, **LORA, enable_prefix_caching=False) as running:
+        yield running
+
+
+def ask(engine, prompt, **options):
+    """Ask with an empty device cache, so that all cached tokens come from kvtier."""
+    assert engine.reset()
+    (answer,) = engine.ask([prompt], **options)
+    return answer
+
+
+def test_salts_do_not_share_blocks(engine, oracle):
+    prompt = prompt_of(500, 200)
+    answers = {salt: ask(engine, prompt, salt=salt) for salt in (None, "a", "b", "a\0b")}
+    assert [answer.num_cached for answer in answers.values()] == [0] * 4
+    again = [ask(engine, prompt, salt=salt).num_cached for salt in answers]
+    assert again == [blocks_of(200)] * 4
+    assert {answer.tokens for answer in answers.values()} == set(oracle.tokens([prompt]))
+
+
+def test_adapters_do_not_share_blocks(engine, alone, adapters):
+    prompt = prompt_of(501, 200)
+    loras = [None, ("a", 1, adapters[0]), ("b", 2, adapters[1])]
+    cold = [ask(engine, prompt, lora=lora) for lora in loras]
+    warm = [ask(engine, prompt, lora=lora) for lora in loras]
+    expected = [alone.ask([prompt], lora=lora)[0].tokens for lora in loras]
+    assert len(set(expected)) == 3
+    assert [answer.tokens for answer in cold + warm] == expected * 2
+    assert [answer.num_cached for answer in cold + warm] == [0] * 3 + [blocks_of(200)] * 3
+
+
+def test_adapter_with_new_files_finds_nothing(engine, alone, tmp_path):
+    prompt, folder = prompt_of(502, 200), str(vllm_models.make_adapter(tmp_path / "c", 3))
+    ask(engine, prompt, lora=("c", 3, folder))
+    vllm_models.make_adapter(tmp_path / "c", 4)
+    answer = ask(engine, prompt, lora=("c", 4, folder))
+    assert answer.num_cached == 0
+    assert answer.tokens == alone.ask([prompt], lora=("c", 4, folder))[0].tokens
+
+
+def test_prompt_embeddings_do_not_share_with_others(engine, alone):
+    seeds = [1, 2, 1]
+    answers = [engine.run(scenarios.ask_with_embeddings, seed, 200) for seed in seeds]
+    zeros = ask(engine, [0] * 200)  # vLLM gives the tokens of embeddings the number 0
+    assert [answer.num_cached for answer in answers] == [0, 0, blocks_of(200)]
+    assert zeros.num_cached == 0
+    expected = [alone.run(scenarios.ask_with_embeddings, seed, 200).tokens for seed in seeds]
+    assert expected[0] != expected[1]
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_request_without_save_or_load_uses_no_cache(engine, oracle):
+    prompt = prompt_of(503, 200)
+    ask(engine, prompt, transfer={"kvtier": {"save": False}})
+    assert ask(engine, prompt).num_cached == 0
+    assert ask(engine, prompt, transfer={"kvtier": {"load": False}}).num_cached == 0
+    answer = ask(engine, prompt, transfer={"kvtier": {"explain": True}})
+    assert (answer.num_cached, [answer.tokens]) == (blocks_of(200), oracle.tokens([prompt]))
+
+
+def test_keys_are_equal_iff_the_hashes_of_vllm_are(engine, adapters):
+    """Property over pairs of requests with tokens, salts, adapters, media and embeddings of a small alphabet."""
+    num_equal, num_different = engine.run(scenarios.compare_keys_with_hashes, adapters, num_examples=400)
+    assert num_equal > 100
+    assert num_different > 100

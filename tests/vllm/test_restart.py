@@ -1,0 +1,120 @@
+"""A disk tier outlives vLLM: restarts, other models, and processes that are killed at random moments."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+import vllm_models
+import vllm_scenarios as scenarios
+from vllm_support import VllmError, blocks_of, connector, prompt_of
+
+FROM_DISK = "vllm:prompt_tokens_cached_by_source source=disk"
+PROMPTS = [prompt_of(number) for number in range(700, 704)]
+KILLS = int(os.environ.get("KVTIER_KILLS", "3"))
+"""Kills of test_kills_lose_nothing_durable; `make soak-vllm` has 30."""
+
+
+def disk_of(folder):
+    """Settings with a disk tier and host memory of 16 blocks, less than the prompts have."""
+    return connector(host_bytes=16 << 16, stores=[{"url": f"disk:{folder}?bytes=64MiB", "wait": "wait"}])
+
+
+@pytest.mark.vllm_ci
+def test_restart_finds_the_prefix_on_disk(vllm, oracle, tmp_path):
+    with vllm.start(disk_of(tmp_path)) as engine:
+        cold = engine.ask(PROMPTS)
+        engine.run(scenarios.settle_stores)
+    with vllm.start(disk_of(tmp_path)) as engine:
+        warm = engine.ask(PROMPTS)
+        metrics = engine.metrics()
+    assert [answer.tokens for answer in cold + warm] == oracle.tokens(PROMPTS * 2)
+    assert [answer.num_cached for answer in cold + warm] == [0] * 4 + [blocks_of(300)] * 4
+    assert metrics[FROM_DISK] == 4 * blocks_of(300)
+
+
+@pytest.mark.parametrize("change", ["weights", "block_size", "dtype", "rope"])
+def test_other_kv_finds_nothing_on_disk(vllm, tmp_path, change):
+    with vllm.start(disk_of(tmp_path / "kv")) as engine:
+        engine.ask(PROMPTS)
+        engine.run(scenarios.settle_stores)
+    arguments = {
+        "weights": {"model": vllm_models.make_llama(tmp_path / "other", seed=1)},
+        "block_size": {"block_size": 64},
+        "dtype": {"dtype": "bfloat16"},
+        "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}},
+    }[change]
+    with vllm.start(None, **arguments) as engine:
+        expected = engine.tokens(PROMPTS)
+    with vllm.start(disk_of(tmp_path / "kv"), **arguments) as engine:
+        answers = engine.ask(PROMPTS)
+    assert [answer.num_cached for answer in answers] == [0] * 4
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_damaged_files_change_no_token(vllm, oracle, tmp_path):
+    with vllm.start(disk_of(tmp_path)) as engine:
+        engine.ask(PROMPTS)
+        engine.run(scenarios.settle_stores)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+    assert files
+    for path in files:
+        data = bytearray(path.read_bytes())
+        for place in range(50_000, len(data), 200_003):
+            data[place] ^= 0x55
+        path.write_bytes(data)
+    with vllm.start(disk_of(tmp_path)) as engine:
+        answers = engine.ask(PROMPTS)
+    assert [answer.tokens for answer in answers] == oracle.tokens(PROMPTS)
+    assert sum(answer.num_cached for answer in answers) < 4 * blocks_of(300)
+
+
+def test_kills_lose_nothing_durable(vllm, oracle, tmp_path):
+    """Kill the worker, the core or all processes under load. The next engine finds what was stored before the load."""
+    draws, expected = random.Random(7), oracle.tokens(PROMPTS)
+    noise = [prompt_of(720 + number % 8, 100 + 61 * number % 400) for number in range(200)]
+    for number in range(KILLS + 1):
+        with vllm.start(disk_of(tmp_path), executor="mp") as engine:
+            answers = engine.ask(PROMPTS)
+            assert [answer.tokens for answer in answers] == expected
+            if number:
+                assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4, f"after kill {number}"
+            else:
+                engine.run(scenarios.metric_after, "vllm:kvtier_moved_blocks purpose=store", 4 * 9)
+            if number < KILLS:
+                engine.send(scenarios.conversations, noise, number, max_tokens=20)
+                engine.wait(draws.uniform(0.0, 3.0))
+                victim = ("worker", "core", "all")[number % 3]
+                engine.kill_some(victim)
+                if victim != "core":  # vLLM's client does not notice this, with or without a connector
+                    with pytest.raises(VllmError, match=r"EngineDeadError|vLLM ended"):
+                        engine.receive()
+                engine.kill()
+
+
+@pytest.fixture(scope="module")
+def small(vllm, smollm2):
+    """SmolLM2 and arguments that give it a device cache of 12 blocks of 32 tokens."""
+    arguments = {"model": smollm2, "max_model_len": 352, "num_gpu_blocks_override": 12}
+    prompts = [prompt_of(number, 200) for number in range(740, 744)]
+    with vllm.start(None, **arguments, enable_prefix_caching=False) as engine:
+        yield arguments, prompts, engine.tokens(prompts)
+
+
+def test_smollm2_with_and_without_kvtier_is_equal(vllm, small, tmp_path):
+    """Rows 1, 2 and 9 of the plan with a real model: beyond the device cache, then after a restart from disk."""
+    arguments, prompts, expected = small
+    settings = connector(host_bytes="256MiB", stores=[{"url": f"disk:{tmp_path}?bytes=256MiB", "wait": "wait"}])
+    with vllm.start(settings, **arguments) as engine:
+        cold, warm = engine.ask(prompts), engine.ask(prompts)
+        metrics = engine.metrics()
+        engine.run(scenarios.settle_stores)
+    with vllm.start(settings, **arguments) as engine:
+        restarted = engine.ask(prompts)
+        again = engine.metrics()
+    assert [answer.tokens for answer in cold + warm + restarted] == expected * 3
+    assert [answer.num_cached for answer in cold + warm + restarted] == [0] * 4 + [blocks_of(200)] * 8
+    assert metrics["vllm:external_prefix_cache_hits"] == 4 * blocks_of(200)
+    assert again[FROM_DISK] == 4 * blocks_of(200)

@@ -1,0 +1,68 @@
+"""Several vLLM processes: a shared Redis, and the ranks of tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import vllm_scenarios as scenarios
+from vllm_support import VllmError, blocks_of, connector, prompt_of
+
+FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
+PROMPTS = [prompt_of(number) for number in range(800, 804)]
+
+
+def redis_of(port, prefix):
+    return connector(stores=[{"url": f"redis://127.0.0.1:{port}/0?prefix={prefix}", "wait": "wait"}])
+
+
+def test_engine_finds_what_another_engine_computed(vllm, oracle, redis_port):
+    settings = redis_of(redis_port, "shared:")
+    with vllm.start(settings) as one, vllm.start(settings, executor="mp") as other:
+        one.ask(PROMPTS)
+        one.run(scenarios.settle_stores)
+        answers = other.ask(PROMPTS)
+        found = other.metrics()["vllm:prompt_tokens_cached_by_source source=external_unspecified"]
+        one.send(scenarios.conversations, [prompt_of(810 + number, 300) for number in range(50)], 1, max_tokens=20)
+        one.wait(0.5)
+        one.kill()
+        with pytest.raises(VllmError):
+            one.receive()
+        later = other.ask([*PROMPTS, *(prompt_of(810 + number, 300) for number in range(8))])
+    assert [answer.tokens for answer in answers] == oracle.tokens(PROMPTS)
+    assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4
+    assert found == 4 * blocks_of(300)
+    asked = [*PROMPTS, *(prompt_of(810 + number, 300) for number in range(8))]
+    assert [answer.tokens for answer in later] == oracle.tokens(asked)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(vllm):
+    """Tokens of two ranks without a connector."""
+    with vllm.start(None, executor="mp", tensor_parallel_size=2) as engine:
+        return engine.tokens(PROMPTS)
+
+
+def test_two_ranks_give_the_tokens_of_two_ranks_alone(vllm, two_ranks):
+    """Every second load fails on rank 1 only: it is a miss on both ranks."""
+    faults = json.dumps({"fail_loads": 2, "rank": 1})
+    settings = connector(**FAULTY, verify_loads=True)
+    with vllm.start(settings, executor="mp", tensor_parallel_size=2, KVTIER_FAULTS=faults) as engine:
+        cold, warm = engine.ask(PROMPTS), engine.ask(PROMPTS)
+        assert engine.reset()
+        again = engine.ask(PROMPTS)
+        assert engine.run(scenarios.metric_after, "vllm:kvtier_failed_blocks purpose=load") > 0
+    assert [answer.tokens for answer in cold + warm + again] == two_ranks * 3
+    assert sum(answer.num_cached for answer in warm) > 0
+
+
+def test_two_ranks_read_what_one_rank_stored(vllm, two_ranks, tmp_path):
+    settings = connector(stores=[{"url": f"disk:{tmp_path}?bytes=64MiB", "wait": "wait"}], kv_shards=2)
+    with vllm.start(settings) as engine:
+        engine.ask(PROMPTS)
+        engine.run(scenarios.settle_stores)
+    with vllm.start(settings, executor="mp", tensor_parallel_size=2) as engine:
+        answers = engine.ask(PROMPTS)
+    assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4
+    assert [answer.tokens for answer in answers] == two_ranks

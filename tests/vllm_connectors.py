@@ -1,0 +1,74 @@
+"""KvtierConnector with faults, for `kv_connector_module_path`. Imported by vLLM processes only.
+
+The environment variable KVTIER_FAULTS has the initial Faults as JSON; scenarios change them in a running process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvtier.integrations.vllm.connector import KvtierConnector
+from kvtier.integrations.vllm.worker_side import WorkerSide
+from kvtier.memory.copy_paths import run_path
+from kvtier.memory.copy_plan import DST
+
+
+@dataclass
+class Faults:
+    """Faults of the copies between device and host."""
+
+    fail_loads: int = 0
+    """Every n-th load raises. 0: none."""
+    fail_saves: int = 0
+    rank: int = -1
+    """Only on this rank. -1: on all."""
+    num_loads: int = 0
+    num_saves: int = 0
+    loads_may_run: threading.Event = field(default_factory=threading.Event)
+    saves_may_run: threading.Event = field(default_factory=threading.Event)
+    """A copy waits for its event. Both are set at first."""
+
+    def __post_init__(self) -> None:
+        self.loads_may_run.set()
+        self.saves_may_run.set()
+
+
+class FaultyConnector(KvtierConnector):
+    """KvtierConnector whose copies can fail or wait."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.faults = Faults(**json.loads(os.environ.get("KVTIER_FAULTS", "{}")))
+        storages = [each.untyped_storage() for each in kv_caches.values()]
+        self._device_memory = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages]
+        super().register_kv_caches(kv_caches)
+
+    def make_worker(self, namespace: Any, cache: Any, sharding: Any) -> WorkerSide:
+        self._rank = sharding.rank
+        return WorkerSide(self._config, namespace, cache, sharding, mover=self._move)
+
+    def _move(self, path: Any, context: Any, pieces: Any) -> Any:
+        faults = self.faults
+        target = int(np.asarray(pieces.table)[DST][0])
+        if any(first <= target < end for first, end in self._device_memory):
+            faults.loads_may_run.wait()
+            faults.num_loads += 1
+            count, every, kind = faults.num_loads, faults.fail_loads, "load"
+        else:
+            faults.saves_may_run.wait()
+            faults.num_saves += 1
+            count, every, kind = faults.num_saves, faults.fail_saves, "save"
+        if every and count % every == 0 and faults.rank in (-1, self._rank):
+            raise RuntimeError(f"{kind} {count} fails, as the test demands")
+        return run_path(path, context, pieces)
+
+
+def faults_here() -> Faults:
+    """Return the faults of the connector's worker side in this process."""
+    return get_kv_transfer_group().faults
