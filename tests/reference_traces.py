@@ -22,7 +22,7 @@ class ReferenceTrace:
     """Policy -> hit rate at each capacity."""
     tolerance: float
     ghost_error: float
-    """Largest accepted error estimate of the ghost cache. It is larger for a short trace, which is a small sample."""
+    """Largest accepted error estimate of the ghost cache. A short trace is a small sample and needs a higher limit."""
 
     @property
     def requests(self) -> tuple[TraceRequest, ...]:
@@ -47,9 +47,9 @@ def _committed() -> ReferenceTrace:
 
 
 def _conversation(path: str) -> ReferenceTrace:
-    """Return the conversation trace. An independent simulator computed the hit rates, to four digits.
+    """Return the conversation trace. An independent simulator computed the hit rates to four digits.
 
-    Its policies are LRU, FIFO that evicts leaves first, and Belady with bypass.
+    The policies of the simulator are LRU, FIFO that evicts leaves first, and Belady with bypass.
     """
     rates = {
         "lru": [0.0470, 0.1237, 0.2243, 0.3448, 0.3715, 0.3795],

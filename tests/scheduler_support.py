@@ -1,4 +1,4 @@
-"""A simulated device for tests of the scheduler. It checks that the slots of a row hold the KV of its prefix."""
+"""A simulated device for tests of the scheduler. It checks that the slots of a row hold the KV of the row's prefix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""Result of a row whose loads failed. The scheduler must ignore it; the simulated model never samples token 77."""
+"""Result of a row whose loads failed. The scheduler must ignore it. The simulated model never samples token 77."""
 
 
 class Device:
@@ -136,14 +136,14 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
-                "more slots than the step needs"
+                "a new request has more slots than the step needs"
             )
     for request in (*step.preempted, *step.refused):
         assert (request.allocation, request.num_computed, request.draft) == (None, 0, ())
     assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)
     assert all(request.prefetch is None for request in step.refused)
     places = [(row.request not in ran, row.request in ran and not row.request.is_generating) for row in rows]
-    assert places == sorted(places), "order: generating requests, started prompts, new prompts"
+    assert places == sorted(places), "rows must be in the order generating requests, started prompts, new prompts"
     if step.preempted:
         assert all(row.request in ran for row in rows), "a step with a preemption admitted a request"
     elif step.num_tokens < limits.max_step_tokens:

@@ -32,7 +32,7 @@ def definitions(path: str) -> frozenset[str]:
 
 
 def references(text: str) -> list[tuple[str, str]]:
-    """Return every reference as (file, name). A method without a file belongs to the file named before it."""
+    """Return every reference as (file, name). A method without a file belongs to the last file named before it."""
     found, path = [], ""
     for match in re.finditer(rf"{_FILE}\s+`([\w.]+)`(?:,\s+`([\w.]+)`)?|{_METHOD}", text):
         path = match[1] or path
@@ -50,7 +50,7 @@ def steps(heading: str) -> list[str]:
     return re.split(r"^\d+\. ", section(heading), flags=re.M)[1:]
 
 
-def test_architecture_references_name_existing_definitions():
+def test_references_in_architecture_page_exist():
     found = references(TEXT)
     assert len(found) > 50
     missing = [f"{path} {name}" for path, name in found if not (ROOT / path).is_file() or name not in definitions(path)]
@@ -76,7 +76,7 @@ def test_class_names_without_file_are_defined_in_src():
 def test_walkthrough_steps_are_numbered_and_refer_to_code(heading):
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", section(heading), re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
-    without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last step may lack a reference
+    without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last step needs no reference
     assert without_code == []
 
 

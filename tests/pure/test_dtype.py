@@ -45,7 +45,7 @@ def test_all_dtypes_have_expected_bits():
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_dtype_lookup_by_name_and_numpy_type(name):
+def test_dtype_is_found_by_name_and_by_numpy_type(name):
     found = dt.dtype(name)
     assert found.name == name == str(found)
     assert dt.dtype(found) is found
@@ -55,7 +55,7 @@ def test_dtype_lookup_by_name_and_numpy_type(name):
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_dtype_numpy_matches_numpy_or_ml_dtypes(name):
+def test_numpy_type_of_dtype_is_from_numpy_or_ml_dtypes(name):
     assert dt.dtype(name).numpy == np.dtype(NUMPY[name])
 
 
@@ -67,7 +67,7 @@ def test_packed_dtype_has_several_elements_per_byte(name, per_byte):
 
 
 @pytest.mark.parametrize("name", UNPACKED)
-def test_unpacked_dtype_item_bytes_equal_numpy_itemsize(name):
+def test_item_size_of_unpacked_dtype_equals_numpy_item_size(name):
     unpacked = dt.dtype(name)
     assert not unpacked.is_packed
     assert (unpacked.per_byte, unpacked.item_bytes) == (1, np.dtype(NUMPY[name]).itemsize)
@@ -94,19 +94,19 @@ def test_nbytes_equals_numpy_packbits_size(element, count):
 
 
 @given(any_type, st.integers(max_value=-1))
-def test_nbytes_negative_count_raises(element, count):
+def test_nbytes_of_negative_count_raises(element, count):
     with pytest.raises(RangeError, match=rf"{element}.* {count}$"):
         element.nbytes(count)
 
 
 @given(any_type, counts)
-def test_offset_bytes_on_byte_boundary_equals_bit_offset(element, count):
+def test_byte_offset_on_byte_boundary_is_bit_offset_over_eight(element, count):
     start = count * element.per_byte
     assert element.offset_bytes(start) * 8 == start * BITS[element.name]
 
 
 @given(packed_type, counts, st.data())
-def test_offset_bytes_inside_byte_raises(element, whole_bytes, data):
+def test_byte_offset_of_element_inside_byte_raises(element, whole_bytes, data):
     per_byte = 8 // BITS[element.name]
     index = whole_bytes * per_byte + data.draw(st.integers(1, per_byte - 1))
     with pytest.raises(ArgumentError, match=rf"element {index} of {element} .*every {per_byte} elements"):
@@ -114,7 +114,7 @@ def test_offset_bytes_inside_byte_raises(element, whole_bytes, data):
 
 
 @given(any_type, st.integers(1, 1 << 40))
-def test_offset_bytes_negative_index_raises(element, before):
+def test_byte_offset_of_negative_index_raises(element, before):
     with pytest.raises(RangeError, match=f"-{before * element.per_byte}"):
         element.offset_bytes(-before * element.per_byte)
 
@@ -122,18 +122,18 @@ def test_offset_bytes_negative_index_raises(element, before):
 @pytest.mark.parametrize(
     "name", ["", "null", "f8", "int4", "BF16", "float", "fp6", "complex64", np.complex64, "u6", object, "void8"]
 )
-def test_dtype_unknown_name_raises_with_known_names(name):
+def test_error_for_unknown_dtype_lists_known_names(name):
     with pytest.raises(DTypeError, match=r"unknown element type .* known: bool, u8, .*fp4"):
         dt.dtype(name)
 
 
-def test_dtype_none_raises():
+def test_dtype_of_none_raises():
     # np.dtype(None), in contrast, returns float64
     with pytest.raises(DTypeError):
         dt.dtype(None)
 
 
-def test_dtype_other_byte_order_raises():
+def test_numpy_type_with_foreign_byte_order_raises():
     swapped = np.dtype(np.int32).newbyteorder()
     with pytest.raises(DTypeError, match=r"byte order|unknown"):
         dt.dtype(swapped)
@@ -145,7 +145,7 @@ def test_dtypes_compare_by_value():
     assert dt.null not in dt.ALL
 
 
-def test_missing_ml_dtypes_error_names_package_and_dtype():
+def test_error_without_ml_dtypes_names_package_and_dtype():
     code = """
 import sys
 sys.modules["ml_dtypes"] = None

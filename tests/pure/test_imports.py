@@ -17,7 +17,7 @@ def run_python(code: str) -> None:
 
 
 def docstring_tree() -> dict[str, set[str]]:
-    """Return the names of the base classes by class name, as drawn in the docstring of errors.py."""
+    """Parse the class tree in the docstring of errors.py. Return the names of the base classes by class name."""
     tree: dict[str, set[str]] = {}
     open_branches: list[tuple[int, str]] = []
     for line in errors.__doc__.splitlines():
@@ -36,7 +36,7 @@ def docstring_tree() -> dict[str, set[str]]:
 TREE = docstring_tree()
 
 
-def test_base_modules_import_if_torch_is_missing():
+def test_base_modules_can_be_imported_without_torch():
     run_python(
         "import sys; sys.modules['torch'] = None\n"
         "import kvtier, kvtier.dtype, kvtier.errors\n"
@@ -85,6 +85,6 @@ def test_exception_is_subclass_of_builtin(name, builtin):
     assert issubclass(getattr(errors, name), builtin)
 
 
-def test_copy_error_carries_entry_index():
+def test_copy_error_contains_index_of_entry():
     assert errors.CopyError("entry 7", index=7).index == 7
     assert errors.CopyError("entry unknown").index is None

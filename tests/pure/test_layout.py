@@ -14,7 +14,7 @@ LLAMA_8B = CacheGroup.attention("main", 32, 8, 128, "bf16", 16)
 DEEPSEEK = CacheGroup.mla("main", 61, 576, "bf16", 16)
 
 
-def test_block_bytes_of_known_models():
+def test_block_sizes_of_known_models_are_correct():
     assert LLAMA_8B.block_bytes == 2 << 20
     assert DEEPSEEK.block_bytes == 61 * 576 * 2 * 16
     assert CacheGroup.attention("main", 28, 8, 128, "bf16", 16).block_bytes == 28 * 2 * (32 << 10)
@@ -30,7 +30,7 @@ def test_layer_and_block_sizes_are_sums_of_tensor_sizes():
     assert group.span(range(1, 3)).nbytes == 2 * group.layers[0].nbytes
 
 
-def test_draft_layers_join_group_and_window_has_its_own_group():
+def test_draft_layers_can_be_added_to_group():
     draft = CacheGroup.attention("draft", 1, 4, 64, "bf16", 16)
     window = CacheGroup.attention("window", 8, 8, 128, "bf16", 16, window_tokens=1024)
     layout = KVLayout(16, (LLAMA_8B.with_layers(draft.layers), window))
@@ -107,7 +107,7 @@ def test_invalid_layout_raises():
         LLAMA_8B.tensor_span(3, "scale")
 
 
-def test_describe_is_json_and_distinguishes_layouts():
+def test_layout_description_is_json_and_differs_by_layout():
     one, two = KVLayout(16, (LLAMA_8B,)), KVLayout(16, (CacheGroup.attention("main", 32, 8, 128, "f16", 16),))
     assert json.loads(json.dumps(one.describe())) == one.describe()
     assert one.describe() == KVLayout(16, (LLAMA_8B,)).describe() != two.describe()

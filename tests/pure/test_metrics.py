@@ -1,4 +1,4 @@
-"""Compare rendered metrics with the parser and the counters of prometheus_client."""
+"""Parse rendered metrics with prometheus_client, and compare the values with counters of prometheus_client."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_prometheus_client_parses_rendered_values(text, counts, level, observed)
     assert found["kvtier_took_sum", frozenset()] == pytest.approx(math.fsum(observed), rel=1e-9, abs=1e-3)
 
 
-def test_rendered_values_equal_those_of_prometheus_client():
+def test_rendered_values_equal_values_of_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
     observed = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)
@@ -139,7 +139,7 @@ def test_concurrent_updates_are_counted_and_reads_are_consistent():
     assert not inconsistent
 
 
-def test_before_render_callback_updates_counter():
+def test_callback_updates_counter_before_render():
     registry = Registry()
     elsewhere = {"total": 3}
     counter = registry.counter("e_total", "E.").of()

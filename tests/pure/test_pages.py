@@ -17,18 +17,18 @@ OUTSIDE = re.compile(r"\.\./" + r"shared|seeds" + r"/")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_page_link_targets_exist(page):
+def test_targets_of_links_exist(page):
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_contributing_make_targets_exist():
+def test_make_targets_in_contributing_page_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     mentioned = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
     assert {"venv", "check", "test", "bench"} <= mentioned <= targets
 
 
-def test_contributing_paths_exist():
+def test_paths_in_contributing_page_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     paths = re.findall(r"`((?:docs|tests|benchmarks)/[\w./-]+)`|pytest ([\w./]+) ", text)
     assert [path for pair in paths for path in pair if path and not (ROOT / path).exists()] == []
@@ -52,7 +52,7 @@ def test_decision_record_has_required_parts(path):
     assert len(text.splitlines()) <= 50
 
 
-def test_changelog_has_unreleased_and_a_dated_release():
+def test_changelog_has_unreleased_and_dated_headings():
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])

@@ -52,7 +52,7 @@ def test_every_row_of_security_test_table_is_parsed():
     assert len(section.splitlines()) - 2 == len(NAMED)
 
 
-def test_security_page_limits_equal_server_defaults(options):
+def test_limits_on_security_page_equal_server_defaults(options):
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| (?:`(--[a-z-]+)`)? *\|", SECURITY, re.MULTILINE)
     assert {name: default for name, default, _ in rows} == {name: format_default(name, LIMITS[name]) for name in LIMITS}
     assert {flag: options[flag] for _, _, flag in rows if flag} == {

@@ -1,4 +1,4 @@
-"""Limits on src: size, unique class names, function lengths, import cycles and missing docstrings."""
+"""Check that src is within its size limits. Class names are unique, functions are short, and imports have no cycle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-# A commit that adds a capability may raise the next three limits if its message states the reason.
+# A commit that adds a capability may raise the next three limits if the commit message states the reason.
 MAX_FILES = 200
 MAX_LINES = 34_300
 MAX_CLASSES = 430
@@ -31,7 +31,7 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def imports(name: str, tree: ast.Module) -> set[str]:
-    """Return the modules of src that `name` imports at import time. Ignore imports under TYPE_CHECKING."""
+    """Return the modules of src that loading the module `name` imports. Ignore imports under TYPE_CHECKING."""
     known = {module.removesuffix(".__init__") for module in trees()}
     found: set[str] = set()
     todo: list[ast.stmt] = list(tree.body)
@@ -93,7 +93,7 @@ def test_imports_have_no_cycle():
 
 
 def test_exported_names_have_docstrings():
-    """Only the public API needs docstrings. Elsewhere, names and types may suffice."""
+    """Only the public API needs docstrings. Elsewhere, names and types can suffice."""
     public = {}
     for name, tree in trees().items():
         for node in tree.body:

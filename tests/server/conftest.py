@@ -1,4 +1,4 @@
-"""Fixtures: a shared server for tests that do not stop it, and a function that starts further servers."""
+"""Provide a server for all tests that do not stop it, and a function that starts further servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDE
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """Yield a server without keys that no test stops. Its log must contain no unhandled exception."""
+    """Yield a server without API keys. Tests must not stop it. Its log must contain no unhandled exception."""
     from server_support import ServerProcess
 
     log = tmp_path_factory.mktemp("server") / "log"
@@ -31,7 +31,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path) -> Iterator[Callable]:
-    """Return `start(*arguments, env=...)`, which starts a server with the tiny model and stops it after the test."""
+    """Yield a function that starts a server with the tiny model. All servers are stopped after the test."""
     from server_support import ServerProcess
 
     started = []

@@ -1,4 +1,4 @@
-"""Transfers in flight on several ranks, and block masks compared with a reference."""
+"""Check transfers in flight on several ranks, and compare operations on block masks with a reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MASKS = st.lists(st.integers(0, 1), max_size=12).map(bytes)
 
 
 @given(MASKS, st.integers(0, 5), st.integers(0, 1))
-def test_mask_runs_match_reference(mask, start, value):
+def test_runs_in_mask_equal_reference(mask, start, value):
     expected, at = [], start
     for each, group in itertools.groupby(mask):
         count = len(list(group))
@@ -29,13 +29,13 @@ def test_mask_runs_match_reference(mask, start, value):
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=12))
-def test_mask_and_matches_reference(pairs):
+def test_intersection_of_masks_equals_reference(pairs):
     one, other = (bytes(column) for column in zip(*pairs, strict=True))
     assert mask_and(one, other) == bytes(a & b for a, b in pairs)
 
 
 def two_ranks() -> tuple[CacheManager, TransferRequest]:
-    """Return a manager for two ranks and its planned save of three blocks."""
+    """Return a manager for two ranks, and the save of three blocks that the manager has planned."""
     config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), always_load=True)
     manager = CacheManager(NAMESPACE, config, num_ranks=2)
     allocation = manager.match(prompt(1, 3))
@@ -84,7 +84,7 @@ def test_transfer_completes_when_all_ranks_have_reported():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_block_counts_as_saved_only_if_all_ranks_saved_it(order):
+def test_block_is_saved_only_if_all_ranks_saved_it(order):
     manager, save = two_ranks()
     outcomes = (
         TransferResult(save.id, False, 0, 0.1, "", b"\1\1\0"),
@@ -98,7 +98,7 @@ def test_block_counts_as_saved_only_if_all_ranks_saved_it(order):
     manager.check()
 
 
-def test_report_with_wrong_mask_size_or_rank_raises():
+def test_report_with_wrong_mask_size_or_wrong_rank_raises():
     manager, save = two_ranks()
     for arrived in (b"\1", b"\1" * 4):
         with pytest.raises(ArgumentError, match="has 3 blocks"):
@@ -124,7 +124,7 @@ def test_probe_completes_when_all_ranks_have_answered():
     assert transfers.on_probe_result(0, second)
 
 
-def test_report_of_save_from_before_reset_is_ignored():
+def test_report_for_save_planned_before_reset_is_ignored():
     manager, save = two_ranks()
     manager.reset()
     assert manager.plan().epoch == manager.transfers.epoch

@@ -1,4 +1,4 @@
-"""Requests in CacheManager: loads, failures, ranks, prompt identities and message sizes."""
+"""Check the loads and failures of requests in CacheManager, prompt identities and the sizes of messages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ IDENTITIES = {
 }
 
 
-def test_prompts_with_different_identities_share_no_block():
+def test_prompts_share_only_blocks_before_first_difference():
     """Serve the same tokens under nine identities. Evictions between the requests make every tier serve blocks."""
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
     first = {name: lab.serve(chain).num_cached_tokens for name, chain in chains.items()}
-    # prompts of the same tenant share the block before the image
+    # prompts with the same tenant share the block before the image
     shared = {"cat": BLOCK, "dog": BLOCK, "cat at later position": BLOCK, "tenant and cat": BLOCK}
     assert first == {name: shared.get(name, 0) for name in IDENTITIES}
     assert len(lab.worker.stores["disk"]) == 4 * 9 - 4
@@ -45,7 +45,7 @@ def test_prompts_with_different_identities_share_no_block():
             assert allocation.tokens_from == {"disk": 4 * BLOCK, "host": 0, "device": 0}
     for chain in chains.values():
         lab.evict("device")
-        lab.serve(chain)  # reads host and store; Lab verifies every block
+        lab.serve(chain)  # reads blocks from host memory and from the store. Lab verifies each block
 
 
 def test_finished_load_makes_blocks_ready_for_other_requests():
@@ -74,7 +74,7 @@ def test_request_for_blocks_being_loaded_waits_for_load():
     one = lab.manager.match(prompt(1, 4))
     lab.manager.allocate(one, 17)
     two = lab.manager.match(prompt(1, 4))
-    assert lab.manager.allocate(two, 4 * BLOCK) is None  # needs only the slots of the matched blocks
+    assert lab.manager.allocate(two, 4 * BLOCK) is None  # `two` needs slots only for the matched blocks
     assert not lab.manager.is_ready(two)
     lab.plan()
     lab.run_workers()
@@ -130,7 +130,7 @@ def test_request_that_ends_during_load_releases_all_leases(how, when):
 
 
 def test_host_slots_of_load_are_not_reused_before_report():
-    """The host tier is full, so that the source slots of the load would be evicted next."""
+    """The host tier is full, so a save would have to evict the blocks that the load reads."""
     lab = Lab(20, host=HostConfig(4))
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -138,7 +138,8 @@ def test_host_slots_of_load_are_not_reused_before_report():
     lab.manager.allocate(allocation, 17)
     other = lab.start(prompt(2, 4))
     lab.compute(other)
-    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]  # no free host slot to save `other`
+    # `other` is not saved, because no host slot is free
+    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]
     lab.settle()
     assert lab.manager.is_ready(allocation)
     lab.verify(allocation)
@@ -250,7 +251,7 @@ def test_requests_finish_under_any_wait_policy(wait):
     assert lab.manager.tree.num_leases == 0
 
 
-def test_request_records_token_sources_and_load_decision():
+def test_request_keeps_sources_of_tokens_and_load_decision():
     lab = Lab(20, stores=[disk()], always_load=False)
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for name in ("first", "second"):
@@ -267,7 +268,7 @@ def test_request_records_token_sources_and_load_decision():
 
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
-    """Serve a prompt from all tiers. Return the maximum pickled sizes of its plans, reports and chain."""
+    """Serve a prompt from all tiers. Return the sizes of its largest pickled plan, its largest report and its chain."""
     big = WritebackConfig(WritePolicy.THROUGH, max_blocks=1 << 20)
     lab = Lab(
         2 * num_blocks + 2,
@@ -304,7 +305,7 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """A plan has at most 60 bytes per block: 32 for the key, 16 for the digest and 4 or 8 for the slots.
+    """A plan has at most 60 bytes per block, because key, digest and slots need 32, 16 and 4 or 8 bytes.
 
     A report has at most 34 bytes per block, and a chain has 4 bytes per token.
     """

@@ -1,4 +1,4 @@
-"""Saving of blocks to lower tiers: write policies, budgets, size limits and resets."""
+"""Check the write policies, budgets and size limits for saves to lower tiers, and saves after resets."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_save_under_host_quota_keeps_leading_blocks():
 
 @pytest.mark.parametrize("above", WritePolicy)
 @pytest.mark.parametrize("below", WritePolicy)
-def test_reused_blocks_reach_store_under_any_write_policies(above, below):
-    """low_share=1 makes write-back save as soon as a request finishes."""
+def test_reused_blocks_reach_store_under_all_write_policies(above, below):
+    """With low_share=1, the write-back policy saves blocks as soon as a request finishes."""
     host = HostConfig(20, saving=WritebackConfig(above, low_share=1.0))
     lab = Lab(20, host=host, stores=[disk(saving=WritebackConfig(below, low_share=1.0))])
     lab.serve(prompt(2, 1))
@@ -97,7 +97,7 @@ def test_saving_budget_limits_blocks_per_second():
     assert started == [4, 2, 2, 4, 4, 0]  # unused budget accumulates for at most one second
 
 
-def test_saving_budget_below_one_block_per_second_saves():
+def test_budget_below_one_block_per_second_allows_saves():
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(blocks_per_second=0.5)))
     lab.compute(lab.start(prompt(1, 4)))
     started = [sum(transfer.num_blocks for transfer in lab.plan(1.0).transfers) for _ in range(6)]
@@ -116,7 +116,7 @@ def test_free_share_keeps_part_of_each_tier_free(share):
     assert lab.num_in("host", prompt(5, 4)) == 4
 
 
-def test_save_all_saves_thousands_of_prompts():
+def test_call_of_save_all_saves_thousands_of_prompts():
     """Most prompts are already in host memory. The prompts that are only in device memory are saved too."""
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])

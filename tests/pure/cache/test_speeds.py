@@ -19,7 +19,7 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
-    """Return the non-negative costs that minimize the sum of squares, and the minimum. Try every subset of costs."""
+    """Return the non-negative costs with the least sum of squared errors, and this sum. Try every subset of costs."""
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
     y = np.array([seconds for _, seconds in samples]) * weights
@@ -51,7 +51,7 @@ def timed_samples(draw):
     samples = []
     for _ in range(draw(st.integers(num_amounts + 2, 40))):
         amounts = [source.uniform(0.1, 10.0) for _ in range(num_amounts)]
-        if num_amounts == 2:  # correlated like tokens and attended tokens
+        if num_amounts == 2:  # correlate the two amounts, as the numbers of tokens and of attended tokens are
             amounts[1] = amounts[1] * (1 - correlation) + amounts[0] * correlation
         seconds = true[0] + sum(cost * amount for cost, amount in zip(true[1:], amounts, strict=True))
         samples.append((amounts, max(0.0, seconds + source.gauss(0, noise))))
@@ -90,7 +90,10 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
-    """Amounts (10, 50) that take 2 s may cost 2 s in total, 0.2 s per unit of the first or 0.04 s of the second."""
+    """Three cost models explain that the amounts (10, 50) take 2 s.
+
+    The costs are 2 s per transfer, 0.2 s per unit of the first amount, or 0.04 s per unit of the second amount.
+    """
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
         for _ in range(count):
@@ -200,7 +203,7 @@ class Machine:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_cost_model_learns_faster_choice_from_12_requests(seed):
-    """At least 95 % of the choices are right, which means at most 10 % slower than the other choice."""
+    """At least 95 % of the choices are right. A choice is right if it is at most 10 % slower than the other choice."""
     lengths = (48, 96, 192, 384, 768, 1536)
     right = []
     for latency in (0.0, 0.005, 0.02, 0.05, 0.1, 0.25):
@@ -228,7 +231,7 @@ def with_measured_costs(lab: Lab, load: float, compute: float) -> Lab:
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
-def test_host_blocks_are_loaded_only_if_faster(is_faster):
+def test_host_blocks_are_loaded_only_if_faster_than_computing(is_faster):
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
@@ -253,7 +256,7 @@ def test_decision_counts_only_blocks_missing_on_device():
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
-def test_store_blocks_are_fetched_only_if_faster(is_faster):
+def test_store_blocks_are_fetched_only_if_faster_than_computing(is_faster):
     lab = Lab(20, stores=[disk()], always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.reset()
@@ -264,7 +267,7 @@ def test_store_blocks_are_fetched_only_if_faster(is_faster):
     assert ("recompute" in str(fetch.decision)) != is_faster
 
 
-def test_failed_transfer_is_not_observed():
+def test_cost_model_ignores_failed_transfer():
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
@@ -274,7 +277,7 @@ def test_failed_transfer_is_not_observed():
 
 
 def test_cost_model_tries_slow_link_again():
-    """Without trials, one slow sample would prevent all later loads, so that no faster sample could follow."""
+    """Without trials, one slow sample would prevent all later loads, and the model would see no faster sample."""
     speeds = CostModel()
     link = (Route.HOST_TO_DEVICE, "")
     speeds.observe_transfer(link, 1, 10.0)
@@ -292,7 +295,7 @@ def test_cost_model_tries_slow_link_again():
 
 
 def test_each_trial_of_slow_link_costs_one_load():
-    """A trial must not reset the fit, because a model with a single sample would also load other sizes."""
+    """A trial must not reset the fit, because a model with a single sample would also load blocks in other numbers."""
     speeds, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
         speeds.observe_transfer(link, count, 1.0 + 0.01 * count)
@@ -318,8 +321,8 @@ def trial_decisions():
 
 
 @pytest.mark.parametrize("exponent", range(1, 14))
-def test_fit_to_nearly_collinear_amounts_stays_in_range(exponent):
-    """Some amounts count as collinear and others do not. Noise makes some unconstrained costs negative."""
+def test_prediction_for_nearly_collinear_amounts_is_in_range(exponent):
+    """The amounts count as collinear if the exponent is large. Noise makes some unconstrained costs negative."""
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):
         fit = OnlineLeastSquares(2, in_doubt)

@@ -14,7 +14,10 @@ from kvtier.index.policies import ARC
 
 
 class Blocks:
-    """A cache of single blocks with an eviction policy. Like the tree, it withdraws a used node and offers it again."""
+    """A cache of single blocks with an eviction policy.
+
+    On each use, the cache withdraws the node from the policy and offers the node again, as the tree does.
+    """
 
     def __init__(self, policy: ARC, capacity: int) -> None:
         self.policy, self.capacity, self.time = policy, capacity, 0
@@ -101,7 +104,7 @@ def test_arc_hit_rate_matches_reference(kind, capacity):
     assert hits == pytest.approx(sum(plain.access(x) for x in uses), rel=0.05)
 
 
-def test_arc_scan_does_not_evict_reused_blocks():
+def test_arc_keeps_reused_blocks_during_scan():
     cache = Blocks(ARC(), 100)
     for _ in range(3):
         for name in range(50):

@@ -1,4 +1,4 @@
-"""Events of the index, and a router that rebuilds the contents of the index from its events."""
+"""Check the events of the index. A router rebuilds the contents of the index from the events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def token_bytes(*blocks: int) -> bytes:
 
 
 class Router:
-    """Rebuilds the contents of the index from its events."""
+    """Rebuilds the contents of the index from the events of the index."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -51,7 +51,7 @@ class Router:
         return events
 
     def matched(self, chain: Chain, tier: str) -> int:
-        """Count the leading blocks of a chain that a tier holds. Find each block by parent key and tokens."""
+        """Return the number of leading blocks of the chain in the tier. Find each block by parent key and tokens."""
         above, found = chain.namespace.root_key(chain.salt, chain.adapter), 0
         below = {content: key for key, content in self.present.get(tier, {}).items()}
         while found < chain.num_blocks and (above, chain.label(found)) in below:
@@ -91,7 +91,7 @@ def test_extended_request_publishes_only_new_blocks():
     assert router.take() == [BlocksStored("device", one, two, token_bytes(2))]
 
 
-def test_lookup_split_or_duplicate_publishes_no_event():
+def test_lookup_or_duplicate_block_publishes_no_event():
     tree, router = tree_and_router()
     first, second = begin(tree, 1, 2, 3), begin(tree, 1, 2, 3)
     tree.publish(first, 3 * BLOCK)
@@ -161,7 +161,7 @@ def test_failed_or_dropped_copy_publishes_no_stored_event():
     assert router.take() == []
 
 
-def test_recomputed_host_block_publishes_device_event():
+def test_recomputing_host_block_publishes_device_event():
     tree, router = tree_and_router()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)

@@ -1,4 +1,4 @@
-"""Regression tests of the index for defects of FastDeploy's Cache Manager V1.
+"""Check that the index does not have the defects of FastDeploy's Cache Manager V1.
 
 tests/ancestors.toml lists every defect.
 """
@@ -65,7 +65,7 @@ def test_block_copied_back_to_device_is_evictable():
     check_tree(tree, [])
 
 
-def test_other_image_changes_keys_from_its_first_block_on():
+def test_different_image_changes_its_blocks_and_later_blocks():
     chains = [chain_of(1, 2, 3, media=[MediaItem(BLOCK + 1, 2, digest)]) for digest in (b"cat", b"dog")]
     cat, dog = (chain.keys() for chain in chains)
     assert cat[:32] == dog[:32]
@@ -107,14 +107,14 @@ def test_pickled_index_values_do_not_contain_tree():
     assert pickle.loads(pickle.dumps(tree.explain(lease))) == tree.explain(lease)
 
 
-def test_free_slots_are_all_slots_that_are_not_used():
+def test_free_slots_returns_all_unused_slots():
     pool = BlockPool("device", 8)
     taken = set(pool.allocate(3).ids.tolist())
     assert isinstance(pool.free_slots(), np.ndarray)
     assert set(pool.free_slots().tolist()) == set(range(8)) - taken
 
 
-def test_reset_frees_all_slots_except_those_of_leases():
+def test_reset_frees_all_slots_without_lease():
     tree = tree_of(8, 8)
     run_and_copy_to_host(tree, 1, 2)
     old = begin(tree, 1, 2, 3)
@@ -224,7 +224,7 @@ def test_path_is_evicted_from_its_end(policy):
 
 
 def test_path_over_several_tiers_is_in_block_order():
-    """The four blocks are on host, device, host and both tiers. Table and path contain one entry per block."""
+    """The four blocks are on the host, device, host, and on both. Table and path contain one entry per block."""
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
     tree.publish(lease, 4 * BLOCK)
@@ -293,7 +293,7 @@ def test_slots_are_not_reused_while_they_are_read():
 
 
 def test_block_is_matched_only_after_all_its_tokens_are_computed():
-    """The computed chunk ends inside block 1, so that another request in the same step matches only block 0."""
+    """The computed chunk ends inside block 1. Therefore another request in the same step matches only block 0."""
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     assert matched(tree, 1, 2) == 0
@@ -346,7 +346,7 @@ def test_copy_is_readable_only_after_successful_write():
 
 
 def test_equal_slot_numbers_in_two_tiers_do_not_collide():
-    """The block is in host slot 0 and is recomputed into device slot 0. Neither slot may leak."""
+    """The block is in host slot 0 and is recomputed into device slot 0. Evictions must free both slots."""
     tree = tree_of(1, 1)
     run_and_copy_to_host(tree, 1)
     tree.evict(tree.tiers[0], 1)

@@ -1,4 +1,4 @@
-"""Compare GhostCache and its shadow caches with naive caches and exact replays, and check its memory limit."""
+"""Compare shadow caches with naive caches, and estimates of GhostCache with exact replays. Check its memory limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: 
 @pytest.mark.parametrize("fifo", [False, True])
 @given(requests=paths(), data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_stack_hits_equal_naive_cache_of_each_size(fifo, requests, data):
+def test_stack_hits_equal_naive_cache_hits_for_each_size(fifo, requests, data):
     grew = data.draw(st.lists(st.booleans(), min_size=len(requests), max_size=len(requests)))
     shadow = Stack(SIZES, fifo=fifo)
     cut = len(requests) // 2
@@ -62,7 +62,7 @@ def test_stack_hits_equal_naive_cache_of_each_size(fifo, requests, data):
 
 @given(requests=paths())
 @settings(max_examples=100, deadline=None)
-def test_s3fifo_marks_are_bounded_and_hit_if_cache_is_large(requests):
+def test_s3fifo_shadow_is_bounded_and_misses_only_new_marks(requests):
     for size in SIZES:
         cache = S3FIFOMarks(size)
         seen: set[int] = set()
@@ -167,7 +167,7 @@ def test_ghost_separates_tenants_adapters_and_media():
     ), "the blocks before the image must hit"
 
 
-def test_ghost_ignores_prompts_shorter_than_sample():
+def test_ghost_ignores_prompts_shorter_than_sampled_block():
     ghost = GhostCache(16, 100, capacities=[1000])
     ghost.record(Chain(Namespace("m", block_tokens=16), range(100)), 0)
     assert [found.error for found in ghost.curve()] == [1.0, 1.0]
@@ -182,7 +182,7 @@ def test_ghost_memory_is_bounded():
         for number in range(first, first + 4 * 1024):
             ghost.record(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
         ghost.curve()
-        # count only allocations of the index, because other threads allocate memory too
+        # count only allocations by the index, because other threads allocate memory too
         ours = tracemalloc.Filter(True, str(Path(kvtier.index.__file__).parent / "*"))
         snapshot = tracemalloc.take_snapshot().filter_traces([ours])
         return sum(entry.size for entry in snapshot.statistics("filename"))
@@ -205,7 +205,7 @@ def test_ghost_with_invalid_arguments_raises():
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_skipping_repeated_requests_does_not_change_curve(requests):
-    """Compare the fast path, which skips repeated requests, with a ghost cache that plays every request."""
+    """Compare the fast path, which skips repeated requests, with a ghost cache that records every request."""
     namespace = Namespace("model", block_tokens=512)
     fast, slow = (GhostCache(512, 8, capacities=(1, 2, 4, 16), rate=1.0) for _ in range(2))
     for shadow in slow._shadows.values():

@@ -50,7 +50,7 @@ def test_keys_equal_definition(tokens, media, salt, adapter, block_tokens):
 
 
 @given(st.lists(TOKENS, max_size=6), ITEMS, st.data())
-def test_chain_grown_by_append_has_keys_of_whole_chain(parts, media, data):
+def test_append_yields_same_keys_as_chain_of_all_tokens(parts, media, data):
     items = [MediaItem(*item) for item in media]
     chain = Chain(Namespace("m", block_tokens=3), parts[0] if parts else (), media=items)
     for part in parts[1:]:
@@ -65,7 +65,7 @@ def test_chain_grown_by_append_has_keys_of_whole_chain(parts, media, data):
     assert chain.keys(chain.num_blocks // 2) == whole.keys()[: chain.num_blocks // 2 * KEY_BYTES]
 
 
-def test_keys_for_more_than_all_full_blocks_raises():
+def test_keys_of_more_blocks_than_chain_has_raises():
     with pytest.raises(RangeError, match="keys of 3 blocks; the chain has 2"):
         Chain(Namespace("m", block_tokens=2), [1, 2, 3, 4, 5]).keys(3)
 
@@ -190,7 +190,7 @@ def test_token_changes_key_of_its_block_and_all_later_keys():
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
 
 
-def test_equal_blocks_have_different_keys_by_position():
+def test_equal_blocks_at_different_positions_have_different_keys():
     assert len(set(chain_keys([1] * 40))) == 10
 
 

@@ -1,4 +1,4 @@
-"""The reason that `explain` returns for a miss, and the size limit of the miss list."""
+"""Check the reason that `explain` returns for a miss, and the size limit of the miss list."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_miss_list_is_bounded_and_discards_oldest_entries(capacity):
     assert reasons == [MissReason.NEVER_SEEN] * (20 - capacity) + [MissReason.EVICTED] * capacity
 
 
-def test_miss_list_discards_first_blocks_that_left_the_tree():
+def test_miss_list_forgets_heads_of_blocks_outside_tree():
     misses = MissList(4)
     tree = tree_of(8, misses=misses)
     for number in range(1000):

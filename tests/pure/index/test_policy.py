@@ -1,4 +1,4 @@
-"""Compare each eviction policy with a naive implementation, then test it in the tree."""
+"""Compare each eviction policy with a naive implementation, then test the policy in the tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def node(
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
 @settings(max_examples=150, deadline=None)
-def test_victim_has_lowest_rank_and_was_offered_first(name, rank, actions):
+def test_victim_is_first_offered_node_of_lowest_rank(name, rank, actions):
     policy, nodes, time = make_policy(name), [node(i, created=i // 2) for i in range(12)], 0
     offered: dict[Node, int] = {}
     for which, action in actions:
@@ -133,7 +133,7 @@ def test_candidate_heap_discards_nodes_and_updates_ranks():
 
 
 class PlainS3FIFO:
-    """The published S3-FIFO algorithm for single blocks, with two queues, use counts up to 3 and a ghost queue."""
+    """The published S3-FIFO algorithm for single blocks. It has two queues, a ghost queue and use counters up to 3."""
 
     def __init__(self) -> None:
         self.small: deque[int] = deque()
@@ -172,7 +172,7 @@ class PlainS3FIFO:
             return name
 
 
-@example(  # a node evicted from the main queue counts as new
+@example(  # a node that returns after its eviction from the main queue counts as new
     accesses=[(2, 1), (1, 1), (1, 1), (2, 1), (0, 1), (2, 1), (2, 1), (0, 1)], capacity=2
 )
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=200), st.integers(1, 16))
@@ -201,7 +201,7 @@ def test_s3fifo_evicts_like_reference(accesses, capacity):
 
 
 def test_s3fifo_keeps_reused_nodes_during_scan():
-    """Reused nodes are not evicted while many new nodes are used once."""
+    """The scan uses many new nodes once. The policy must evict these nodes and not the reused nodes."""
     policy = S3FIFO()
     hot = [node(i, created=i, uses=1) for i in range(8)]
     for each in hot:
@@ -245,7 +245,7 @@ def test_cost_policy_evicts_cheap_and_rarely_used_nodes_first():
 
 
 def test_cost_policy_eventually_evicts_unused_nodes():
-    """Each eviction raises the rank of newer nodes, so that a valuable but unused node is evicted eventually."""
+    """Each eviction raises the rank of newer nodes. Therefore a valuable but unused node is evicted eventually."""
     policy = CostAware()
     once_hot = node(0, uses=9)
     policy.offer(once_hot)
@@ -265,7 +265,7 @@ def test_cost_policy_eventually_evicts_unused_nodes():
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_fifo_evicts_leaves_by_creation_time(requests):
-    """A request publishes all its blocks at once, so that each block has the creation time of its first request."""
+    """A request publishes all its blocks at once. A block is created by the first request that contains the block."""
     tree, created = tree_of(8, policy="fifo"), {}
     for time, request in enumerate(requests):
         blocks = [request[0], *([request[1]] if request[2] else []), *([request[2]] if request[2] > 1 else [])]

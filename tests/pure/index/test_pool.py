@@ -41,7 +41,7 @@ def test_pool_allocates_up_to_its_size(n):
         assert sorted(found.ids.tolist() + pool.free_slots().tolist()) == list(range(10))
 
 
-def test_allocate_zero_from_full_pool_is_empty():
+def test_allocation_of_zero_slots_from_full_pool_is_empty():
     pool = BlockPool("device", 3)
     pool.allocate(3)
     assert len(pool.allocate(0)) == 0
@@ -98,8 +98,8 @@ def test_release_of_slots_from_other_tier_raises():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
-def test_allocate_is_contiguous_if_run_of_twice_its_size_is_free(is_used, data):
-    """The pool checks only one of the free runs of n to 2n slots, so that it can miss a run that fits."""
+def test_allocation_is_contiguous_if_run_of_double_size_is_free(is_used, data):
+    """The pool finds every free run of 2n slots or more. It checks only one of the shorter runs."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))

@@ -1,4 +1,4 @@
-"""Cases that the state machine in test_tree_machine.py reaches rarely or never."""
+"""Check cases that the state machine in test_tree_machine.py reaches rarely or never."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The drop removes the lease's node but keeps its parent, so that the release must not merge the two nodes."""
+    """The drop removes the node of the lease but keeps the parent. The release must not merge the two nodes."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -56,7 +56,7 @@ def test_failed_begin_write_changes_no_block():
 
 
 def test_extended_request_keeps_its_own_priority_and_ttl():
-    """Another request without a TTL uses the first block. Its retention must not apply to the second block."""
+    """A second request, which has no TTL, uses the first block. Its retention must not apply to the second block."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -132,7 +132,7 @@ def test_use_merges_only_nodes_with_equal_retention():
     assert matched(tree, 1, 2, now=10) == 0
 
 
-def test_shared_lease_uses_slots_of_tree_and_not_duplicates():
+def test_lease_of_shared_blocks_uses_slots_of_tree():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)

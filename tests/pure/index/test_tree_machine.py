@@ -54,7 +54,7 @@ MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b
 
 
 def spec_of(number: int) -> Spec:
-    """Return a prompt of zeros with at most one 1, so that most prompts share a prefix of any length."""
+    """Return a prompt of zeros with at most one 1, so that pairs of prompts share prefixes of many lengths."""
     number, length = divmod(number, MOST_TOKENS + 1)
     number, flip = divmod(number, MOST_TOKENS + 1)
     number, domain = divmod(number, len(DOMAINS))
@@ -78,7 +78,7 @@ class LeasePair:
 
 @dataclass(eq=False)
 class Move:
-    """A copy in flight. It prevents the release of its lease."""
+    """A copy in flight. The machine does not release the lease of a copy before the copy ends."""
 
     owner: LeasePair
     source: int
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # a request that computed blocks with a TTL or priority was scheduled, and so it counts as a use
+        # a request that computed blocks with a TTL or priority counts as a use, because it was scheduled
         used = used or (pair.holder.unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, retention=RETENTIONS, used=st.booleans())
     def whole_request(self, spec, retention, used):
-        """Match, allocate, publish and release a request. On a shortage, release it without publishing."""
+        """Match, allocate, publish and release a request. On a shortage, release the request without publishing."""
         pair = self.do_match(spec, 99, retention)
         missing = pair.lease.num_missing(len(spec.tokens))
         assert missing == -(-len(spec.tokens) // BLOCK_TOKENS) - len(pair.holder.path)
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def two_equal_requests(self, spec, first, second):
-        """Let two requests compute the same blocks in different slots and publish them alternately."""
+        """Let two requests compute the same blocks in different slots. The requests publish blocks alternately."""
         leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in leases):
             for pair, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
             for child in end.children.values()
             if 0 in child.copies
             and child.copies[0].readable
-            and (child.attached or child in held)  # otherwise the release of its last lease freed its slot
+            and (child.attached or child in held)  # otherwise its slot was freed with its last lease
             and (child.expires > self.now or child in held)
         }
         num_tokens = 0

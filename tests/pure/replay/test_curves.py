@@ -1,4 +1,4 @@
-"""Compare sweeps over capacities and policies with the index, exhaustive search and reference hit rates."""
+"""Compare sweeps with the index, the optimum with an exhaustive search, and hit rates with reference hit rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_lru_sweep_hits_equal_index_hits_at_every_capacity(requests, capacities)
     values=st.lists(st.integers(0, 40), max_size=30),
     queries=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=10),
 )
-def test_count_above_matches_reference(values, queries):
+def test_number_of_values_above_limit_equals_reference(values, queries):
     queries = [(min(count, len(values)), limit) for count, limit in queries]
     counts, limits = (np.array([query[i] for query in queries], np.int64) for i in (0, 1))
     found = count_above(np.array(values, np.int64), counts, limits)
@@ -57,7 +57,7 @@ def exhaustive_optimum(requests: list[tuple[int, ...]], capacity: int) -> int:
             if len(own) > capacity:
                 reachable = [held]
             else:
-                # a running request holds its own blocks, and other blocks may fill the remaining capacity
+                # a running request holds its own blocks, and other blocks can fill the remaining capacity
                 others = sorted(held - set(own))
                 room = capacity - len(own)
                 reachable = [frozenset(some) | set(own) for some in subsets(others, room)]
@@ -92,7 +92,7 @@ def test_no_policy_has_more_hits_than_optimum(requests, capacity):
     assert max(points.values()) == points[OPTIMUM]
 
 
-def test_sweep_in_processes_equals_single_process():
+def test_sweep_in_several_processes_equals_sweep_in_one():
     requests, progress = list(generate(SyntheticTrace(sessions=150))), []
     capacities, policies = [100, 300, 900], ["lru", "fifo", "arc", OPTIMUM]
     alone = sweep(requests, capacities, policies)
@@ -116,7 +116,7 @@ def test_sweep_with_invalid_arguments_raises():
         sweep([], [])
 
 
-def test_spread_worker_failure_raises():
+def test_failure_in_worker_of_spread_raises():
     with pytest.raises(ZeroDivisionError):
         list(spread(lambda n: 1 // n, [1, 0, 1], 2))
     with pytest.raises(StateError, match="1 of 2 tasks were lost"):
@@ -124,7 +124,7 @@ def test_spread_worker_failure_raises():
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
-def test_reference_trace_hit_rates_match_independent_simulator(trace):
+def test_hit_rates_of_traces_match_independent_simulator(trace):
     for point in sweep(trace.requests, trace.capacities, list(trace.hit_rates), jobs=2):
         assert point.num_blocks == trace.num_blocks
         assert point.hit_rate == pytest.approx(trace.hit_rate(point.policy, point.capacity), abs=trace.tolerance)

@@ -1,4 +1,4 @@
-"""Hardware specs from presets, files and the output of kvtier doctor, and errors for invalid specs."""
+"""Check hardware specs from presets, from files and from the output of kvtier doctor. Invalid specs raise errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_preset_loads_and_names_its_source(kind, count):
 def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
-    if not model.kv_elements:  # the model has more parameters than these attention projections
+    if not model.kv_elements:  # in a model with KV heads, attention alone has at least this many parameters
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
 
 
@@ -82,7 +82,7 @@ def test_preset_reads_toml_and_json_files(tmp_path):
         ("read_bandwidth = 1\nwrite_bandwidth = 1\nlatency_seconds = -1", "latency_seconds must be 0 or more, got -1"),
     ],
 )
-def test_invalid_preset_file_error_names_the_problem(tmp_path, text, message):
+def test_error_for_invalid_preset_file_names_the_problem(tmp_path, text, message):
     (tmp_path / "d.toml").write_text(text)
     with pytest.raises(ArgumentError, match=message):
         preset(DiskSpec, str(tmp_path / "d.toml"))
@@ -98,7 +98,7 @@ def test_unknown_preset_raises_with_known_names(tmp_path):
         preset(GpuSpec, str(tmp_path / "list.json"))
 
 
-def test_from_doctor_replaces_memory_and_link(tmp_path):
+def test_from_doctor_applies_measured_memory_and_link(tmp_path):
     (tmp_path / "doctor.json").write_text(json.dumps(DOCTOR))
     found = from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
     assert (found.name, found.memory_bytes, found.link_bandwidth) == ("NVIDIA X", 5e10, 20e9)
@@ -121,7 +121,7 @@ def test_from_doctor_without_measurement_raises(tmp_path, document, message):
         from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
 
 
-def test_gpu_spec_times_multiplies_compute_memory_and_link():
+def test_spec_of_several_gpus_multiplies_compute_memory_and_link():
     one = preset(GpuSpec, "h100")
     four = one.times(4)
     assert (four.flops, four.memory_bytes, four.link_bandwidth) == (4 * one.flops, 4 * one.memory_bytes, 4 * 55e9)

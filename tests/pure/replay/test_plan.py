@@ -1,4 +1,4 @@
-"""The planner and its reports."""
+"""Check the setups that the planner simulates and chooses, and the texts of its advice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_capacities_ascend_to_number_of_blocks(num_blocks):
     assert num_blocks < 1000 or len(found) == 20
 
 
-def test_plan_points_equal_direct_simulation(found):
+def test_points_of_plan_equal_direct_simulation(found):
     point = next(point for point in found.points if point.host_bytes and not point.disk_bytes)
     (simulated,) = simulate(TRACE, [replace(SETUP, host_bytes=point.host_bytes)])
     assert point.summary == simulated
@@ -73,7 +73,7 @@ def test_unreachable_target_reports_nearest_setup(found):
 
 
 def test_plan_does_not_choose_setup_that_refuses_requests():
-    """A refused request has no TTFT, so that the percentiles leave out the longest prompts."""
+    """A refused request has no TTFT, so the percentiles do not include the longest prompts."""
     longest = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)
@@ -91,7 +91,7 @@ def test_plan_buys_nothing_if_device_memory_suffices(found):
     assert advice_text(found)[0].startswith("Buy no host memory")
 
 
-def test_plan_result_is_json(found):
+def test_plan_result_can_be_written_as_json(found):
     import json
 
     trace = {"block_tokens": 512}

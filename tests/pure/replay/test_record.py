@@ -1,4 +1,4 @@
-"""A recorded run can be read as a trace, replays to the same hits, and contains no text."""
+"""The log of a run can be read as a trace, reproduces the hits of the run, and contains no text of prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS = SchedulerConfig(max_rows=4, max_step_tokens=24, starts_early=True)
 
 @dataclass
 class Server:
-    """An engine without a model, with random answers, step times and damage reports."""
+    """An engine without a model. Answers, step times and reports of damaged blocks are random."""
 
     cache: CacheConfig
     rng: random.Random
@@ -114,7 +114,7 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 2), failures=st.sampled_from([0.0, 0.05]))
 @settings(deadline=None, max_examples=12)
-def test_following_log_reproduces_hits_per_tier(config, seed, num_ranks, failures, tmp_path_factory):
+def test_follow_reproduces_logged_hits_of_each_tier(config, seed, num_ranks, failures, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     rng = random.Random(seed)
     server = Server(CONFIGS[config], rng, num_ranks, failures)
@@ -176,7 +176,7 @@ def test_log_contains_no_tokens_and_no_keys(tmp_path):
         }  # fmt: skip
 
 
-def test_key_names_are_equal_only_under_same_secret(tmp_path):
+def test_names_of_keys_are_equal_only_if_secrets_are_equal(tmp_path):
     names = []
     for secret in (b"a", b"a", b"b", None):
         _, path = recorded(tmp_path, secret=secret)

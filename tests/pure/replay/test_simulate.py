@@ -1,4 +1,4 @@
-"""Simulated times equal manual calculations, hits equal those of a plain LRU cache, and totals are consistent."""
+"""Simulated times equal manual calculations, hits equal the hits in a plain LRU cache, and totals are consistent."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_probe_report_is_applied_before_next_arrival():
     assert first.ttft == 1124
 
 
-def test_simulated_hits_count_for_tier_that_holds_blocks():
+def test_simulated_hits_are_attributed_to_tier_of_blocks():
     earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
     again = replace(earlier[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
     for sizes, tier in (((100,), "device"), ((6, 100), "host"), ((6, 5, 100), "disk")):
@@ -83,7 +83,7 @@ def test_simulated_hits_count_for_tier_that_holds_blocks():
     assert simulator(6).run([*earlier, again]).requests[-1].tokens_from == {"device": 0}
 
 
-def test_simulated_load_takes_link_time():
+def test_duration_of_simulated_load_depends_on_link_speed():
     earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
     again = replace(earlier[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
     run = simulator(6, 100, link=0.5).run([*earlier, again])

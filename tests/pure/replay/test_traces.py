@@ -1,4 +1,4 @@
-"""Trace files, logs, synthetic traces and routing, and hit rates of the index compared with a plain LRU cache."""
+"""Check trace files, logs, synthetic traces and routing. Compare hit rates of the index with a plain LRU cache."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_log_is_read_as_trace_that_includes_answers():
 
 
 def test_block_filled_by_answer_is_shared_with_next_turn():
-    """The answer fills the second block, so that both requests have the same 16 tokens in that block."""
+    """The answer fills the second block. Therefore both requests have the same 16 tokens in this block."""
     first = {**LOGGED, "prompt_tokens": 29, "answer_tokens": 3, "keys": ["aa", "bb"]}
     then = {**LOGGED, "prompt_tokens": 40, "answer_tokens": 10}
     one, two = read_lines(json.dumps(first), json.dumps(then)).requests
@@ -240,7 +240,7 @@ def test_generated_turn_continues_previous_prompt():
         assert after.input_tokens > before.input_tokens
 
 
-def test_synthetic_trace_out_of_range_raises():
+def test_synthetic_trace_with_parameter_out_of_range_raises():
     for wrong in ({"sessions": 0}, {"turns": 0.5}, {"session_rate": 0.0}, {"agent_share": 0.9, "document_share": 0.2}):
         with pytest.raises(RangeError):
             SyntheticTrace(**wrong)
@@ -262,12 +262,12 @@ def test_synthetic_trace_out_of_range_raises():
     requests=[TraceRequest(0, 512 * len(ids), 1, ids) for ids in [(0,), (1, 0), (0, 0, 0, 0), (2,), (0,)]],
 )
 @settings(deadline=None)
-def test_index_hits_equal_plain_lru_of_prefixes(num_slots, requests):
+def test_index_has_same_hits_as_plain_lru_of_prefixes(num_slots, requests):
     report = replay_hits(requests, block_tokens=512, num_slots=num_slots)
     assert (report.num_hits, report.num_blocks) == lru_hits(requests, num_slots)
 
 
-def test_index_hits_in_synthetic_trace_equal_plain_lru():
+def test_index_has_same_hits_as_plain_lru_in_synthetic_trace():
     requests = list(generate(SyntheticTrace(sessions=80)))
     for num_slots in (50, 300, 5000):
         report = replay_hits(requests, block_tokens=512, num_slots=num_slots)

@@ -1,4 +1,4 @@
-"""Compare simulated links with a simulation in ticks, and simulated stores with a plain LRU cache."""
+"""Compare simulated links with a simulation in steps of one second, and simulated stores with a plain LRU cache."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_simulated_store_evicts_like_plain_lru(calls, size):
         assert store.lookup([])[0] == [key(name) for name in plain]
 
 
-def test_unknown_tier_missing_disk_or_empty_store_raises():
+def test_worker_with_invalid_tier_or_store_raises():
     with pytest.raises(ArgumentError, match="unknown tier 'tape'"):
         worker().submit(Plan(1, 0, (), (Probe(1, "tape"),)), 0.0)
     with pytest.raises(ArgumentError, match="need a disk"):

@@ -1,4 +1,4 @@
-"""Scheduler and CacheManager on a simulated device that verifies the KV of every row."""
+"""Check Scheduler and CacheManager on a simulated device that verifies the KV of every row."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ TestSchedulerMachine.settings = settings(
 
 @pytest.mark.parametrize("num_blocks", [4, 7, 50])
 @pytest.mark.parametrize("caching", [True, False])
-def test_concurrent_requests_generate_same_tokens_as_single_ones(num_blocks, caching):
+def test_concurrent_and_single_requests_generate_same_tokens(num_blocks, caching):
     random_ = random.Random(num_blocks)
     scheduler, device = make(num_blocks, prefix_caching=caching), Device()
     prompts = [tuple(random_.randrange(2) for _ in range(random_.randint(1, 10))) for _ in range(30)]
@@ -215,7 +215,7 @@ def test_latest_request_is_preempted_if_blocks_run_out():
 def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
     """Otherwise the first half of c would be computed, preempted for lack of blocks, and computed again.
 
-    The pool has 16 blocks: |a a a|b b b b b b b|. . . . . .|. c needs 10 blocks and waits until b has finished.
+    Of the 16 blocks in the pool, a holds 3, b holds 7, and 6 are free. c needs 10 blocks and waits for the end of b.
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
@@ -232,8 +232,8 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_prompt_beyond_free_tenant_quota_is_not_started(caching):
-    """The pool has free blocks, but the quota of tenant t is used up. Prompt c of t waits while d runs."""
+def test_prompt_beyond_rest_of_tenant_quota_is_not_started(caching):
+    """The pool has free blocks, but the quota of tenant t is used up. Prompt c of tenant t waits while d runs."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
@@ -259,14 +259,14 @@ def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
     first = request(scheduler, "c", [3] * 9, 8)
     for now in range(3):
         scheduler.update(step := scheduler.schedule(now), device.run(step), now)
-    # while c runs, the 6 host blocks and the first new block of "a again" would fit, but not its last two blocks
+    # while c runs, the 6 host blocks and the first new block of "a again" fit, but its last two blocks do not
     again = request(scheduler, "a again", [1] * 24 + [4] * 12, 1, now=3.0)
     run(scheduler, device)
     assert (first.num_preempted, again.num_preempted) == (0, 0)
     assert again.num_cached_tokens == 24
 
 
-def test_requests_that_pin_prevents_from_finishing_are_refused():
+def test_request_that_cannot_finish_because_of_pin_is_refused():
     """Without the refusal, each request would run until the pool is full, be preempted and lose its blocks."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
@@ -332,7 +332,7 @@ def test_request_that_does_not_fit_next_to_pins_is_refused():
     assert "pinned" in large.reason
     growing = request(scheduler, "growing", [4] * 3, 9)
     run(scheduler, device)
-    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # generated the two tokens that fit
+    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # two generated tokens fit
     scheduler.manager.unpin(pin)
     again = request(scheduler, "again", [2] * 7)
     run(scheduler, device)
@@ -458,7 +458,7 @@ def test_ended_allocation_cannot_be_finished_or_aborted():
         manager.match(Chain(manager.namespace, []))
 
 
-def test_manager_keeps_its_config_unchanged():
+def test_manager_does_not_change_its_config():
     config = CacheConfig(4, policy="s3fifo")
     manager = CacheManager(Namespace("m", block_tokens=4), config)
     assert manager.config is config
@@ -466,7 +466,7 @@ def test_manager_keeps_its_config_unchanged():
 
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
-    """Return a scheduler whose host tier holds the blocks of [1] * 8, which [0] * 12 evicted from the device."""
+    """Return a scheduler after request b has evicted the blocks of request a from the device to the host."""
     scheduler, device = make(4, host=HostConfig(20, saving=WritebackConfig(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
@@ -520,14 +520,14 @@ def test_host_copy_remains_after_load():
     assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3
 
 
-def test_save_queue_is_bounded_to_1024_jobs():
+def test_save_queue_has_at_most_1024_jobs():
     scheduler, device = (
         make(200, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))),
         Device(),
     )
     for i in range(1100):
         request(scheduler, str(i), [i] * 5, 1)
-        run(scheduler, device, check=i % 50 == 0)  # checks rarely because a check visits all blocks
+        run(scheduler, device, check=i % 50 == 0)  # check rarely, because a check visits all blocks
     scheduler.check()
     assert len(scheduler.manager.queues[0].jobs) == 1024
 
@@ -601,7 +601,7 @@ def test_transfer_must_be_reported_once_by_each_rank():
     manager.check()
 
 
-def test_transfer_requests_and_configs_validate_their_values():
+def test_invalid_transfer_request_or_config_raises():
     transfer = TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", b"\1\0\0\0", b"\2\0\0\0")
     plan = Plan(1, 0, (transfer,))
     assert pickle.loads(pickle.dumps(plan)) == plan

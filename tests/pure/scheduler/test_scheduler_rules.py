@@ -1,4 +1,4 @@
-"""Scheduler rules for limits, order, preemption, refusals, lookahead, early starts and prefetches."""
+"""Check the scheduler's rules for limits, order, preemption, refusals, lookahead, early starts and prefetches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scheduler_support import BLOCK, Device, alone, make, request, run, verify_s
 
 
 def advance(scheduler: Scheduler, device: Device, now: float = 0.0) -> Step:
-    """Run one step and keep its transfers in flight."""
+    """Run one step, but leave its transfers in flight."""
     was_running = scheduler.running
     step = scheduler.schedule(now)
     verify_step(scheduler, step, was_running)
@@ -83,7 +83,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 4), st.integers
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals=st.lists(ARRIVALS, min_size=1, max_size=6), rows=st.integers(1, 4), more=st.integers(0, 7))
-def test_steps_with_ample_memory_equal_reference(arrivals, rows, more):
+def test_steps_equal_reference_if_memory_is_ample(arrivals, rows, more):
     limits = {"max_rows": rows, "max_step_tokens": rows + more, "age_seconds": 2.0}
     scheduler = make(1000, prefix_caching=False, **limits)
     waiting: list[Expected] = []
@@ -138,7 +138,7 @@ def test_draft_is_shortened_to_token_budget_of_step():
 # ---- configuration and value types ---------------------------------------------------------------------------------
 
 
-def test_config_accepts_smallest_values_and_rejects_smaller_ones():
+def test_config_accepts_minimum_and_rejects_smaller_values():
     SchedulerConfig(max_rows=1, max_step_tokens=1, max_context=1, lookahead_tokens=0, age_seconds=0.001)
     SchedulerConfig(max_rows=4, max_step_tokens=4)
     cases = {
@@ -154,7 +154,7 @@ def test_config_accepts_smallest_values_and_rejects_smaller_ones():
             SchedulerConfig(**wrong)
 
 
-def test_step_is_true_if_it_contains_work():
+def test_bool_of_step_is_true_if_step_contains_work():
     plan = make(8, host=HostConfig(2)).manager.plan()
     created = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
     row = Row.of(created, 4, (7, 9))
@@ -217,7 +217,7 @@ def test_has_work_is_false_while_paused():
 def test_second_add_of_request_raises():
     scheduler, device = make(), Device()
     created = request(scheduler, "a", [1], 2)
-    for _ in range(2):  # while it is waiting, then while it is running
+    for _ in range(2):  # add the request again while it is waiting and while it is running
         with pytest.raises(StateError, match="was already added"):
             scheduler.add(created, 1.0)
         advance(scheduler, device)
@@ -324,7 +324,7 @@ def test_step_that_waits_for_loads_is_not_measured():
     assert scheduler.manager.cost_model.compute_seconds(0, 10) == before
 
 
-def test_finished_row_result_ends_its_request():
+def test_row_result_marked_as_finished_ends_request():
     scheduler, device = make(), Device()
     created, other = (request(scheduler, name, [1, 2], 9) for name in "ab")
     step = scheduler.schedule(0.0)
@@ -386,7 +386,7 @@ def test_quota_larger_than_pool_is_limited_by_pool():
     ],
 )
 def test_preempted_request_has_lowest_priority_or_latest_arrival(needs_block, priorities, arrivals, victim):
-    """Three requests fill the pool. Request `needs_block` is the first that needs another block."""
+    """Three requests fill the pool. The request with number `needs_block` is the first to need another block."""
     scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
     for number, name in enumerate("abc"):
         tokens = [number] * (2 * BLOCK if number == needs_block else 2 * BLOCK - 3)
@@ -407,14 +407,14 @@ def test_resumed_request_keeps_metrics_of_first_schedule():
     assert second.num_preempted > 0
     assert second.scheduled_at is not None
     assert second.scheduled_at < 3.0
-    # hits on its own blocks after the preemption do not count
+    # hits of the resumed request on its own blocks are not counted
     assert (second.num_cached_tokens, second.tokens_from["device"]) == (0, 0)
     assert second.stuck_at == 0
     assert answer(second) == alone((0,) * 7, 8)
 
 
 def test_token_budget_of_preempted_row_passes_to_next_row():
-    """g needs a block and preempts b, which had a row. p then uses the token of that row and two blocks of b."""
+    """Request g needs a block and preempts b, which has a row. p then uses the token of that row and 2 blocks of b."""
     scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
     b = request(scheduler, "b", [2] * 9, 9)
     advance(scheduler, device)
@@ -477,7 +477,7 @@ def test_lookahead_and_drafts_do_not_preempt_requests():
 
 
 def with_blocks_on_host(**limits) -> tuple[Scheduler, Device]:
-    """Return a scheduler whose host tier, but not the device, holds the blocks of [1] * 8."""
+    """Return a scheduler with the blocks of prompt [1] * 8 in host memory only."""
     scheduler, device = make(6, host=HostConfig(20), **limits), Device()
     request(scheduler, "before", [1] * 9, 1)
     run(scheduler, device)
@@ -614,7 +614,7 @@ def test_step_with_preemption_admits_no_request():
 
 
 def test_prefetch_is_released_only_for_quota_of_its_own_tenant():
-    """Both tenants wait for store blocks and lease two device blocks. Then tenant a needs its whole quota."""
+    """Each of two tenants waits for store blocks and leases two device blocks. Then tenant a needs its whole quota."""
     lab = Lab(20, stores=[disk()])
     for salt in (b"a", b"b"):
         lab.serve(stored_prompt(1, 4, salt=salt))
@@ -645,7 +645,7 @@ def test_prefetch_is_released_only_for_quota_of_its_own_tenant():
 
 
 def submit(lab: Lab, step: Step) -> None:
-    """Submit the plan of a step to the workers and write the KV of its rows."""
+    """Submit the plan of a step to the workers and write the KV of the rows in the step."""
     for worker in lab.workers:
         worker.submit(step.plan)
         for row in step.rows:
@@ -702,7 +702,7 @@ def test_waiting_request_starts_one_prefetch():
     again = scheduler.schedule(1.0)
     assert waits.prefetch is fetch
     assert sizes(again) == {"other": 1}
-    assert lab.manager.tree.num_leases <= leases + 1  # one more lease for the save of a block of `other`
+    assert lab.manager.tree.num_leases <= leases + 1  # the save of a block of `other` adds a lease
     scheduler.update(again, [RowResult((7,))], 1.0)
     for each in (step, again):
         for worker in lab.workers:
@@ -718,8 +718,8 @@ def test_waiting_request_starts_one_prefetch():
     assert waits.prefetch is None
 
 
-def test_request_that_prefetches_again_does_not_block_others():
-    """The blocks are in memory when the request arrives but are evicted before it is admitted."""
+def test_second_prefetch_of_request_does_not_delay_others():
+    """The blocks are in memory when the request arrives, but they are evicted before the request is admitted."""
     lab, scheduler = with_stored_prompt(20, max_rows=2)
     waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
     running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]

@@ -62,7 +62,7 @@ def test_write_larger_than_store_fails_and_evicts_nothing(store):
     assert has(store, 1, 2) == [True, False]
 
 
-def test_store_key_sizes_equal_index_key_sizes():
+def test_store_and_index_have_keys_of_equal_size():
     from kvtier.index.chain import Namespace
     from kvtier.messages import KEY_BYTES
     from kvtier.storage import store as interface

@@ -1,4 +1,4 @@
-"""DiskStore: restarts, limits, damage, deadlines and folder locks."""
+"""Check restarts, limits, damage, deadlines and folder locks of DiskStore."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 @pytest.fixture
 def open_store(tmp_path):
-    """Return a function that opens a store in the same folder again and closes the previous store."""
+    """Return a function that closes the previous store and opens a new store in the same folder."""
     stores = []
 
     def open_again(max_bytes: int = MAX_BYTES, **settings) -> DiskStore:
@@ -124,7 +124,7 @@ def test_restart_does_not_read_payloads(open_store):
 
 
 def test_records_of_one_batch_are_written_together(open_store):
-    """Replaced records are also erased together, so that the number of writes is one or two above the batch size."""
+    """A batch of 12 objects needs 12 writes for payloads and 1 for records. Replaced records are erased in 1 write."""
     disk = SimulatedDisk()
     store = open_store(files=disk)
     put(store, 100, nbytes=4096)  # creates the segment
@@ -161,7 +161,7 @@ def test_restart_with_smaller_limit_evicts_objects(open_store):
 # --- limits
 
 
-def test_recently_used_object_size_gains_space_from_other_sizes(open_store):
+def test_new_objects_evict_older_objects_of_other_sizes(open_store):
     store = open_store()
     put(store, *range(200), nbytes=4096)
     assert store.stats.num_evicted == 0
@@ -272,7 +272,7 @@ def test_quarantined_slot_is_reused_last(open_store, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
-def test_flipped_bit_in_any_file_never_serves_wrong_bytes(open_store, tmp_path, name):
+def test_store_with_flipped_bit_never_serves_wrong_bytes(open_store, tmp_path, name):
     rng = random.Random(name)
     store = open_store(128 << 10)
     put(store, *range(8))
@@ -294,7 +294,7 @@ def test_flipped_bit_in_any_file_never_serves_wrong_bytes(open_store, tmp_path, 
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 20_000])
-def test_truncated_file_keeps_remaining_objects(open_store, tmp_path, name, nbytes):
+def test_store_with_truncated_file_keeps_remaining_objects(open_store, tmp_path, name, nbytes):
     store = open_store()
     put(store, *range(8))
     store.close()
@@ -307,7 +307,7 @@ def test_truncated_file_keeps_remaining_objects(open_store, tmp_path, name, nbyt
     assert all(get(store, number)[1] == payload_of(number) for number in range(8, 30))
 
 
-def test_unreadable_segment_is_quarantined_and_other_files_kept(open_store, tmp_path):
+def test_store_quarantines_only_unreadable_segment(open_store, tmp_path):
     store = open_store()
     put(store, *range(40))
     store.close()
@@ -338,7 +338,7 @@ def test_unfinished_segment_is_deleted(open_store, tmp_path):
 
 
 def test_segment_with_missing_table_or_slots_is_deleted(open_store, tmp_path):
-    """After a power failure, either only the table or only the slots may exist."""
+    """After a power failure, it is possible that only the table or only the slots exist."""
     store = open_store()
     put(store, *range(40))
     store.close()
@@ -452,8 +452,8 @@ def test_folder_lock_is_released_although_forked_child_lives(tmp_path, how):
         process.stdin.close()
 
 
-@pytest.mark.parametrize("how", ["nothing", "child-closes"])
-def test_folder_lock_is_held_while_forking_owner_lives(tmp_path, how):
+@pytest.mark.parametrize("how", ["nobody-closes", "child-closes"])
+def test_folder_lock_is_held_while_parent_process_lives(tmp_path, how):
     with start_forking_process(tmp_path / "store", how) as process:
         with pytest.raises(StoreInUseError, match=f"process {process.pid}"):
             DiskStore(tmp_path / "store", MAX_BYTES)
@@ -639,7 +639,7 @@ def test_failed_write_frees_its_space_and_store_works(open_store, operation):
     assert has(store, 1, 2) == [True, False]
     assert put(store, 2, nbytes=20_000).ok
     assert (get(store, 1)[1], get(store, 2, 20_000)[1]) == (payload_of(1), payload_of(2, 20_000))
-    if operation != "write":  # a record that was not erased keeps its slot unused until a restart
+    if operation != "write":  # if a record could not be erased, its slot stays unused until a restart
         check_disk(store)
     store = open_store(files=disk)
     check_disk(store)
@@ -697,7 +697,7 @@ def test_hanging_disk_opens_breaker_until_disk_recovers(open_store):
 
 
 def test_write_that_ends_after_deadline_is_not_published(open_store):
-    """After the deadline, the caller may change its buffer while the disk still reads from the buffer."""
+    """After the deadline, the caller is allowed to change its buffer, but the disk might still read from the buffer."""
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
     store = open_store(files=disk, breaker=Breaker(retry_s=1, clock=clock))
     put(store, 1)
@@ -781,7 +781,7 @@ def test_slot_is_not_overwritten_while_it_is_read(open_store):
 
 
 def test_each_concurrent_removal_is_synced_before_its_report(open_store):
-    """The first removal erases its record after the second has synced the table. It must then sync the table again."""
+    """The second removal syncs the table before the first one erases its record. The first one must sync again."""
     disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(files=disk, sync=Sync.WRITE)
     put(store, 1, 2)
@@ -816,7 +816,7 @@ def test_removal_waits_until_older_record_is_erased(open_store, how):
     def hold(name, _):
         nonlocal num_writes
         num_writes += name == "write"
-        # a replacement writes payload and record, then erases the old record; an eviction starts by erasing
+        # a replacement writes payload and record before it erases the old record, but an eviction erases at once
         if name == "write" and num_writes == (3 if how == "replaced" else 1):
             erasing.set()
             resume.wait()

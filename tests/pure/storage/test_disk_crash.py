@@ -1,4 +1,4 @@
-"""Kill a writer at random moments. The next process finds every reported object and reads no wrong bytes."""
+"""Kill a writer at random moments. Afterwards the store has every object that the writer reported as stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 ROUNDS = 20 if SOAK == 1 else 200
 
 
-def test_disk_store_keeps_reported_objects_after_kill_soak(tmp_path):
+def test_disk_store_keeps_stored_objects_when_writer_is_killed(tmp_path):
     rng, victim = random.Random(7), Victim(tmp_path / "store")
     try:
         for seed in range(1, ROUNDS + 1):

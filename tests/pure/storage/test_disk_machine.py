@@ -23,7 +23,7 @@ COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """A store that is too small for all objects. A read returns the last version, or misses after an eviction."""
+    """Calls a store that is too small for all objects. A read returns the last version, or misses after an eviction."""
 
     @initialize(
         direct=st.booleans(),
@@ -117,7 +117,7 @@ CALLS = st.lists(
 @pytest.mark.parametrize("room", [64 << 10, 1 << 20], ids=["small store", "large store"])
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
-def test_reads_after_power_failure_return_no_wrong_bytes_soak(room, calls, sync, at, seed):
+def test_reads_after_power_failure_return_no_wrong_bytes(room, calls, sync, at, seed):
     """Each unsynced sector, file and file name survives the failure at random."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, room, sync, at, seed)
@@ -127,7 +127,7 @@ def test_reads_after_power_failure_return_no_wrong_bytes_soak(room, calls, sync,
         assert (checked.refilled, checked.leaked_bytes) == (12, 0), "the store lost space"
 
 
-@pytest.mark.parametrize("removed_by", ["replacement", "eviction", "whole segments"])
+@pytest.mark.parametrize("removed_by", ["replacement", "eviction", "segment deletion"])
 @pytest.mark.parametrize("seed", range(20))
 def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
     """The object's older record, which is in the table of another segment, must also be erased on disk."""

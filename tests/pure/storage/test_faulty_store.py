@@ -18,7 +18,7 @@ FAULTS = st.builds(
 )
 
 
-def test_faulty_store_error_or_hang_returns_failed_result():
+def test_error_or_hang_of_faulty_store_yields_failed_result():
     clock = Clock()
     store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route"), Fault(hangs=True), Fault()], clock, timeout_s=3)
     assert put(store, 1)[0].reason == "no route"
@@ -27,7 +27,7 @@ def test_faulty_store_error_or_hang_returns_failed_result():
     assert has(store, 1) == [False]
 
 
-def test_faulty_store_damaged_object_is_corrupt_and_then_missing():
+def test_damaged_object_is_corrupt_when_read_and_then_missing():
     first = key_of(1)
     store = FaultyStore(MemoryStore(1 << 20), [Fault(), Fault(flip_bit=77, only=lambda key: key == first)])
     put(store, 1, 2)

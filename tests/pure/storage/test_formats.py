@@ -1,4 +1,4 @@
-"""Checksums, records and superblocks have the documented bytes, and all other bytes raise errors."""
+"""Checksums, records and superblocks consist of the documented bytes. Parsing any other bytes raises an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD = Record(key_of(1), LABEL.namespace, bytes(16), 5000, 4000, 2**63 + 5, 64
 
 
 @given(st.binary(max_size=300), st.binary(max_size=9), st.integers(0, 20))
-def test_checksum_equals_documented_formula_and_python_version(data, then, shift):
+def test_checksum_equals_formula_and_python_implementation(data, then, shift):
     view = memoryview(bytes(shift) + data)[shift:]
     whole = data + then
     words = np.frombuffer(whole + bytes(-len(whole) % 4), "<u4")
@@ -36,7 +36,7 @@ def test_checksum_equals_documented_formula_and_python_version(data, then, shift
 
 
 @pytest.mark.parametrize("nbytes", [4096, 100_001, 1 << 20])
-def test_checksum_of_two_parts_equals_whole(nbytes):
+def test_checksum_of_two_parts_equals_checksum_of_whole(nbytes):
     data = random.Random(nbytes).randbytes(nbytes)
     split = nbytes & ~3
     assert checksum(data) == checksum_in_python(data)
@@ -51,7 +51,7 @@ def test_checksums_of_batch_equal_single_checksums(sizes):
 
 
 @pytest.mark.parametrize("compression", list(Compression))
-def test_envelope_pack_all_equals_single_packs(compression):
+def test_packing_batch_equals_packing_objects_one_by_one(compression):
     envelope, payloads = Envelope(compression=compression), [memoryview(bytes([n]) * (1 << 20)) for n in range(3)]
     objects = [(Write(key_of(n), LABEL, payload), payload) for n, payload in enumerate(payloads)]
     together, alone = envelope.pack_all(objects), [envelope.pack(*each) for each in objects]

@@ -41,7 +41,7 @@ def test_batch_returns_results_in_order_of_objects():
     assert not batch.trouble
 
 
-def test_batch_object_unsettled_at_deadline_is_failed():
+def test_object_not_settled_by_deadline_fails():
     batch = Batch(2)
     batch.settle({0: FOUND})
     outcomes = batch.wait(0)
@@ -50,7 +50,7 @@ def test_batch_object_unsettled_at_deadline_is_failed():
     assert batch.is_late
 
 
-def test_batch_settle_after_deadline_does_not_run_copy():
+def test_settle_after_deadline_does_not_run_copy():
     batch = Batch(1)
     batch.wait(0)
     touched = []
@@ -58,7 +58,7 @@ def test_batch_settle_after_deadline_does_not_run_copy():
     assert touched == []
 
 
-def test_batch_wait_returns_only_after_running_copy_ends():
+def test_wait_does_not_return_while_copy_runs():
     batch = Batch(2)
     copying, resume, returned = threading.Event(), threading.Event(), threading.Event()
     outcomes = []
@@ -81,7 +81,7 @@ def test_batch_wait_returns_only_after_running_copy_ends():
     assert [outcome.status for outcome in outcomes] == [ObjectStatus.FOUND, ObjectStatus.FAILED]
 
 
-def test_batch_object_fails_if_its_copy_raises():
+def test_object_fails_if_its_copy_raises():
     batch = Batch(1)
     with pytest.raises(ZeroDivisionError):
         batch.settle({0: FOUND}, lambda: 1 // 0)
@@ -103,13 +103,13 @@ def test_breaker_opens_after_failures_and_closes_after_success():
     clock.now = 1.0
     assert not breaker.refusal(is_try=False)
     assert not breaker.refusal()
-    assert "tries the store" in breaker.refusal(), "only one call may try the store"
+    assert "tries the store" in breaker.refusal(), "a second call was allowed to try the store"
     breaker.record(good_batch())
     assert not breaker.refusal()
     assert breaker.num_refused == 2
 
 
-def test_breaker_failed_trial_doubles_retry_time_up_to_max():
+def test_failed_trial_doubles_retry_time_up_to_maximum():
     clock = Clock()
     breaker = Breaker(retry_s=1, max_retry_s=4, max_failures=1, clock=clock)
     breaker.record(failed_batch())
