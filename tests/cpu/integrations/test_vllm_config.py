@@ -60,8 +60,9 @@ def test_config_invalid_setting_raises_and_names_it(settings, message):
 
 
 def test_config_saves_hold_at_most_a_quarter_of_the_device():
-    config = ConnectorConfig().cache_config(100, 400)
-    assert config.host.saving.max_blocks == 100
+    config = ConnectorConfig().cache_config(100, 4000)
+    assert config.host.saving.max_blocks == 1000
+    assert ConnectorConfig().cache_config(100, 400).host.saving.max_blocks == 256
     assert ConnectorConfig(max_saving_blocks=5).cache_config(100, 400).host.saving.max_blocks == 5
     assert not config.owns_device
 

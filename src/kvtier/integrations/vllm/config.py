@@ -83,7 +83,8 @@ class ConnectorConfig:
     save_generated: bool = True
     """Save the blocks of completions, not only those of prompts."""
     max_saving_blocks: int = 0
-    """Maximum number of device blocks that saves hold; 0: a quarter of vLLM's blocks."""
+    """Maximum number of device blocks that saves hold; 0: a quarter of vLLM's blocks, but at least 256. Blocks of a
+    request that ends while this limit is reached are not saved."""
     allow_fail_policy: bool = False
     """Start even if vLLM fails requests whose load failed (kv_load_failure_policy=fail)."""
     verify_loads: bool = False
@@ -119,7 +120,7 @@ class ConnectorConfig:
 
     def cache_config(self, num_host_blocks: int, num_device_blocks: int) -> CacheConfig:
         """Return the configuration of a CacheManager for vLLM's device blocks."""
-        max_saving = self.max_saving_blocks or max(1, num_device_blocks // 4)
+        max_saving = self.max_saving_blocks or max(256, num_device_blocks // 4)
         return CacheConfig(
             0,
             owns_device=False,
