@@ -1,10 +1,10 @@
 """Kill a process with SIGKILL while it writes to a DiskStore, and check the store afterwards.
 
-python storage_crash.py FOLDER WORKLOAD            the parent of the writers; started by Victim, below
+`python storage_crash.py FOLDER WORKLOAD` runs the parent process of the writers. The class Victim starts this process.
 
-The parent reads lines "go SEED SYNC". For each line, it forks a writer, because a fork is faster than a new Python. It
-prints "pid N" when the writer has started and "dead" when the writer has ended. The writer prints "trying NUMBER
-VERSION .." before each write, and "stored NUMBER VERSION .." after each write that stored all objects.
+The parent reads lines "go SEED SYNC". For each line, it forks a writer, because a fork is faster than a new Python
+process. The parent prints "pid N" when the writer has started and "dead" when the writer has ended. The writer prints
+"trying NUMBER VERSION .." before each write, and "stored NUMBER VERSION .." after each write that stored all objects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUMBERS = 48
 
 @dataclass(frozen=True)
 class Workload:
-    """Object sizes and store limits. The store has room for all objects, so that nothing is evicted."""
+    """Object sizes and store limits. The store has room for all objects, so no object is evicted."""
 
     sizes: tuple[int, ...]
     max_bytes: int
@@ -67,7 +67,10 @@ def write_until_killed(folder: str, workload: Workload, seed: int, sync: Sync) -
 
 
 class Victim:
-    """The parent process and its writers. `possible` contains, for each object, the versions that may be stored."""
+    """The parent process and its writers.
+
+    `possible` contains, for each object, the versions that the store might contain now. None means a missing object.
+    """
 
     def __init__(self, folder: Path, workload: str = "small") -> None:
         self.folder, self.workload = folder, WORKLOADS[workload]
@@ -80,10 +83,10 @@ class Victim:
         self.num_stored = 0
 
     def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
-        """Start a writer and kill it `spin_ns` nanoseconds after it has printed `num_lines` lines. Read its output."""
+        """Start a writer. Read its first `num_lines` lines, wait `spin_ns` nanoseconds, kill it and read the rest."""
         print("go", seed, sync.value, file=self._process.stdin, flush=True)
         word, pid = self._process.stdout.readline().split()
-        while word != "pid":  # the writer may print before its parent
+        while word != "pid":  # the first lines of the writer can arrive before the line of the parent
             self._take(word, pid)
             word, pid = self._process.stdout.readline().split()
         for _ in range(num_lines):
@@ -96,7 +99,7 @@ class Victim:
             self._take(*line)
 
     def inspect(self) -> Damage:
-        """Open the store and read all objects. From now on, the versions that were read are expected."""
+        """Open the store and read all objects. Replace `possible` by the versions that were read."""
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
@@ -107,7 +110,7 @@ class Victim:
             corrupt += not ((result.ok and matching) or result.status is ObjectStatus.MISSING)
             lost += not result.ok and None not in possible
             self.possible[number] = matching if result.ok else {None}
-        check_disk(store)  # every slot is free or has an object
+        check_disk(store)  # every slot is free or contains an object
         damage = Damage(
             found, lost, corrupt + store.stats.num_quarantined, store.stats.num_evicted, self._leaked(store)
         )
@@ -115,7 +118,7 @@ class Victim:
         return damage
 
     def _leaked(self, store: DiskStore) -> int:
-        """Return the bytes in the folder that the store does not count."""
+        """Return the number of bytes in the folder that the store does not count as used."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
         return sum(path.stat().st_size for path in files) - store.stats.used_bytes
 
@@ -141,7 +144,7 @@ class Damage:
     lost: int
     """Number of missing objects that were reported as stored."""
     corrupt: int
-    """Number of damaged objects, and of objects with bytes that were never written."""
+    """Number of objects that are damaged or contain bytes that were never written."""
     evicted: int
     leaked_bytes: int
 

@@ -13,11 +13,11 @@ from kvtier.storage import DiskStore, Read, Sync
 from storage_support import LABEL, SimulatedDisk, check_disk, get, key_of, payload_of, write_of
 
 Call = tuple[str, list[int], int]
-"""Name of the call, numbers of the objects, bytes per object."""
+"""Name of the call, numbers of the objects, and size of each object in bytes."""
 
 
 class Versions:
-    """Sizes of all versions of each object that were written, by the number of the object."""
+    """Sizes of all written versions of each object, by the number of the object."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, list[int]] = {number: [] for number in range(12)}
@@ -43,10 +43,10 @@ class Versions:
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk until the power fails, just before operation number `at` of the disk.
+    """Runs calls on a simulated disk until the power fails. The failure is just before operation `at` of the disk.
 
     `left` is the disk after the failure. `durable` contains the objects whose state was reported as durable before the
-    failure. It maps the number of an object to its version, or to None if the object was removed.
+    failure. The keys are object numbers. A value is the version of the object, or None if the object was removed.
     """
 
     def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int) -> None:
@@ -87,12 +87,12 @@ class PowerFailure:
         else:
             results = self.store.remove([key_of(n) for n in numbers])
             reported = dict.fromkeys(numbers)
-        for number in numbers:  # their state is unknown during the call, and after the call unless it is durable
+        for number in numbers:  # after a call that is not durable, the state of its objects is unknown
             self.durable.pop(number, None)
         if self.left is None and results.is_durable:
             self.durable |= reported
         kept = {n: v for n, v in self.durable.items() if v is None or self.store.contains([key_of(n)])[0].ok}
-        self.durable = kept  # evicted objects do not count
+        self.durable = kept  # without evicted objects
 
     def reopen(self) -> DiskStore:
         return DiskStore(self.folder, self.room, files=self.left, **self._settings)
@@ -115,7 +115,7 @@ class PowerFailure:
             found += version is not None
             if number in self.durable:
                 lost += not same_bytes(self.versions, number, version, self.durable[number])
-        check_disk(store)  # no space is lost
+        check_disk(store)  # fails if the store has lost space
         assert store.stats.used_bytes <= self.room
         leaked = sum(self.left.list(f"{self.folder}/quarantine").values())
         for number in range(12):

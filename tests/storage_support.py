@@ -1,4 +1,4 @@
-"""Helpers for tests of stores: objects, a store with injected faults, and a simulated disk."""
+"""Objects, a store with injected faults and a simulated disk for tests of stores."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_disk(store: DiskStore) -> None:
     places: dict[SlotRef, str] = {}
     for size in catalog._sizes.values():
         free = [*size.free, *size.quarantined]
-        assert len({*free}) == len(free), "a slot is free twice"
+        assert len({*free}) == len(free), "a slot is listed as free twice"
         places.update(dict.fromkeys(free, "free"))
         for key, entry in size.entries.items():
             assert catalog._entries[key] is entry, "an entry is listed under another key"
@@ -189,7 +189,7 @@ class FaultyStore:
 
 @dataclass
 class Node:
-    """A file: its durable content, its current content, and the writes since the last sync."""
+    """A file with its durable content, its current content and the writes since the last sync."""
 
     durable: bytearray = field(default_factory=bytearray)
     current: bytearray = field(default_factory=bytearray)
@@ -206,7 +206,7 @@ def apply(data: bytearray, offset: int, written: bytes | None) -> None:
 
 
 class SimulatedDisk:
-    """Implements the file operations of a DiskStore with files in memory, which lose random unsynced data in a crash.
+    """Implements the file operations of a DiskStore with files in memory. A crash loses random unsynced data.
 
     `pending_names` lists the unsynced changes of the folder as (operation, name, node or new name).
     """
@@ -218,7 +218,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Function that is called before each operation, with its name and number. It may raise or wait."""
+        """Function that is called with the name and the number of each operation before it. It can raise or wait."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000
@@ -311,7 +311,7 @@ class SimulatedDisk:
         return self.capacity - sum(len(node.current) for node in self.names.values())
 
     def after_crash(self, keep: Callable[[], bool]) -> SimulatedDisk:
-        """Return the disk after a crash. `keep` decides for each unsynced name and sector whether it is kept."""
+        """Return the disk after a crash. An unsynced name or sector remains if a call of `keep` returns True."""
         with self._lock:
             names = dict(self.durable_names)
             for operation, name, what in self.pending_names:

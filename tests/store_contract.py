@@ -37,7 +37,7 @@ def test_written_objects_are_read_back(store):
         assert room == payload_of(number)
 
 
-def test_batch_results_are_in_order(store):
+def test_results_are_in_order_of_batch(store):
     put(store, 1, 3)
     rooms = [bytearray(5000) for _ in range(4)]
     results = store.read_into([Read(key_of(n), LABEL, rooms[n]) for n in range(4)])
@@ -61,7 +61,7 @@ def test_empty_batch_returns_no_results(store):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4095, 4096, 4097, 8192, 100_000])
 @pytest.mark.parametrize("ids", [b"", bytes(range(64))])
-def test_objects_of_any_length_with_and_without_token_ids(store, nbytes, ids):
+def test_objects_of_any_length_are_read_back(store, nbytes, ids):
     label = Label.of(NAMESPACE, ids, keep_ids=True)
     assert store.write([write_of(7, nbytes, label=label)]).ok
     result, room = get(store, 7, nbytes, label)
@@ -69,7 +69,7 @@ def test_objects_of_any_length_with_and_without_token_ids(store, nbytes, ids):
     assert room == payload_of(7, nbytes)
 
 
-def test_memory_of_any_kind_and_alignment(store):
+def test_memory_of_any_kind_and_alignment_is_accepted(store):
     aligned = memoryview(mmap.mmap(-1, 16384))
     array = np.arange(2048, dtype=np.float64)
     sources = [
@@ -109,7 +109,7 @@ def test_invalid_arguments_raise(store):
         (LABEL, 4999, "stored 5000 bytes, expected 4999"),
     ],
 )
-def test_object_of_other_model_tokens_or_length_is_miss(store, label, nbytes, reason):
+def test_read_with_different_label_or_length_is_miss(store, label, nbytes, reason):
     put(store, 1)
     result, room = get(store, 1, nbytes, label)
     assert result.status is ObjectStatus.MISSING
@@ -186,7 +186,7 @@ def test_calls_after_close_raise_and_close_is_idempotent(store):
 
 
 def test_concurrent_threads_never_read_wrong_bytes(store):
-    """Read, write and remove concurrently in a store that is too small for all objects."""
+    """Read, write and remove objects concurrently in a store that is too small for all objects."""
     problems = []
 
     def work(seed):

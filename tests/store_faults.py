@@ -1,4 +1,4 @@
-"""Stores that reach a real server through a proxy, for tests of network and server faults."""
+"""Stores that reach a real server through a proxy, for tests with faults of the network and the server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RawS3:
 
 
 class Setup:
-    """A server, a proxy in front of it, and the stores that connect to the proxy."""
+    """A server, a proxy in front of the server, and the stores that connect to the proxy."""
 
     def __init__(self, kind: str, port: int) -> None:
         self.kind, self.port, self.prefix = kind, port, uuid.uuid4().hex

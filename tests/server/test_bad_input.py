@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def refused(answer: httpx.Response, status: int = 400) -> dict:
-    """Return the error in a response. Check its status and that it has OpenAI's format."""
+    """Check that a response has this status and an error in OpenAI's format. Return the error."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert {*body} == {"error"}
@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("field", CASES)
-def test_invalid_field_value_error_names_the_field(server, field):
+def test_error_for_invalid_value_names_the_field(server, field):
     for value in CASES[field]:
         body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1, field: value}
         error = refused(server.post(CHAT, body))
@@ -82,7 +82,7 @@ def test_invalid_field_value_error_names_the_field(server, field):
         ("Hello", "messages.0"),
     ],
 )
-def test_invalid_message_error_names_its_index(server, message, where):
+def test_error_for_invalid_message_names_index_of_message(server, message, where):
     error = refused(server.post(CHAT, {"model": server.model, "messages": [message], "max_tokens": 1}))
     assert error["param"].startswith(where)
 
@@ -136,7 +136,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize("field", DEEP)
-def test_too_deeply_nested_json_error_names_the_field(server, field):
+def test_error_for_deeply_nested_json_names_the_field(server, field):
     def send(depth):
         fields = {key: json.dumps(value) for key, value in (("model", server.model), ("messages", MESSAGES))}
         fields[field] = DEEP[field].replace("DEEP", '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
@@ -165,7 +165,7 @@ def test_unknown_model_or_path_is_404(server):
     refused(server.get(CHAT), 405)
 
 
-def test_too_long_prompt_error_contains_the_limit(server):
+def test_error_for_too_long_prompt_contains_the_limit(server):
     error = refused(server.post(TEXT, {"model": server.model, "prompt": "x" * CONTEXT, "max_tokens": 1}))
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert str(CONTEXT) in error["message"]
@@ -189,7 +189,7 @@ def test_conflicting_options_are_400(server):
     assert error(TEXT, echo=True)["param"] == "echo"
 
 
-def test_too_large_body_is_413_with_or_without_length(server):
+def test_too_large_body_is_413_with_or_without_content_length(server):
     size = (4 << 20) + 1
     error = refused(server.post(CHAT, content=b"x" * size, headers={"content-type": "application/json"}), 413)
     assert str(size) in error["message"]
@@ -202,7 +202,7 @@ def test_too_large_body_is_413_with_or_without_length(server):
     assert refused(answer, 413)["code"] == "body_too_large"
 
 
-def test_non_http_bytes_close_only_their_connection(server):
+def test_bytes_that_are_not_http_close_only_their_connection(server):
     address = urlsplit(server.url)
     for rubbish in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 100_000, b"\r\n\r\n"):
         with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
@@ -217,7 +217,7 @@ def test_non_http_bytes_close_only_their_connection(server):
     assert server.get("/health").status_code == 200
 
 
-def test_cross_site_request_without_keys_is_403(server):
+def test_server_without_keys_rejects_cross_site_requests(server):
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     assert server.post(CHAT, json=body, headers={"sec-fetch-site": "cross-site"}).status_code == 403
     assert server.post(CHAT, json=body, headers={"host": "evil.example:8000"}).status_code == 403

@@ -1,4 +1,4 @@
-"""The command line: settings, suggestions, exit codes, JSON output, and `inspect` and `verify` on a real disk tier."""
+"""Check settings, suggestions, exit codes and JSON output of commands, and `inspect` and `verify` on a disk tier."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refused(capsys, *arguments):
         (("completion", "tcsh"), "invalid choice: 'tcsh'"),
     ],
 )
-def test_misspelt_argument_error_suggests_the_right_one(capsys, arguments, message):
+def test_error_for_misspelt_argument_suggests_a_correction(capsys, arguments, message):
     assert message in refused(capsys, *arguments)
 
 
@@ -55,7 +55,7 @@ def test_misspelt_argument_error_suggests_the_right_one(capsys, arguments, messa
 
 
 def is_json(capsys, *arguments):
-    """Return True if `completion`, which is the fastest command, prints JSON."""
+    """Return True if `completion` prints JSON. It is the fastest command."""
     assert main(["completion", "bash", *arguments]) == 0
     return capsys.readouterr().out.startswith("{")
 
@@ -72,7 +72,7 @@ def test_flag_overrides_environment_which_overrides_file(monkeypatch, tmp_path, 
     assert is_json(capsys, "--json")
 
 
-def test_unknown_setting_error_suggests_the_right_one(capsys, monkeypatch, tmp_path):
+def test_error_for_unknown_setting_suggests_a_correction(capsys, monkeypatch, tmp_path):
     file = tmp_path / "kvtier.toml"
     file.write_text("[serve]\nprot = 80\n")
     assert f"{file}: [serve] has no option prot; did you mean port?" in refused(capsys, "serve", "--config", str(file))
@@ -101,7 +101,7 @@ def test_unknown_setting_error_suggests_the_right_one(capsys, monkeypatch, tmp_p
         ('log-level = "loud"', "must be one of debug, info, warning, error"),
     ],
 )
-def test_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, message):
+def test_error_for_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, message):
     file = tmp_path / "kvtier.toml"
     file.write_text(f"[serve]\n{table}\n")
     assert message in refused(capsys, "serve", "--config", str(file))
@@ -126,7 +126,7 @@ def test_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, messa
         ),
     ],
 )
-def test_invalid_tenants_error_does_not_show_keys(capsys, tmp_path, tenants, message):
+def test_error_for_invalid_tenants_does_not_show_keys(capsys, tmp_path, tenants, message):
     file = tmp_path / "kvtier.toml"
     file.write_text(tenants)
     assert main(["serve", "--config", str(file), "--model", "/no/such"]) == 1
@@ -143,7 +143,7 @@ def test_public_address_without_keys_is_refused(capsys):
 # ---- help and completion ----
 
 
-def test_every_command_has_examples_json_and_config_options(capsys):
+def test_every_command_has_examples_and_json_and_config_options(capsys):
     main(["completion", "bash", "--json"])
     commands = json.loads(capsys.readouterr().out)
     assert {"serve", "generate", "chat", "bench", "doctor", "inspect", "verify"} <= {*commands}
@@ -228,7 +228,7 @@ def test_bench_fails_if_a_request_failed(server, capsys):
         assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_load_counts_a_broken_stream_once():
+def test_load_generator_counts_broken_stream_once():
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))

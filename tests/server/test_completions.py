@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    """Yield the same model in this process, which computes the expected outputs."""
+    """Yield an LLM in this process with the model of the server, to compute the expected outputs."""
     instance = LLM(tiny_model)
     yield instance
     instance.close()
@@ -45,7 +45,7 @@ def test_chat_completion_equals_the_engine_output(server, llm):
     assert answer.model == server.model == "tiny"
 
 
-def test_chat_stream_pieces_join_to_the_whole_answer(server, llm):
+def test_pieces_of_chat_stream_form_the_whole_answer(server, llm):
     options = {"model": server.model, "messages": HELLO, "temperature": 0, "max_tokens": 30}
     chunks = list(server.client().chat.completions.create(**options, stream=True, extra_body={"ignore_eos": True}))
     assert len({chunk.id for chunk in chunks}) == 1
@@ -57,7 +57,7 @@ def test_chat_stream_pieces_join_to_the_whole_answer(server, llm):
     assert len(chunks) > 10
 
 
-def test_stream_bytes_are_server_sent_events(server):
+def test_stream_consists_of_server_sent_events(server):
     body = {"model": server.model, "messages": HELLO, "max_tokens": 5, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -111,7 +111,7 @@ def test_n_choices_with_a_seed_are_reproducible(server):
     assert texts() == first
 
 
-def test_n_choices_in_a_stream_equal_the_whole_response(server):
+def test_streamed_choices_equal_choices_of_whole_response(server):
     pieces = {0: "", 1: ""}
     ends = []
     for chunk in server.client().chat.completions.create(
@@ -148,7 +148,7 @@ def test_chat_logprobs_equal_the_engine_logprobs(server, llm):
     for each, engine in zip(content, expected.logprobs, strict=True):
         assert [top.logprob for top in each.top_logprobs] == pytest.approx([value for _, value in engine.top], abs=1e-3)
         assert each.top_logprobs[0].token == each.token  # at temperature 0, the most likely token is chosen
-        # The name of a token that is only part of a character contains its bytes.
+        # If a token is only part of a character, its name shows its bytes as escapes such as \xc3.
         assert bytes(each.bytes).decode(errors="backslashreplace") == each.token
     chunks = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, stream=True
@@ -157,7 +157,7 @@ def test_chat_logprobs_equal_the_engine_logprobs(server, llm):
     assert [each.token for each in streamed] == [each.token for each in content]
 
 
-def test_completion_accepts_text_tokens_or_list_as_prompt(server, llm):
+def test_completion_prompt_is_text_or_tokens_or_list_of_prompts(server, llm):
     complete = server.client().completions.create
     options = {"model": server.model, "temperature": 0, "max_tokens": 6}
     one = complete(prompt="One", **options).choices[0].text
@@ -196,7 +196,7 @@ def test_tools_are_rendered_by_the_chat_template(server):
     assert create(**options, tools=[tool], tool_choice="none").usage.prompt_tokens == bare
 
 
-def test_text_parts_are_joined_and_tool_calls_rendered(server):
+def test_text_parts_are_joined_and_tool_calls_are_rendered(server):
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "who are you?"}]}
     ]
@@ -208,7 +208,7 @@ def test_text_parts_are_joined_and_tool_calls_rendered(server):
     assert count(with_call) == count(empty) + len(json.dumps([call]))
 
 
-def test_models_tokenize_health_and_metrics_respond(server, llm):
+def test_endpoints_other_than_completions_return_expected_values(server, llm):
     assert [model.id for model in server.client().models.list()] == ["tiny"]
     assert server.client().models.retrieve("tiny").max_model_len == CONTEXT
     assert server.post("/tokenize", {"prompt": "Grüße"}).json()["tokens"] == llm.tokenizer.encode("Grüße")

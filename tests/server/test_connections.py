@@ -1,4 +1,4 @@
-"""Limits of the connection layer, which apply before any key is checked. The tests use raw sockets."""
+"""Check the limits that the server applies to connections before it checks any API key. The tests use raw sockets."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ class Connection:
 def wait_until(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition is still false after {seconds} s"
         time.sleep(0.02)
     return result
 
 
 def error_of(response: bytes) -> tuple[int, str]:
-    """Return the status and the error code of a response. It must have OpenAI's format and close the connection."""
+    """Return the status and the error code of a response, which must have OpenAI's format and close the connection."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head, response
     error = json.loads(body)["error"]
@@ -116,7 +116,7 @@ def value_of(text, name, **labels):
 
 @pytest.fixture(scope="module")
 def keyed(tiny_model, tmp_path_factory):
-    """Yield a server with keys, short timeouts and at most 256 file descriptors."""
+    """Yield a server with API keys, short timeouts and at most 256 file descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
@@ -155,7 +155,7 @@ def test_endless_head_is_rejected_with_bounded_memory(server, name):
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    # The server reads all of this shorter head, so that its response is not lost.
+    # The server reads all of this shorter head. Therefore the client receives the response.
     with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
@@ -217,7 +217,7 @@ def test_silent_and_idle_connections_are_closed(keyed):
     assert metric(keyed, "kvtier_connections_closed_total", "root-secret-key", reason="idle") >= before + 2
 
 
-def test_slow_body_after_401_does_not_hold_the_connection(keyed):
+def test_slow_body_after_401_does_not_keep_connection_open(keyed):
     with Connection(keyed, POST + b"Content-Length: 100000\r\n\r\n") as connection:
         assert connection.receive_response()[0] == 401
         connection.socket.settimeout(0.05)
@@ -230,7 +230,7 @@ def test_slow_body_after_401_does_not_hold_the_connection(keyed):
 
 
 def test_client_that_never_reads_is_disconnected(keyed):
-    """The responses fill the socket buffers and then the server's send buffer. The server then sends no more."""
+    """The responses fill the socket buffers and then the server's send buffer. Then the server stops sending."""
     admin = {"Authorization": "Bearer root-secret-key"}
     process = psutil.Process(keyed.process.pid)
     with (
@@ -275,7 +275,7 @@ def test_incomplete_heads_do_not_lock_out_health_checks(keyed):
     assert process.num_threads() <= num_threads
 
 
-def test_accept_recovers_from_exhausted_descriptors(keyed):
+def test_accept_recovers_from_lack_of_file_descriptors(keyed):
     process = psutil.Process(keyed.process.pid)
     before = process.rlimit(psutil.RLIMIT_NOFILE)
     highest = max(int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir())
@@ -317,7 +317,7 @@ def test_h2c_upgrade_keeps_the_body(server):
     with Connection(server, head + body) as connection:
         status, _, answer = connection.receive_response()
         assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 2)
-        for part in (head, body):  # again in two pieces
+        for part in (head, body):  # send the same request again, in two pieces
             connection.socket.sendall(part)
         assert connection.receive_response()[0] == 200
 
@@ -329,7 +329,7 @@ def test_websocket_upgrade_gets_a_plain_http_response(server):
     assert (status, json.loads(body)["error"]["type"]) == (404, "not_found_error")
 
 
-def test_pipelining_runs_the_first_request_and_closes(server):
+def test_pipelining_serves_first_request_and_closes_connection(server):
     body = json.dumps({"model": server.model, "prompt": "x", "max_tokens": 1}).encode()
     request = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with Connection(server, request * 1000) as connection:
@@ -366,7 +366,7 @@ class _Evictable:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Compare the table with a plain list. Only idle connections may be evicted, the oldest of an address first."""
+    """Compare the table with a plain list. It evicts only idle connections, and the oldest one of an address first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compilation of schemas in the engine process: once per schema, on another thread, while requests run or abort."""
+"""The engine process compiles each schema once and on another thread, so that requests run during a compilation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_compilations(tiny_model):
     return SchemaCompilations(lambda: SchemaCompiler(tokenizer.to_json(), 259, [257]))
 
 
-def test_compilations_get_compiles_schema_once_per_tenant(tiny_model):
+def test_schema_is_compiled_once_per_tenant(tiny_model):
     compilations = new_compilations(tiny_model)
     first = compilations.get('{"type": "object"}', b"a")
     assert compilations.get('{"type": "object"}', b"a") is first
@@ -43,7 +43,7 @@ def test_compilations_get_compiles_schema_once_per_tenant(tiny_model):
     assert compilations.get('{"type": "object"}', b"a") is not first  # the oldest compilation was evicted
 
 
-def test_compilations_get_of_invalid_schema_is_not_cached(tiny_model):
+def test_error_for_invalid_schema_is_not_cached(tiny_model):
     compilations = new_compilations(tiny_model)
     failed = compilations.get('{"type": "nonsense"}', b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
@@ -52,7 +52,7 @@ def test_compilations_get_of_invalid_schema_is_not_cached(tiny_model):
     assert not isinstance(broken.get("{}", b"").exception(WAIT), UnavailableError)
 
 
-def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
+def test_engine_serves_and_aborts_requests_during_compilation(tiny_model):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = LLM(str(tiny_model), EngineConfig()).engine

@@ -1,4 +1,4 @@
-"""Control endpoints for the cache of a running server."""
+"""Check the control endpoints for the cache of a running server."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_dropped_prompt_is_removed_from_all_tiers(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
-    assert ask(tiered, prompt) < 16  # less than a block, because other prompts may begin with the same letters
+    assert ask(tiered, prompt) < 16  # less than a block. Other prompts can begin with the same letters
 
 
-def test_control_accepts_text_tokens_or_messages_with_salt(tiered):
+def test_control_prompt_is_tokens_or_messages_with_salt(tiered):
     messages = [{"role": "user", "content": fresh()}]
     body = {"model": tiered.model, "messages": messages, "max_tokens": 1, "cache_salt": "mine"}
     assert tiered.post("/v1/chat/completions", body).status_code == 200
@@ -142,7 +142,7 @@ def test_control_accepts_text_tokens_or_messages_with_salt(tiered):
     assert control(tiered, "drop", {"prompt": tokens})["blocks"] == 4
 
 
-def test_reset_clears_the_disk_only_on_request(tiered):
+def test_reset_clears_the_disk_only_if_requested(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     control(tiered, "demote", {"prompt": prompt})  # the blocks of the prompt are now on disk
@@ -198,6 +198,6 @@ def test_resize_changes_tier_size_and_prompt_limit(tiered):
         ("reset", {"all": True}, "all"),
     ],
 )
-def test_invalid_control_body_names_the_field(tiered, name, body, param):
+def test_error_for_invalid_control_body_names_the_field(tiered, name, body, param):
     error = control(tiered, name, body, 400)["error"]
     assert (error["param"] or "").split(".")[0] == (param or "")

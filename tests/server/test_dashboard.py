@@ -1,4 +1,4 @@
-"""The dashboard in Chromium against a real server: it shows the state of the server and is accessible."""
+"""Open the dashboard of a real server in Chromium. It shows the state of the server and is accessible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwr
 expect = sync_api.expect
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 USER, ADMIN = "user-key-of-the-test", "admin-key-of-the-test"
-WAIT = 20_000  # ms; the page polls once a second, and the machine may be busy
+WAIT = 20_000  # milliseconds, much longer than the polling interval of one second, in case the machine is busy
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Return `opened(url, **options)`, which opens a page. A page must log nothing and request only / and /state."""
+    """Yield a function that opens a page. The page must log nothing and request only / and /state."""
     contexts, messages, requested = [], [], []
 
     def open_page(url, *, may_log=False, **options):
@@ -112,7 +112,7 @@ class _Parts(HTMLParser):
         self._within = ""
 
 
-def test_dashboard_policy_allows_only_own_script_and_style(tiered):
+def test_dashboard_csp_allows_only_its_own_script_and_style(tiered):
     answer = tiered.get("/")
     parts = _Parts()
     parts.feed(answer.text)
@@ -181,8 +181,8 @@ def test_dashboard_counts_running_requests(tiered, opened):
 
 
 @needs_browser
-def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
-    """A server on a CPU has no link limit, so the test adds one to its responses."""
+def test_dashboard_shows_transfer_speed_as_share_of_link_limit(tiered, opened):
+    """A server on a CPU has no link limit, so the test adds a limit to the responses of the server."""
 
     def with_limit(route):
         state = route.fetch().json()
@@ -205,7 +205,7 @@ def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
 def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     texts = conversations(4, 1400)
     for _ in range(2):
-        for text in texts:  # long enough to appear in the hit rate estimates
+        for text in texts:  # the texts are long enough to appear in the hit rate estimates
             chat(tiered, text)
     page = wait_until_serving(opened(tiered.url, reduced_motion="reduce"))
     expect(page.locator("#ghost-empty")).to_be_hidden(timeout=WAIT)
@@ -262,9 +262,8 @@ def test_dashboard_shows_asleep_slow_and_offline_status(tiered, opened):
     assert serious_violations(page) == []
     page.context.set_offline(False)
     wait_until_serving(page)
-    broken = {
-        "error": {"message": "the engine has ended; the server is shutting down"}
-    }  # a real server sends it only briefly
+    # simulate this response, because a real server sends it only for a moment before it exits
+    broken = {"error": {"message": "the engine has ended; the server is shutting down"}}
     page.route("**/state", lambda route: route.fulfill(status=503, json=broken))
     expect(status).to_have_text("Failing", timeout=WAIT)
     expect(notice).to_have_text("The server returned 503: the engine has ended; the server is shutting down")

@@ -30,7 +30,7 @@ def test_api_page_lists_the_paths_of_the_spec(server):
     assert documented == served
 
 
-def test_curl_command_of_the_api_page_completes(server):
+def test_curl_command_on_api_page_gets_a_completion(server):
     command = shlex.split(re.search(r"^    (curl .*?\})'$", API, re.DOTALL | re.MULTILINE)[0])
     url = command[command.index("-s") + 1].replace("http://127.0.0.1:8000", "")
     body = json.loads(command[command.index("-d") + 1]) | {"model": server.model}
@@ -50,10 +50,10 @@ def test_api_page_documents_every_state_field(server):
     section = API[API.index("## GET /state") :]
     nested = (state, state["tiers"][0], state["hits"], state["ttft"], state["recent"][0], state["ghost"])
     missing = {name for each in nested for name in each if f"`{name}`" not in section}
-    assert missing == {"holds"}  # a field for tests
+    assert missing == {"holds"}  # only tests use this field
 
 
-def test_operating_page_options_and_variables_exist(flags):
+def test_options_and_variables_on_operating_page_exist(flags):
     known = {flag for names in flags.values() for flag in names}
     other = {"--index-url", "--build-arg", "--gpus", "--time", "--json"}
     for text in (OPERATING, (ROOT / "Dockerfile").read_text().split("ENTRYPOINT")[1]):
@@ -63,14 +63,14 @@ def test_operating_page_options_and_variables_exist(flags):
     assert variables <= {"KVTIER_" + flag[2:].upper().replace("-", "_") for flag in known}
 
 
-def test_operating_page_example_settings_are_valid(flags):
+def test_example_settings_on_operating_page_are_valid(flags):
     file = tomllib.loads(re.search(r"```toml\n(.*?)```", OPERATING, re.DOTALL)[1])
     assert {f"--{name}" for name in file["serve"]} <= {*flags["serve"]}
     tenants = _tenants(file["tenants"], {})
     assert [(tenant.name, tenant.admin) for tenant in tenants] == [("shop", False), ("operator", True)]
 
 
-def test_operating_page_metrics_exist(server):
+def test_metrics_on_operating_page_exist(server):
     metrics = server.get("/metrics").text
     for name in re.findall(r"`(kvtier_[a-z_]+)", OPERATING):
         assert f"# TYPE {name} " in metrics, name

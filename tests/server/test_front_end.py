@@ -1,4 +1,4 @@
-"""Imports in the front-end process: it runs without torch, and loads names of kvtier.engine lazily."""
+"""The front-end process runs without torch, and loads names of kvtier.engine lazily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import kvtier.engine
 from kvtier.engine import tokenizer
 
 
-def test_front_end_imports_without_torch():
+def test_front_end_can_be_imported_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\nimport kvtier.server.serve\nfrom kvtier.engine import load_tokenizer"
     )
@@ -20,7 +20,7 @@ def test_front_end_imports_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_engine_lazy_names_match_the_typed_imports():
+def test_lazy_names_of_engine_equal_its_typed_imports():
     modules = {}
     for node in ast.walk(ast.parse(Path(kvtier.engine.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("kvtier."):

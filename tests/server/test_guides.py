@@ -1,4 +1,4 @@
-"""The commands in docs/tuning.md run in the order of the page, and the example in docs/operating.md runs."""
+"""The commands on the page docs/tuning.md run in the order of the page. The example in docs/operating.md runs too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kvtier(command, folder):
     return done.stdout
 
 
-def test_tuning_page_commands_run_in_order(tiny_model, tmp_path, monkeypatch):
+def test_commands_on_tuning_page_run_in_order(tiny_model, tmp_path, monkeypatch):
     assert [command.split()[1] for command in COMMANDS] == [
         *("doctor", "serve", "bench", "-s", "-s", "inspect", "verify", "replay", "plan")
     ]
@@ -58,7 +58,7 @@ def test_tuning_page_commands_run_in_order(tiny_model, tmp_path, monkeypatch):
     assert kvtier(plan, tmp_path)
 
 
-def test_operating_page_client_gets_an_answer(server):
+def test_example_client_on_operating_page_gets_an_answer(server):
     page = (ROOT / "docs" / "operating.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace(ADDRESS, server.url)
     done = subprocess.run(
@@ -72,13 +72,13 @@ def test_operating_page_client_gets_an_answer(server):
     assert re.search(r"\d+$", done.stdout.strip())
 
 
-def test_tuning_page_options_exist(capsys):
+def test_options_on_tuning_page_exist(capsys):
     main(["completion", "bash", "--json"])
     known = {flag for names in json.loads(capsys.readouterr().out).values() for flag in names}
     assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", TUNING)} <= known
 
 
-def test_tuning_page_policies_are_choices_of_serve(capsys):
+def test_policies_on_tuning_page_are_choices_of_serve(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     help_text = capsys.readouterr().out

@@ -77,7 +77,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_large_invalid_body_error_names_the_field(server, kind):
+def test_error_for_large_invalid_body_names_the_field(server, kind):
     path, data, param = BODIES[kind]
     answer = server.post(path, content=data, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -136,14 +136,14 @@ def test_special_tokens_in_messages_are_text_by_default(server):
     ],
     ids=["bytes", "patterns", "references", "properties"],
 )
-def test_schema_above_a_limit_error_contains_the_count(server, schema, message):
+def test_error_for_schema_above_a_limit_contains_the_count(server, schema, message):
     answer = server.post(TEXT, with_schema(server, schema))
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
-def test_endless_schema_is_400_and_server_can_stop(start):
+def test_schema_that_compiles_too_long_is_400(start):
     pytest.importorskip("llguidance")
     server = start("--prepare-seconds", "1", "--drain-seconds", "30")
     for prompt in ("x", "y"):  # the second error comes from the cache of schema checks
@@ -168,7 +168,7 @@ def test_stop_with_a_hung_worker_kills_the_worker(start):
     thread = threading.Thread(target=send)
     thread.start()
     busy = None
-    while busy is None:  # wait for the worker that compiles
+    while busy is None:  # wait until a worker compiles the schema
         workers = [psutil.Process(pid) for pid in worker_pids(server)]
         busy = next((worker for worker in workers if worker.cpu_percent(0.2) > 5 and worker.num_threads()), None)
     assert server.stop(30) == 0
@@ -187,7 +187,7 @@ def test_workers_exit_after_front_end_is_killed(start):
         worker.wait(30)
 
 
-def test_killed_worker_loses_no_request(server):
+def test_no_request_is_lost_when_a_worker_is_killed(server):
     for pid in worker_pids(server):
         os.kill(pid, signal.SIGKILL)
     assert server.post("/tokenize", {"prompt": "é" * 1100}).json()["count"] == 2200
@@ -216,7 +216,7 @@ def small(tiny_model, tmp_path_factory):
     assert process.stop() == 0
 
 
-def test_tokenize_is_charged_to_the_tenant(small):
+def test_tokenize_request_counts_toward_token_quota_of_tenant(small):
     first, second = (small.post("/tokenize", {"prompt": "x" * 1500}, "limited-key") for _ in range(2))
     assert first.status_code == 200
     assert (second.status_code, second.json()["error"]["code"]) == (429, "tenant_tokens")

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's format: tokens that are only part of a character, and offsets in the text."""
+"""Check log-probabilities and text offsets in OpenAI's format, also for tokens that are only part of a character."""
 
 import json
 
@@ -26,7 +26,7 @@ def tokenizer():
 
 
 def whole(form, tokens, top=(), step=1):
-    """Add the tokens in outputs of `step` tokens each, and return the whole response."""
+    """Add the tokens to the response, `step` tokens at a time. Return the whole response."""
     for begin in range(0, len(tokens), step):
         new = tuple(tokens[begin : begin + step])
         logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)
@@ -38,7 +38,7 @@ def output(tokens, reason=None):
     return Output("id", 0, "", tuple(tokens), tuple(Logprobs(-1.0, ()) for _ in tokens), reason, 1, 0)
 
 
-def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
+def test_chat_logprobs_of_partial_characters_contain_bytes(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
     tokens = TEXT.encode()
     body = whole(form, tokens, [(0xE2, -1.0), (0x82, -2.0), (0x41, -3.0)])
@@ -49,7 +49,7 @@ def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
     assert [(each["token"], each["bytes"]) for each in top] == [("\\xe2", [0xE2]), ("\\x82", [0x82]), ("A", [0x41])]
 
 
-def test_completion_top_logprobs_keep_every_token(tokenizer):
+def test_completion_top_logprobs_contain_every_token(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(token, -float(token)) for token in (*range(0x80, 0x90), 257, 0x41)]
     (top_logprobs,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
@@ -58,7 +58,7 @@ def test_completion_top_logprobs_keep_every_token(tokenizer):
     assert list(top_logprobs.values()) == [value for _, value in top]
 
 
-def test_completion_top_logprobs_name_same_text_by_id(tokenizer):
+def test_completion_top_logprobs_name_repeated_text_by_token_id(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(0x41, -1.0), (0x41, -2.0)]
     (top_logprobs,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
@@ -94,7 +94,7 @@ def test_response_in_pieces_equals_response_at_once(tokenizer, is_chat, logprobs
     assert list(at_once) == ["id", "object", "created", "model", "choices", "usage"]
 
 
-def test_completion_format_counts_its_bytes(tokenizer):
+def test_completion_format_counts_bytes_of_added_outputs(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
     num_bytes = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
     assert 0 < num_bytes <= len(form.whole(1, usage_body(0, 0, 0)))

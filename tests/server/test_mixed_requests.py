@@ -1,4 +1,4 @@
-"""Random requests and control calls on a server with small tiers, compared with a server that reuses no blocks."""
+"""Under random requests and control calls, a server with small tiers answers like a server that reuses no blocks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def choices(server, body):
     return answer.json()["choices"]
 
 
-def test_mixed_answers_equal_those_without_cache_reuse(start, tmp_path):
+def test_answers_equal_answers_of_server_without_cache_reuse(start, tmp_path):
     rng = random.Random(SEED)
     tiered = start(*TIERS, *STEPS, "--disk", str(tmp_path / "kv"))
     plain = start("--invariant", "--blocks", "2048")

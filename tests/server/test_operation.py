@@ -1,4 +1,4 @@
-"""Operation of a server: disconnects, an engine that does not reply, overload, keys, tenants, quotas and priorities."""
+"""Check disconnects, an unresponsive engine, overload, API keys, tenants, quotas and priorities of a server."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def responses(server, status):
 def wait_until(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition is still false after {seconds} s"
         time.sleep(0.02)
 
 
@@ -134,7 +134,7 @@ def test_disconnect_before_the_response_is_counted_as_499(server):
 # ---- an engine that does not reply ----
 
 
-def test_stopped_engine_is_503_and_killed_on_sigterm(start):
+def test_stopped_engine_causes_503_and_is_killed_on_sigterm(start):
     server = start("--engine-reply-seconds", "0.5", "--drain-seconds", "1")
     assert server.get("/health").status_code == 200
     stop_process(engine := server.engine_pid)
@@ -155,20 +155,20 @@ def test_stopped_engine_is_503_and_killed_on_sigterm(start):
     process = psutil.Process(engine)
     stop_process(engine)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(50) == 1  # earlier than the 60 s that a responsive engine has to save the cache
+    assert server.process.wait(50) == 1  # a responsive engine would have 60 s to save the cache
     process.wait(10)
 
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model, tmp_path_factory):
-    """Yield a server with one row and one place in the queue, whose control calls time out after 0.5 s."""
+    """Yield a server with one row and one place in the queue. Control calls time out after 0.5 s."""
     options = ("--model", str(tiny_model), "--threads", "1", "--max-rows", "1", "--max-waiting", "1")
     process = ServerProcess(tmp_path_factory.mktemp("narrow") / "log", *options, "--control-seconds", "0.5")
     yield process
     assert process.stop() == 0
 
 
-def test_control_call_timeout_is_504(narrow):
+def test_control_call_that_times_out_is_504(narrow):
     stop_process(engine := narrow.engine_pid)
     try:
         answer = narrow.get("/state")
@@ -179,7 +179,7 @@ def test_control_call_timeout_is_504(narrow):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_exits_at_once(start, number):
+def test_second_signal_ends_the_server_at_once(start, number):
     server = start("--engine-reply-seconds", "600", "--drain-seconds", "600")
     client, answer, _ = stream(server)
     engine = psutil.Process(server.engine_pid)
@@ -230,7 +230,7 @@ def load_tokenizer(model):  # called while the engine starts
     return tokenizer(model)
 
 async def call(self, name, /, **arguments):
-    if name == "set_quota":  # the engine is ready, and the server does not listen yet
+    if name == "set_quota":  # the engine is ready, but the server does not listen yet
         os.kill(os.getpid(), signal.SIGTERM)
     return await original(self, name, **arguments)
 
@@ -295,7 +295,7 @@ def test_full_queue_is_429_with_retry_after(narrow):
     assert ask("me too").usage.completion_tokens == 1
 
 
-def test_request_timeout_ends_the_answer_with_504(strict):
+def test_request_that_times_out_gets_timeout_error(strict):
     answers = []
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
@@ -473,7 +473,7 @@ def test_disconnect_before_first_token_charges_the_prompt(guarded):
         return await client.post(guarded.url + TEXT, json=body, headers={"Authorization": "Bearer hasty-secret-key"})
 
     async def leave():
-        """Send two requests, of which one is rejected. Cancel the other, which was admitted."""
+        """Send two requests. The server rejects one of them. Cancel the admitted request. Return the error code."""
         async with httpx.AsyncClient(timeout=60) as client:
             tasks = [asyncio.ensure_future(ask(client)) for _ in range(2)]
             (refused,), (admitted,) = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -504,14 +504,14 @@ def test_tenant_above_block_quota_evicts_own_blocks_only(guarded):
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # each has 70 tokens, which fill four blocks
+    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # each prompt fills four blocks with its 70 tokens
     cached("root-secret-key", theirs := "theirs " * 20)
     for number, prompt in enumerate(mine):
         cached("small-secret-key", prompt, cache_salt=f"part {number % 2}")
     tiers = {tier["name"]: tier for tier in guarded.get("/control/tiers", "root-secret-key").json()["tiers"]}
     assert 0 < tiers["device"]["used_by"]["small"] <= 12
     assert 0 < tiers["host"]["used_by"]["small"] <= 8
-    # Many blocks are free, so other tenants lost none.
+    # Many blocks are free, so other tenants have lost no blocks.
     assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2
     assert cached("small-secret-key", mine[5], cache_salt="part 1") == 64
     assert cached("small-secret-key", mine[0], cache_salt="part 0") == 0
@@ -527,7 +527,7 @@ def test_prompt_larger_than_the_block_quota_is_400(guarded):
     assert guarded.post(TEXT, body, "root-secret-key").status_code == 200
 
 
-def test_quota_for_a_missing_tier_fails_at_start(tiny_model, tmp_path):
+def test_serve_with_quota_for_a_missing_tier_fails(tiny_model, tmp_path):
     file = tmp_path / "kvtier.toml"
     file.write_text('[[tenants]]\nname = "small"\nkey = "small-secret-key"\nhost_blocks = 8\n')
     done = kvtier("serve", "--model", str(tiny_model), "--port", "0", "--config", str(file))
@@ -550,7 +550,7 @@ def test_log_and_state_contain_no_text_and_no_key(guarded):
         guarded.post(TEXT, content=marker.encode(), key="root-secret-key"),
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 400]
-    assert guarded.log.count("http method=") >= 5  # earlier tests may have logged more
+    assert guarded.log.count("http method=") >= 5  # earlier tests have logged requests too
     for secret in (marker, "secret-key", "Hello"):
         assert secret not in guarded.log
         assert secret not in guarded.get("/state", "root-secret-key").text

@@ -1,4 +1,4 @@
-"""`kvtier serve --tensor-parallel 2` returns the answers of a single rank. All processes exit if one fails."""
+"""`kvtier serve --tensor-parallel 2` returns the answers of a single rank. If one process fails, all processes exit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks_of(server) -> list[psutil.Process]:
 def exits(server, *processes: psutil.Process) -> bool:
     """Send a request, which must fail. Return True if the server exits with an error and all `processes` exit."""
     body = {"model": server.model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
-    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # the server may have exited already
+    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # the server might have exited already
         assert server.post("/v1/completions", body).status_code >= 500
     _, alive = psutil.wait_procs(processes, 60)
     return server.process.wait(60) != 0 and not alive
@@ -52,7 +52,7 @@ def test_disk_tier_written_by_one_rank_is_read_by_two(server, start, tmp_path):
     assert exits(both, engine, rank)
 
 
-def test_killed_rank_ends_the_server(start):
+def test_server_exits_after_rank_is_killed(start):
     server = start("--tensor-parallel", "2")
     (rank,) = ranks_of(server)
     engine = psutil.Process(server.engine_pid)
@@ -62,7 +62,7 @@ def test_killed_rank_ends_the_server(start):
     assert "the process of rank 1 ended with exit code -9" in server.log
 
 
-def test_tensor_parallel_that_does_not_divide_heads_fails(tiny_model):
+def test_number_of_ranks_that_does_not_divide_heads_fails(tiny_model):
     command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--model", str(tiny_model)]
     ended = subprocess.run([*command, "--tensor-parallel", "4"], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0

@@ -1,4 +1,4 @@
-"""Shutdowns and crashes of a server: clients get an error, no process is left, and the next start is warm."""
+"""After a shutdown or a crash, clients get an error, no process remains, and the next server reuses blocks on disk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_on_disk(state):
 
 
 def check_warm(server, expected):
-    """Assert that a restarted server gives the expected answer and reads the prompt's blocks from disk."""
+    """Assert that a restarted server returns the expected answer and reads the blocks of the prompt from disk."""
     answer = ask(server)
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
     assert expected["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -60,7 +60,7 @@ def check_warm(server, expected):
     assert server.state()["recent"][0]["tokens_from"].get("disk", 0) >= 960
 
 
-def test_sigterm_drains_and_saves_for_a_warm_start(start, disk):
+def test_sigterm_drains_requests_and_saves_blocks_to_disk(start, disk):
     server = start(*disk)
     expected = ask(server)
     stream = Stream(server, 400)

@@ -69,8 +69,8 @@ def stores(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(stores, tiny_model, tmp_path_factory):
-    """Return `start(*arguments)`, which starts a server that uses the stores. All servers compute identical results for
-    the same text, and load every cached block."""
+    """Yield a function that starts a server with both stores. All servers compute identical results for equal texts and
+    load every cached block."""
     folder, started = tmp_path_factory.mktemp("logs"), []
 
     def run(*arguments: str) -> ServerProcess:
@@ -133,7 +133,7 @@ def play(talk: str, send) -> list[str]:
 
 
 def truth_of(server, talk: str) -> list[str]:
-    """Return the answers of the conversation without cache hits, because every request has its own salt."""
+    """Return the answers of the conversation. There are no cache hits, because every request has its own salt."""
 
     def send(_, messages):
         answer = ask(server, messages, cache_salt=uuid.uuid4().hex)
@@ -144,7 +144,7 @@ def truth_of(server, talk: str) -> list[str]:
 
 
 def play_all(name: str, send) -> list[list[str]]:
-    """Run several conversations at once. In `send(number, messages)`, the number increases by one with each turn."""
+    """Run several conversations concurrently. Conversation n calls `send(n + turn, messages)` for each turn."""
     with ThreadPoolExecutor(TALKS) as pool:
         numbers = range(TALKS)
         return list(pool.map(lambda n: play(f"{name} {n}", lambda turn, messages: send(n + turn, messages)), numbers))
@@ -160,14 +160,14 @@ def num_shared(server) -> int:
     return next(tier["num_used"] for tier in server.state()["tiers"] if tier["name"] == "shared")
 
 
-def test_conversation_moves_between_servers(servers):
+def test_conversation_reuses_blocks_computed_by_other_server(servers):
     lengths = [0]  # prompt tokens of each turn
     before = [num_shared(server) for server in servers]
 
     def send(turn, messages):
         server = servers[turn % 2]
         answer = ask(server, messages)
-        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # the other server computed these in the turn before
+        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # tokens computed by the other server in the turn before
         assert cached_of(answer) >= computed
         assert server.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(computed, BLOCK_TOKENS)
         lengths.append(answer["usage"]["prompt_tokens"])
@@ -195,7 +195,7 @@ class Stream:
 
 
 class Countdown:
-    """Counts events on any threads, so that one thread can wait for `number` events."""
+    """Counts events that happen on several threads, and lets a thread wait for the first `number` events."""
 
     def __init__(self, number: int) -> None:
         self._left, self._lock, self._is_zero = number, threading.Lock(), threading.Event()
@@ -219,7 +219,7 @@ def kill(server) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_requests_to_killed_server_succeed_on_the_other(servers, start, victim):
+def test_requests_to_killed_server_succeed_on_other_server(servers, start, victim):
     survivor, name = servers[1 - victim], f"victim {victim}"
     long = [{"role": "user", "content": f"Say a lot, {name}."}]
     expected = truths(name, servers)
@@ -241,7 +241,7 @@ def test_requests_to_killed_server_succeed_on_the_other(servers, start, victim):
         played = pool.submit(play_all, name, send)
         half.wait()
         kill(servers[victim])
-        with pytest.raises(httpx.TransportError):  # cut off in the middle of its answer
+        with pytest.raises(httpx.TransportError):  # the server was killed in the middle of its answer
             stream.rest()
         assert text_of(ask(survivor, long, max_tokens=300)) == long_truth
         assert played.result() == expected
@@ -249,7 +249,7 @@ def test_requests_to_killed_server_succeed_on_the_other(servers, start, victim):
     servers[victim] = start()
 
 
-def test_killed_stores_fail_no_request_and_are_reused(servers, stores):
+def test_requests_succeed_without_stores_and_stores_are_reused(servers, stores):
     expected = truths("stores", servers)
     quarter, half = Countdown(TURNS * TALKS // 4), Countdown(TURNS * TALKS // 2)
 
@@ -269,7 +269,7 @@ def test_killed_stores_fail_no_request_and_are_reused(servers, stores):
     stores.restart()
 
     def is_shared() -> bool:
-        """Send a question to both servers. Return True if the second server finds its blocks in a store."""
+        """Send a question to both servers. Return True if the second one finds blocks of the question in a store."""
         salt = uuid.uuid4().hex
         first, second = (ask(server, [question("back", 0)], cache_salt=salt) for server in servers)
         assert text_of(first) == text_of(second)

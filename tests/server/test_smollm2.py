@@ -1,4 +1,4 @@
-"""A server with the default model: correct answers, structured output and cached prompts."""
+"""A server with the default model answers correctly, follows a schema and caches prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def smollm2(tmp_path_factory):
     assert "Traceback" not in process.log, process.log
 
 
-def test_smollm2_server_answers_the_capital_of_france(smollm2):
+def test_smollm2_server_answers_question_correctly(smollm2):
     create = smollm2.client().chat.completions.create
     answer = create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=12)
     assert answer.choices[0].message.content == "The capital of France is Paris."
@@ -38,7 +38,7 @@ def test_smollm2_server_answers_the_capital_of_france(smollm2):
     assert again.usage.prompt_tokens_details.cached_tokens >= 32
 
 
-def test_operating_page_example_runs_on_smollm2(smollm2):
+def test_example_on_operating_page_runs_on_smollm2(smollm2):
     guide = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text()
     example = re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1].replace("http://127.0.0.1:8000", smollm2.url)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, check=False)

@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 class Animal(BaseModel):
-    """The same schema as a pydantic model, to validate answers."""
+    """SCHEMA as a pydantic model, to validate answers."""
 
     name: str = Field(max_length=8)
     age: int = Field(ge=0, le=150)

@@ -1,4 +1,4 @@
-"""WorkerPool with real processes: deadlines, killed processes, cancellation, fairness, and closing."""
+"""Check deadlines, killed processes, cancellation, fairness and closing of a WorkerPool with real processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def api_error(awaitable):
     return caught.value
 
 
-def test_run_in_worker_equals_run_inline(model):
+def test_job_in_worker_returns_same_result_as_inline_job(model):
     inline = Preparation(model, load_tokenizer(model.source))
 
     async def main():
@@ -73,7 +73,7 @@ def test_run_in_worker_equals_run_inline(model):
     asyncio.run(main())
 
 
-def test_job_above_the_deadline_is_400_and_process_replaced(model):
+def test_job_past_deadline_is_400_and_its_process_is_replaced(model):
     async def main():
         async with pool_of(model, seconds=5.0) as pool:
             pool.start()
@@ -105,7 +105,7 @@ def test_job_of_killed_process_is_retried_once(model):
     asyncio.run(main())
 
 
-def test_cancelled_jobs_leave_the_queue_and_the_process(model):
+def test_cancelled_jobs_free_the_queue_and_the_process(model):
     async def main():
         async with pool_of(model) as pool:
             running = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
@@ -115,7 +115,7 @@ def test_cancelled_jobs_leave_the_queue_and_the_process(model):
             for task in (waiting, running):
                 task.cancel()
             await asyncio.gather(waiting, running, return_exceptions=True)
-            await pool.run("check_schema", "a", **VALID)  # would wait until the deadline if a job still ran
+            await pool.run("check_schema", "a", **VALID)  # this call would time out if a cancelled job still ran
 
     asyncio.run(asyncio.wait_for(main(), WAIT))
 
@@ -201,7 +201,7 @@ def test_schema_checks_share_work_and_cache_results(model):
             wrong = '{"type": "nonsense"}'
             errors = [await api_error(checks.check(wrong, "a")) for _ in range(2)]
             assert errors[0] == errors[1]
-            assert errors[0] is not errors[1]  # raising one exception again would extend its traceback
+            assert errors[0] is not errors[1]  # raising the same exception twice would extend its traceback
             await asyncio.gather(*(checks.check(VALID["schema"], "a") for _ in range(5)))
             waiting = [asyncio.create_task(checks.check(ENDLESS["schema"], "a")) for _ in range(3)]
             await wait_until(lambda: pool.num_running)
