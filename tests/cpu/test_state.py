@@ -225,7 +225,7 @@ def test_warp_with_mismatched_rows_raises(placement):
         warp(rows, Permutation([0], 3), tensor([[0, 0]], placement), functor)
     with pytest.raises(RangeError, match="b1 has 1 rows, but the new order needs 2"):
         warp(rows, perm, tensor([[0, 0]], placement), functor)
-    with pytest.raises(ArgumentError, match=r"rows of a0 are \(2,\), but rows of b1 \(3,\)"):
+    with pytest.raises(ArgumentError, match=r"rows of a0 are \(2,\), rows of b1 are \(3,\)"):
         warp(rows, perm, tensor([[0] * 3] * 2, placement), functor)
     with pytest.raises(DTypeError, match=r"int32.*int64"):
         warp(rows, perm, tensor([[0, 0]] * 2, placement, torch.int64), functor)

@@ -15,7 +15,7 @@ from kvtier.errors import ArgumentError, RangeError
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape of a model, which determines the work per token and the bytes per cached token."""
+    """Shape of a model. The shape determines the work per token and the bytes per cached token."""
 
     layers: int
     heads: int
@@ -25,7 +25,7 @@ class ModelSpec:
     active_params: float = 0.0
     """Parameters used per token; 0 means all parameters."""
     kv_elements: int = 0
-    """Cached elements per token over all layers, for attention without KV heads; 0 means a model with KV heads."""
+    """Cached elements per token in all layers together, for models without KV heads; 0 for models with KV heads."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     source: str = ""
@@ -46,7 +46,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One accelerator and its link to host memory. Each `*_share` is the fraction of a peak that engines reach."""
+    """One accelerator and its link to host memory. Engines achieve the fraction `*_share` of each peak rate."""
 
     flops: float
     memory_bytes: float
@@ -70,7 +70,7 @@ class GpuSpec:
         _check_positive(self, "step_seconds", "row_seconds", allow_zero=True)
 
     def times(self, count: int) -> GpuSpec:
-        """Return the sum of `count` GPUs, each with its own link. Communication between the GPUs is not modelled."""
+        """Return one spec for `count` GPUs, each with its own link. Communication between the GPUs is not modelled."""
         if count < 1:
             raise RangeError(f"need at least one GPU, got {count}")
         names = ("flops", "memory_bytes", "memory_bandwidth", "link_bandwidth")
@@ -79,7 +79,7 @@ class GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class DiskSpec:
-    """A disk. Reads and writes share the time of the disk."""
+    """A disk that executes one read or write at a time."""
 
     read_bandwidth: float
     write_bandwidth: float
@@ -121,7 +121,7 @@ def presets(kind: type[Spec]) -> dict[str, Spec]:
 
 
 def preset(kind: type[Spec], name: str) -> Spec:
-    """Return a preset by name, or the spec in a .toml or .json file with the same keys."""
+    """Return the preset `name`. If `name` ends in .toml or .json, read the spec from this file."""
     path = Path(name)
     if path.suffix in (".toml", ".json"):
         return from_table(kind, _read(path), name)

@@ -23,7 +23,7 @@ class PlanPoint:
     summary: Summary
 
     def holds(self, ttft_p99: float) -> bool:
-        """True if no request is refused and TTFT p99 meets the target. Refused requests have no TTFT."""
+        """True if TTFT p99 meets the target and no request is refused. (Refused requests are not part of TTFT p99.)"""
         return not self.summary.num_refused and self.summary.ttft["p99"] <= ttft_p99
 
 
@@ -39,7 +39,7 @@ class PlanResult:
     prices: PriceSpec
     target_ttft_p99: float
     chosen: PlanPoint | None
-    """The cheapest setup that meets the target; None if none does."""
+    """The cheapest setup that meets the target; None if no setup meets the target."""
     nearest: PlanPoint
     """Of the setups that refuse the fewest requests, the one with the lowest TTFT p99."""
     more_host: PlanPoint
@@ -59,9 +59,9 @@ def plan(
     jobs: int = 1,
     progress: Callable[[str, float], None] | None = None,
 ) -> PlanResult:
-    """Simulate setups from no host memory to more than the trace can use, with and without a disk.
+    """Simulate setups of increasing size, from no host memory to more than the trace can use, with and without a disk.
 
-    `num_simulated` is the number of replicas to simulate, as a sample. None simulates all replicas.
+    Only `num_simulated` replicas are simulated, as a sample. None means all replicas.
     """
 
     def report(what: str) -> Callable[[float], None]:

@@ -15,12 +15,12 @@ R = TypeVar("R")
 
 
 def jobs_here(jobs: int) -> int:
-    """Return `jobs`, or 1 if torch is loaded, because a forked process may inherit locks held by torch's threads."""
+    """Return `jobs`, or 1 if torch is loaded, because a forked process could inherit locks held by torch's threads."""
     return 1 if "torch" in sys.modules else jobs
 
 
 def spread(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[tuple[int, R]]:
-    """Yield the index and result of each task, in the order of completion. With one job, do not fork."""
+    """Yield the index and result of each completed task. If `jobs` is 1, run the tasks in this process."""
     if jobs <= 1 or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, work(task)

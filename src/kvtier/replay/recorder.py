@@ -1,13 +1,13 @@
-"""Recorder: writes kvtier's request log, which is also a trace. A log contains keys, lengths and times, but no text.
+"""Recorder: writes a log of requests that can be replayed. The log contains keys, lengths and times, but no text.
 
 Each line is a JSON object. The line of a request is written when the request ends. `read_trace` needs only these lines:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
-`keys` contains one name per full block of prompt and answer. Blocks with equal names have equal prefixes. A name is a
-digest of the block's key with the secret of the log, so that a reader of the log cannot test guessed prompts. Logs that
-are replayed together must have the same secret.
+`keys` contains one name per full block of prompt and answer. If two blocks have the same name, their tokens and all
+tokens before them are equal. A name is a digest of the block's key and the log's secret, so that a reader of the log
+cannot test guessed prompts. Logs that are replayed together must have the same secret.
 
 benchmarks/step_recorder.py also logs all calls to the scheduler and all reports (add, step, report, update, fail,
 cancel). benchmarks/follow.py replays such a log step by step.
@@ -36,10 +36,10 @@ _WRAPPED = ("schedule", "update", "fail", "cancel")
 
 
 class Recorder:
-    """Wraps the methods of one scheduler and logs its requests.
+    """Wraps the methods of one scheduler and logs the scheduler's requests.
 
-    Use it on the scheduler's thread. Requests that have not ended when the log is closed are not logged. If the log
-    cannot be written, recording ends with a warning, and serving continues.
+    Use it only on the scheduler's thread. Requests that have not ended when the log is closed are not logged. If the
+    log cannot be written, recording ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:
@@ -112,7 +112,7 @@ class Recorder:
         )
 
     def names(self, keys: bytes) -> list[str]:
-        """Return the names of block keys in this log."""
+        """Return the names that represent block keys in this log."""
         return [hashlib.blake2b(key, digest_size=NAME_BYTES, key=self._secret).hexdigest() for key in split_keys(keys)]
 
     def write(self, **record: Any) -> None:
@@ -137,8 +137,8 @@ class Recorder:
 
 
 def _create(path: str, _: int) -> int:
-    """Create a file with mode 0600, because it contains times and lengths of all tenants. Refuse links and existing
-    files, but accept devices and pipes."""
+    """Create a file with mode 0600, because the log shows times and lengths of all tenants' requests.
+    Refuse links and existing files, but accept devices and pipes."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

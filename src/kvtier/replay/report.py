@@ -118,21 +118,21 @@ def advice_text(found: PlanResult) -> list[str]:
     p99, rate = base.summary.ttft["p99"], base.summary.hit_rate
     if found.chosen is not None:
         text = [
-            f"Buy {sizes_text(base.host_bytes, base.disk_bytes)} per replica (about ${base.price:,.0f}): the cheapest "
-            f"with TTFT p99 of {found.target_ttft_p99:g} s or less. It reaches {p99:.2f} s with {rate:.1%} hits."
+            f"Buy {sizes_text(base.host_bytes, base.disk_bytes)} per replica (about ${base.price:,.0f}). This is the "
+            f"cheapest size with TTFT p99 of {found.target_ttft_p99:g} s or less: {p99:.2f} s, with {rate:.1%} hits."
         ]
     else:
         refused = base.summary.num_refused
-        holds = "serves every request and holds" if refused else "holds"
+        holds = "serves every request with" if refused else "has"
         text = [
-            f"None of the simulated sizes {holds} TTFT p99 at {found.target_ttft_p99:g} s or less. The nearest is "
-            f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and a hit rate of {rate:.1%}: a larger "
+            f"No simulated size {holds} TTFT p99 of {found.target_ttft_p99:g} s or less. The nearest is "
+            f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and a hit rate of {rate:.1%}. A larger "
             f"cache does not help. The GPUs compute {base.summary.utilisation:.0%} of the time, and requests queue "
             f"for {base.summary.queue['p99']:.2f} s (p99)."
         ]
         if refused:
             text.append(
-                f"It refuses {refused:,} of {base.summary.num_requests:,} requests: device memory is too small."
+                f"This size refuses {refused:,} of {base.summary.num_requests:,} requests: device memory is too small."
             )
     for what, more in (("host memory", found.more_host), ("disk", found.more_disk)):
         if more is not None:
@@ -200,9 +200,9 @@ def intro(result: Json) -> list[str]:
     if any(refused):
         run = result["results"][refused.index(max(refused))]
         text.append(
-            f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused: they need more KV than fits on "
-            f"the GPUs (--device, --gpus). Hit rates do not include these requests, and times to first token do not "
-            f"include requests without a token."
+            f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused, because they need more KV than "
+            f"fits on the GPUs (--device, --gpus). Hit rates do not include these requests, and times to first token "
+            f"do not include requests without a token."
         )
     if trace["num_problems"]:
         text.append(f"{trace['num_problems']:,} invalid lines were skipped. The first: {trace['problems'][0]}")
@@ -287,7 +287,7 @@ def _curve(result: Json) -> Json:
     series: dict[str, list[list[float]]] = {}
     for point in result["curve"]:
         series.setdefault(point["policy"], []).append([point["capacity_bytes"] / GIB, point["hit_rate"]])
-    title = "Hit rate of one cache shared by all replicas, over its size"
+    title = "Hit rate of one cache that all replicas share, over the size of the cache"
     return _line("curve", title, "capacity, GiB", "hit rate of full blocks", series, log=True, percent=True)
 
 

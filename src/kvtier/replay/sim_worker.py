@@ -1,6 +1,6 @@
 """SimulatedWorker: returns the reports of a plan after the time that real links and disks would take. Moves no bytes.
 
-device --"to host"--> host --+             loads and fetches have priority over saves and stores
+device --"to host"--> host --+             loads and fetches have priority over saves and writes to stores
 device <-"to device"- host <-+-"disk"-> store        reads and writes share the disk
 """
 
@@ -30,7 +30,7 @@ class _Job:
 
 
 class SimulatedLink:
-    """Carries one job at a time. Urgent jobs interrupt the others."""
+    """A link that carries one job at a time. Urgent jobs interrupt other jobs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class SimulatedLink:
         return self._time + queue[0].seconds_left if queue else math.inf
 
     def end_of(self, transfer_id: int) -> float | None:
-        """Return the end time of an urgent job, or None if it is not queued. Later jobs do not delay urgent jobs."""
+        """Return the end time of an urgent job; None if the job is not queued. Later jobs do not delay urgent jobs."""
         end = self._time
         for job in self._urgent:
             end += job.seconds_left
@@ -102,7 +102,7 @@ class SimulatedStore:
             self.num_evicted += 1
 
     def read(self, keys: list[bytes]) -> bytes:
-        """Return one byte per key, 1 if the key is present. A read counts as a use."""
+        """Return one byte per key: 1 if the key is present, 0 otherwise. Mark the present keys as recently used."""
         present = bytes(key in self._keys for key in keys)
         for key in itertools.compress(keys, present):
             self._keys.move_to_end(key)
@@ -123,7 +123,7 @@ class SimulatedStore:
 
 
 class SimulatedWorker:
-    """Executes plans and returns reports, for one rank. The caller passes the current time."""
+    """Executes the plans of one rank and returns reports. The caller passes the current time."""
 
     def __init__(
         self,

@@ -28,8 +28,8 @@ class StepCoalescer:
     """Simulates several steps as one, so that an hour of serving is simulated in a minute.
 
     Steps that together take at most `quantum` seconds become one step. In this step, answers grow by several tokens,
-    like accepted draft tokens, and prompts grow by several chunks. Events during the step take effect at its end.
-    If all requests generate and none waits, the step extends to the next event. With `quantum` 0, no steps are merged.
+    as with accepted drafts, and prompts grow by several chunks. Events during the step take effect at its end. If all
+    requests generate and no request waits, the step extends to the next event. With `quantum` 0, no steps are merged.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float) -> None:
@@ -69,7 +69,7 @@ class StepCoalescer:
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """Convert the computed share of the prompts to a share of the time, rounded up to whole steps."""
+        """Return the share of the time after which the share `done` of the prompts is computed, in whole steps."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -85,7 +85,7 @@ class StepCoalescer:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """Result of one request. Times are seconds from the first arrival; None if the event did not happen."""
+    """Result of one request. Times are seconds from the first arrival; None if the request did not get so far."""
 
     arrival: float
     scheduled_at: float | None
@@ -119,7 +119,7 @@ class Simulation:
     links: tuple[SimulatedLink, ...]
     num_computed_blocks: int
     num_reused_blocks: int
-    """Computed blocks that were hit before they left every tier. A block that is computed again counts again."""
+    """Number of computed blocks that were hit before they left every tier. A recomputed block is counted again."""
     evictions: dict[str, int]
     """Number of evicted blocks by tier."""
 
@@ -131,7 +131,7 @@ class _Live:
     tokens: list[int]
     """Tokens of the prompt and the answer."""
     paths: list[int]
-    """Path numbers of the request's full blocks that have ids in the trace."""
+    """Path numbers of the full blocks for which the trace contains ids."""
     first_token_at: float | None = None
     is_counted: bool = False
     num_hits: int = 0
@@ -158,14 +158,14 @@ class Simulator:
         self._steps = StepCoalescer(self.scheduler, cost, quantum)
         self._next_arrival = math.inf
         self._has_reports = False
-        """True if a report arrived after the last schedule."""
+        """True if a report arrived after the last call to `schedule`."""
         self._now = self._last_token_at = self._compute_seconds = 0.0
         self._num_steps = 0
         self._live: dict[str, _Live] = {}
         self._served: dict[int, ServedRequest] = {}
         self._path_numbers: dict[tuple[int, int], int] = {}
         self._unused: set[int] = set()
-        """Computed paths that have not been hit since."""
+        """Computed paths that have not been hit since their computation."""
         self._num_computed_blocks = self._num_reused_blocks = 0
 
     def run(self, trace: Sequence[TraceRequest], progress: Callable[[float], None] | None = None) -> Simulation:
@@ -180,7 +180,7 @@ class Simulator:
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
             step = self._step()
             num_idle = 0 if step.rows or self._has_reports else num_idle + 1
-            if num_idle > 1:  # the first idle step may have planned transfers that end at once
+            if num_idle > 1:  # the first idle step can plan transfers that end at once
                 following = min(self._next_arrival, self._worker.next_end)
                 if not self._can_go_on(step, following):
                     break
@@ -190,7 +190,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if there is another event. Raises StateError if there is none but requests wait or run."""
+        """True if another event follows. Raises StateError if no event follows although requests wait or run."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():

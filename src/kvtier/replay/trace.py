@@ -38,11 +38,11 @@ class TraceRequest:
     """One id per block; the last block may be partial. Requests whose first n ids are equal share n blocks."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
-    """True if the ids are those of the full blocks of prompt and answer, without a partial block."""
+    """True if there is one id per full block of prompt and answer, and no id for a partial block."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Ids of the full blocks of the prompt, which a cache can hold."""
+        """Ids of the full blocks of the prompt. A cache holds only full blocks."""
         return self.hash_ids[: self.input_tokens // self.block_tokens]
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -127,7 +127,7 @@ def _mooncake(record: dict[str, Any]) -> TraceRequest | str:
         return "hash_ids must be a list of whole numbers >= 0"
     wanted = -(-values[1] // TRACE_BLOCK_TOKENS)
     if len(ids) != wanted:
-        return f"{values[1]} tokens need {wanted} hash_ids of {TRACE_BLOCK_TOKENS} tokens, got {len(ids)}"
+        return f"{values[1]} tokens need {wanted} hash_ids, one per {TRACE_BLOCK_TOKENS} tokens, got {len(ids)}"
     return TraceRequest(values[0], values[1], values[2], tuple(ids))
 
 
@@ -157,7 +157,7 @@ def _is_count(value: object) -> bool:
 
 
 def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Renumber the ids if they are too large for every block to have its own token ids."""
+    """Renumber the block ids if the largest one would need token ids above MAX_TOKEN."""
     highest = max((id for request in requests for id in request.hash_ids), default=0)
     if not requests or (highest + 1) * requests[0].block_tokens <= MAX_TOKEN - len(requests):
         return requests
@@ -172,7 +172,7 @@ def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def number_paths(ids: Sequence[int], numbers: dict[tuple[int, int], int]) -> list[int]:
-    """Return one number per block, which identifies all ids up to and including this block. Extends `numbers`."""
+    """Return one number for each prefix of `ids`. Equal prefixes have equal numbers. Adds new prefixes to `numbers`."""
     paths, above = [], -1
     for id in ids:
         above = numbers.setdefault((above, id), len(numbers))

@@ -64,10 +64,10 @@ class Request:
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached prompt tokens at the first admission."""
     why_loaded: str = field(init=False, default="")
-    """Reason for loading or recomputing blocks in lower tiers. Empty if there was no decision."""
+    """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens at the last preemption for lack of room while the request ran alone."""
+    """Number of tokens when the request last ran out of room although no other request ran."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
@@ -115,7 +115,7 @@ class SchedulerConfig:
     starts_early: bool = False
     """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0
-    """The priority of a waiting request rises by one after this time, so that no request starves."""
+    """The priority of a request rises by one each time it has waited this long, so that no request starves."""
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_step_tokens", "max_context"):
@@ -129,7 +129,7 @@ class SchedulerConfig:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 
 
-class Row(NamedTuple):  # not a frozen dataclass, because creating one for each row takes 2.5 times as long
+class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass takes 2.5 times as long
     """Tokens [first, first + num_tokens) of a request, computed in one step. The last `num_draft` tokens are drafts."""
 
     request: Request
@@ -139,7 +139,7 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating one for each 
     wants_token: bool
     """True if the row includes the last known token, so that the next token is sampled."""
     loads: tuple[int, ...] = ()
-    """Ids of the request's loads in flight. Each layer of the step waits for its part of the loads. The caller applies
+    """Ids of the request's loads in flight. Each layer of the step waits for its own blocks. The caller applies
     the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
 
     @classmethod
@@ -156,7 +156,7 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating one for each 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work for the engine. The copies of blocks run before the rows."""
+    """Work for the engine. `copies` must be executed before `rows`."""
 
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...]

@@ -49,7 +49,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def cancel(self, request: Request, now: float) -> bool:
-        """Cancel a request; returns False if it had already ended. Its result from the step in flight is ignored."""
+        """Cancel a request; returns False if it had already ended. A result from the step in flight is ignored."""
         return self._end(request, RequestState.CANCELLED, now)
 
     def schedule(self, now: float) -> Step:
@@ -69,7 +69,7 @@ class Scheduler:
             [
                 allocation.copy
                 for row, allocation in zip(rows, allocations, strict=True)
-                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # only with the first row
+                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # only in the first step
             ]
         )
         plan = self.manager.plan(now=now)
@@ -90,7 +90,7 @@ class Scheduler:
             self._start_early(builder)
 
     def pause(self, now: float) -> None:
-        """Preempt all requests until `resume`. They release their KV and later restart from the cache."""
+        """Preempt all requests, and run no request until `resume`. Preempted requests release their KV."""
         if self._step is not None:
             raise StateError("cannot pause while a step is in flight; pause between update() and schedule()")
         self.is_paused = True
@@ -149,7 +149,7 @@ class Scheduler:
         count = min(known, builder.budget)
         if not count:
             return
-        # Room for drafts is optional, so no request is preempted for it.
+        # Drafts are optional, so no request is preempted to make room for drafts.
         drafts = min(len(request.draft), builder.budget - count) if known == 1 else 0
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
         if ahead and self.manager.allocate(_held(request), request.num_computed + count + ahead) is None:
@@ -167,8 +167,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already holds all available blocks. A restart can help, because it releases the copies of
-                # blocks that other requests have published. After a restart without progress, refuse the request.
+                # The request already holds all available blocks. A restart can help, because it releases copies of
+                # blocks that others have published. After a restart without progress, refuse the request.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage))
@@ -181,7 +181,7 @@ class Scheduler:
     def _admit(self, builder: _StepBuilder, now: float) -> None:
         """Admit waiting requests in order of priority and waiting time, up to the first request that does not fit.
 
-        All requests after that one wait too, so that small requests do not delay a large request forever. If only the
+        All later requests wait too, so that small requests do not delay a large request forever. If only the
         quota of a tenant is exceeded, only requests of this tenant wait.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             stop = min(request.chain.num_tokens, allocation.num_cached_tokens + builder.budget)
             if stop == request.chain.num_tokens:
-                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # may fail
+                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # optional, so ignore a shortage
             self._waiting.remove(request)
             self._running.append(request)
             self._on_admitted(request, allocation, now)
@@ -221,7 +221,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - allocation.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for a request's first step. Return a Shortage if that fails, or None if a prefetch is retried."""
+        """Allocate KV for a request's first step. Return None if the request waits for a repeated prefetch."""
         allocation = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, prefetch=request.prefetch
         )
@@ -257,16 +257,16 @@ class Scheduler:
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """True if the end of other running requests cannot help with a shortage."""
+        """True if a shortage would remain even if all other running requests ended."""
         others = (other for other in self._running if other is not request)
         return not any(_may_help(other.chain, request, shortage) for other in others)
 
     def _is_moving(self, request: Request, shortage: Shortage) -> bool:
-        """True if the end of transfers in flight could help with a shortage."""
+        """True if the end of a transfer in flight could resolve a shortage."""
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
-        """End all prefetches, or only those that could help with a shortage; returns True if any was ended."""
+        """End all prefetches, or those whose end could resolve `shortage`. Returns True if a prefetch was ended."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         if request is not None and shortage is not None:
             prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
@@ -286,7 +286,7 @@ class Scheduler:
     def _start_early(self, builder: _StepBuilder) -> None:
         """Start the first request whose blocks are in flight. The step waits for the blocks layer by layer.
 
-        Call this only if there are no other rows, because the waits would delay them.
+        Call this only if there are no other rows, because the waits would delay all rows of the step.
         """
         for request in self._running:
             allocation = _held(request)
@@ -327,7 +327,7 @@ class Scheduler:
         capacity = num_blocks * self.manager.namespace.block_tokens
         if tokens < min(capacity, self.config.max_context):
             return False
-        whose = "the cache" if quota is None else "its tenant"
+        whose = "the cache" if quota is None else "the tenant"
         why = (
             f"{tokens} tokens and one generated token do not fit: {whose} has room for {capacity} tokens, and a "
             f"request may have at most {self.config.max_context}"
@@ -361,7 +361,7 @@ class Scheduler:
         builder.give_back(request)
 
     def _to_waiting(self, request: Request, now: float) -> None:
-        """Release the KV of a request and queue it again. Published blocks stay in the cache."""
+        """Release the KV of a request and queue the request again. Published blocks stay in the cache."""
         self.manager.abort(_held(request), now=now)
         self._running.remove(request)
         self._waiting.append(request)
@@ -402,12 +402,12 @@ class Scheduler:
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
-    """True if freeing blocks of this chain could help. If a quota is exceeded, only blocks of the same tenant help."""
+    """True if freeing blocks of `chain` could resolve the shortage. Under a quota, the tenants must be equal."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 
 def _no_room(shortage: Shortage) -> str:
-    return f"{shortage}; the rest is pinned. Unpin a prompt, or try again later"
+    return f"{shortage}; all other blocks are pinned. Unpin a prompt, or try again later"
 
 
 def _held(request: Request) -> Allocation:

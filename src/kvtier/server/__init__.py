@@ -1,7 +1,7 @@
 """OpenAI-compatible server: an asyncio front end, and the engine in a second process.
 
     clients --HTTP--> front end (this process) --commands--> engine process (EngineRunner)
-                                               <--events, one frame a step--
+                                               <--events, one frame per step--
 
 The extra `server` installs fastapi, uvicorn, uvloop and httptools. Importing this package needs none of them.
 """

@@ -18,7 +18,7 @@ _DECAY = 0.9  # weight of the old value in the moving average of request times
 class Admission:
     """Counts running and waiting answers. Rejects requests above a limit, and estimates when a retry will succeed.
 
-    Tokens are charged when a request ends. A tenant above its limit is rejected until enough tokens are refilled.
+    When a request ends, its tokens are added to the tenant's debt. Every minute, the debt falls by `tokens_per_minute`.
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:
@@ -32,7 +32,7 @@ class Admission:
         self.closed = ""  # reason to reject all requests; empty if requests are accepted
 
     def max_tokens(self, tenant: Tenant | None) -> int:
-        """Return the token limit of one request, which depends on context length, device tier and tenant quota."""
+        """Return the token limit of one request. It depends on context length, device tier and tenant quota."""
         quota = tenant.device_blocks if tenant is not None else 0
         num_blocks = min(quota, self.num_device_blocks) if quota else self.num_device_blocks
         return min(self._started.max_context, num_blocks * self._started.block_tokens)
@@ -76,7 +76,7 @@ class Admission:
             self._debts[tenant.name] = (self._debt(tenant) + num_tokens, time.monotonic())
 
     def _debt(self, tenant: Tenant) -> float:
-        """Return the tokens that a tenant spent, minus the tokens refilled since then."""
+        """Return the current debt of a tenant in tokens."""
         debt, since = self._debts.get(tenant.name, (0.0, 0.0))
         return max(0.0, debt - (time.monotonic() - since) * tenant.tokens_per_minute / 60)
 

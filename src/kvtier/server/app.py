@@ -38,7 +38,7 @@ _SCRIPTS = ("format.js", "history.js", "charts.js", "panels.js", "page.js")
 def load_page() -> Response:
     """Return the dashboard page.
 
-    Its content security policy lists the hashes of the page's script and style. Other scripts and styles do not run,
+    The content security policy lists the hashes of the page's script and style. Other scripts and styles do not run,
     and the page can connect to this server only.
     """
     style = (_STATIC / "dashboard.css").read_text()
@@ -81,7 +81,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the response; a stream of events if stream is true", "content": {"text/event-stream": {}}}
 }
-_TOKENIZED = 10  # number of tokens for which /tokenize charges one token
+_TOKENIZED = 10  # /tokenize charges one token per this many tokens
 
 
 def make_app(

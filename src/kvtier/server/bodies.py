@@ -1,4 +1,4 @@
-"""Bodies: reads request bodies within limits. Small bodies are prepared here, large bodies in a worker process."""
+"""Bodies: reads request bodies within limits. Small bodies are prepared here, and large ones in a worker process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvtier.server.worker_pool import WorkerPool
 # Bodies up to this size are prepared in the event loop. This takes 2 to 8 ms, mostly for tokenizing; a worker process
 # takes 1 ms longer (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
 _INLINE_BYTES = 2048
-_FREE_BYTES = 64 << 10  # start of each body that is not counted, so that large bodies cannot block small requests
+_FREE_BYTES = 64 << 10  # bytes of each body that are not counted, so that large bodies cannot block small requests
 
 
 @dataclass(frozen=True, slots=True)

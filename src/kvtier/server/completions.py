@@ -30,7 +30,7 @@ from kvtier.server.schema_cache import SchemaChecks
 
 _Prepared = Prepared[ChatRequest] | Prepared[CompletionRequest]
 _log = logging.getLogger("kvtier.server")
-_GRACE_SECONDS = 5.0  # added to the time limit, so that the client can read the rest of the response
+_GRACE_SECONDS = 5.0  # added to the request's time limit, so that the client can read the rest of the response
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the resources that one client can take from others."""
+    """Limits that prevent one client from using all resources of the server."""
 
     waiting: int = option(256, "answers that may wait for the engine; further requests get 429", "max_waiting")
     answers: int = option(16, "answers per request (n times the number of prompts)", "max_answers")
@@ -76,7 +76,7 @@ class Limits:
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The thread that replies computes nothing and takes milliseconds. 5 s allow for a machine that swaps."""
+    """The replying thread does no other work and needs milliseconds. 5 s are enough even if the machine swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `max_step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
     cores, which reach 100 GFLOP/s."""
@@ -91,10 +91,10 @@ class Limits:
     """Number of headers in a request."""
     header_seconds: float = option(10.0, "time to receive the headers of a request")
     idle_seconds: float = option(15.0, "time between two requests on a connection")
-    """httpx and OpenAI's client drop idle connections after 5 s. They therefore close before the server does, and never
+    """httpx and OpenAI's client close idle connections after 5 s, which is before the server does. They therefore never
     send a request on a connection that the server is closing."""
     send_seconds: float = option(60.0, "time after which a client that does not read its response is disconnected")
-    """The default is that of nginx's send_timeout."""
+    """nginx's send_timeout has the same default."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -104,7 +104,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An API key with its own quotas. A salt in the block keys separates its cache from those of other tenants."""
+    """An API key with its own quotas. A salt in the block keys separates the cache of a tenant from those of others."""
 
     name: str
     key: str = field(repr=False)
@@ -141,7 +141,7 @@ def tenant_name(tenant: Tenant | None) -> str:
 
 
 def salt_of(tenant: Tenant | None, cache_salt: str | None) -> bytes:
-    """Return the salt of block keys, which separates the caches of different tenants and of different `cache_salt`."""
+    """Return the salt of block keys, which separates the caches of different tenants and `cache_salt` values."""
     if tenant is None and cache_salt is None:
         return b""
     return f"{tenant_name(tenant)}\0{cache_salt or ''}".encode("utf-8", "surrogatepass")

@@ -12,9 +12,9 @@ from kvtier.server.config import Limits
 
 Connection = TypeVar("Connection")
 SURPLUS = 16
-"""Connections beyond each limit that are accepted for /health only."""
-# File descriptors for other purposes. The event loop, the listener, the engine's socket, logs and model files use 19 in
-# an idle front end (2026-11-16). The rest is for workers' sockets, and for connections that are being closed.
+"""Number of additional connections above each limit. They may request /health only."""
+# File descriptors for other purposes. The event loop, the listener, the engine's socket, logs and model files use 19
+# in an idle front end (2026-11-16). The rest is for sockets of workers and for connections that are being closed.
 _RESERVED_DESCRIPTORS = 80
 
 
@@ -77,7 +77,7 @@ class ConnectionTable(Generic[Connection]):
         if excess < 0:
             return Place.NORMAL, None
         idle = self._idle.get(address, {})
-        if num < self._max_per_address:  # the total limit is reached: evict from the address with most idle connections
+        if num < self._max_per_address:  # at the total limit, evict from the address with the most idle connections
             idle = max(self._idle.values(), key=len)
         if idle:
             victim = next(iter(idle))
@@ -87,7 +87,7 @@ class ConnectionTable(Generic[Connection]):
 
 
 def make_table(limits: Limits) -> ConnectionTable[Any]:
-    """Make a table with no more connections than the file descriptors of this process allow."""
+    """Make a table whose limits respect this process's limit on file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.connections
     if soft != resource.RLIM_INFINITY:

@@ -65,7 +65,7 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Make `take` raise this error once it has returned all outputs."""
+        """Make `take` raise this error after it has returned all outputs that arrived earlier."""
         self._error = error
         self._wake()
 
@@ -112,7 +112,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> Started:
-        """Wait until the engine is ready. Raises ClosedError with the reason if it fails to start."""
+        """Wait until the engine is ready. Raises ClosedError with the reason if the engine fails to start."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
         self._reading = asyncio.create_task(self._read(reader))
         started: Started = await self._reply(next(self._numbers))
@@ -120,7 +120,7 @@ class EngineClient:
 
     @contextmanager
     def submit(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> Iterator[None]:
-        """Run a job's requests and put their outputs into `mailbox`. Leaving the with statement early cancels them.
+        """Run a job's requests and put their outputs into `mailbox`. Leaving the with statement cancels open requests.
 
         After `deadline`, a value of time.monotonic(), `mailbox.take` raises TimeoutError.
         """
@@ -201,7 +201,7 @@ class EngineClient:
                 self.why = event.why
 
     def _deliver(self, step: StepOutputs) -> None:
-        for explanation in step.ended:  # before the outputs, because a consumer reads it after the last output
+        for explanation in step.ended:  # before outputs, because a consumer reads the explanation after the last output
             if (box := self._boxes.get(explanation.request_id)) is not None:
                 box.explanations[explanation.request_id] = explanation
         for output in step.outputs:

@@ -48,7 +48,7 @@ _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C signals all processes; only the front end stops this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, but the front end must stop this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
@@ -149,7 +149,7 @@ class EngineServer:
                     case Call():
                         future = self._runner.call(partial(CONTROLS[command.name], **command.arguments))
                         future.add_done_callback(partial(self._reply, command.id))
-        if self._runner.error is None and config.cache.stores:  # so that the next start is warm
+        if self._runner.error is None and config.cache.stores:  # save the cache for the next start
             self._runner.call(lambda engine: engine.tiers.save_all()).result()
         self._runner.close()
 
@@ -165,7 +165,7 @@ class EngineServer:
             return
         with self._lock:
             self._compiling.add(command.id)
-        tenant, _, _ = command.salt.partition(b"\0")  # one cache per tenant, to reveal no compile times
+        tenant, _, _ = command.salt.partition(b"\0")  # compile times must not reveal schemas of other tenants
         self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
     def _add_constrained(self, command: Submit, compiled: Future[Callable[[], JsonConstraint]]) -> None:

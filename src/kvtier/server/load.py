@@ -1,4 +1,4 @@
-"""Load generator for `kvtier bench`: streaming clients, some of which disconnect midway. Plain asyncio for speed."""
+"""Load generator for `kvtier bench`: streaming clients, some of which disconnect early. Uses only asyncio for speed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class LoadOptions:
     model: str
     clients: int = 8
     requests: int = 0
-    """Total number of requests from all clients; 0 to run for `seconds` instead."""
+    """Total number of requests from all clients. If 0, the load runs for `seconds` instead."""
     seconds: float = 0.0
     max_tokens: int = 64
     prompt_words: int = 64
     shared_words: int = 48
-    """Number of words at the start that all prompts share."""
+    """All prompts start with the same words. This is the number of these words."""
     disconnect_share: float = 0.0
     """Share of the requests whose client disconnects midway."""
     key: str = ""
@@ -45,7 +45,7 @@ class LoadReport:
     """Streams that the server ended without [DONE]."""
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Seconds between two events of one stream."""
+    """Seconds between successive events of one stream."""
     seconds: float = 0.0
 
     def summary(self) -> dict[str, Any]:

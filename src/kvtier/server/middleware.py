@@ -35,7 +35,7 @@ class ClientGone(Exception):
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed if the client disconnects or the response takes too long."""
+    """Server-sent events from a generator. A disconnect of the client or a timeout closes the generator."""
 
     media_type = "text/event-stream"
 
@@ -95,8 +95,8 @@ async def _disconnect(receive: Receive) -> None:
 class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
-    Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects requests
-    from pages of other sites and admin requests from other machines. Is plain ASGI, so that the app gets disconnects.
+    Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects admin
+    requests from other machines, and all requests from pages of other sites. Forwards disconnects to the app.
     """
 
     def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:

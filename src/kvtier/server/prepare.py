@@ -81,7 +81,7 @@ class Preparation:
         return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
 
     def check_schema(self, schema: str) -> None:
-        """Compile a schema. Raises ApiError if it cannot be compiled."""
+        """Compile a schema. Raises ApiError if the schema cannot be compiled."""
         try:
             self.load_compiler().check(schema)
         except ArgumentError as error:
@@ -168,7 +168,7 @@ class Preparation:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
 
     def _check_sizes(self, texts: Sequence[str], name: str, max_tokens: int) -> None:
-        """Reject texts whose size in bytes alone exceeds the limit, before any text is rendered or tokenized."""
+        """Reject texts with more bytes than `max_tokens` tokens can have, before any text is rendered or tokenized."""
         try:
             for text in texts:
                 self._tokenizer.check_size(len(text.encode(errors="surrogatepass")), max_tokens)
@@ -225,7 +225,7 @@ def _schema_text(body: Sampling) -> str | None:
         raise ApiError(400, f"{name}: this server lacks llguidance and supports only text", name, "unavailable")
     for other in ("min_tokens", "ignore_eos"):
         if getattr(body, other):
-            raise ApiError(400, f"{other} cannot be combined with {name}, which ends the answer", other)
+            raise ApiError(400, f"{other} cannot be combined with {name}: the schema ends the answer", other)
     most = schemas.MAX_SCHEMA_BYTES
     if len(schema) > most:
         raise ApiError(400, f"{name}: the schema has {len(schema)} bytes; the limit is {most}", _SCHEMA)

@@ -32,7 +32,7 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-_MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31
+_MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31 fields
 _MAX_PROMPTS = 128
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
@@ -202,7 +202,7 @@ ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="
 
 
 class Sampling(Strict):
-    """Fields of both kinds of completion."""
+    """Fields that chat completions and text completions share."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     temperature: Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])] | None = None
@@ -299,7 +299,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     @property
     def template_tools(self) -> list[Mapping[str, Any]] | None:
-        """Tools for the chat template; None if the model must not use any."""
+        """Tools for the chat template; None if the model must not use tools."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]

@@ -77,7 +77,7 @@ class RequestLog:
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Return percentiles of the time to first token in the last 5 minutes. They are None without requests."""
+        """Return percentiles of the time to first token in the last 5 minutes; all are None without requests."""
         since = time.monotonic() - _WINDOW_SECONDS
         values = sorted(seconds for at, seconds in self._ttfts if at >= since)
         points = {f"p{percent}_seconds": _percentile(values, percent) if values else None for percent in (50, 90, 99)}

@@ -44,7 +44,7 @@ def _merge(outputs: Sequence[Output]) -> Output:
 
 @dataclass(slots=True)
 class _Answer:
-    """State of one answer: the position in its text and, if the answer is not streamed, its parts.
+    """State of one answer: the position in the text and, if the answer is not streamed, the parts so far.
 
     Log-probabilities are rendered as they arrive. If they were rendered at the end, 16 answers of 2,000 tokens with 20
     alternatives would block the event loop for 2 s (x86-64, 2026-11-16).
@@ -117,7 +117,7 @@ class CompletionFormat:
         return b'%b,"choices":[%b],"usage":%b}' % (frame, b",".join(choices), to_json(usage))
 
     def opening(self, index: int) -> bytes:
-        """Return the first event of a chat choice, which contains the role; empty for a text completion."""
+        """Return the first event of a chat choice, with the role; empty for a text completion."""
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}) if self._is_chat else b""
 
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:

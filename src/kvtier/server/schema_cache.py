@@ -1,9 +1,9 @@
-"""JSON schemas of structured answers, which the front end checks and the engine process compiles.
+"""JSON schemas of structured answers. The front end checks each schema, and the engine process compiles it.
 
     front end: SchemaChecks --Call--> worker process, which compiles the schema with a time limit
     engine process: SchemaCompilations --thread of low priority--> constraint
 
-Each tenant has its own caches, so that it cannot evict the entries of other tenants or detect their schemas.
+Each tenant has its own caches, so that a tenant cannot evict or detect the schemas of other tenants.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_CHECKS = 64  # per tenant
 _MAX_COMPILED = 16  # per tenant; a compiled schema takes up to several megabytes
 # A check that timed out is repeated after this time, because the machine may have been busy.
 _RETRY_SECONDS = 300.0
-_NICE = 19  # a large schema takes seconds to compile, and the engine's own threads need the cores
+_NICE = 19  # because a large schema takes seconds to compile and the engine's own threads need the cores
 _PARAM = "response_format.json_schema.schema"
 
 
@@ -124,7 +124,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: str, tenant: bytes) -> Compilation:
-        """Return the cached compilation of a schema, or start one. Its callbacks may run on the compiling thread."""
+        """Return the cached compilation of a schema, or start one. Callbacks may run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

@@ -33,8 +33,8 @@ from kvtier.server.request_log import RequestLog
 from kvtier.server.worker_pool import WorkerPool
 
 _log = logging.getLogger("kvtier.server")
-_CLOSE_SECONDS = 60.0  # for the engine to save the cache
-_THREAD_SECONDS = 5.0  # for the executor's threads to end after the engine process has exited
+_CLOSE_SECONDS = 60.0  # time for the engine to save the cache
+_THREAD_SECONDS = 5.0  # time for the executor's threads to end after the engine process has exited
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -60,7 +60,7 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
 
 
 def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
-    """Join the executor's threads. If one hangs, exit at once, since the interpreter would wait for it forever."""
+    """Join the executor's threads. If a thread hangs, exit at once, since the interpreter would wait for it forever."""
     joining = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
     joining.start()
     joining.join(_THREAD_SECONDS)
@@ -155,7 +155,7 @@ def _uvicorn_config(limits: Limits, app: Any, request_log: RequestLog) -> uvicor
 
 
 class _Uvicorn(uvicorn.Server):
-    """Calls `ready` once it listens. Captures no signals, because uvicorn would exit before the cache is saved."""
+    """Calls `ready` once it listens. Captures no signals, because uvicorn's handler exits without saving the cache."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
@@ -184,7 +184,7 @@ async def _stop_without_engine(engine: EngineClient, stop: Callable[[], object])
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind without listening, so that connections are refused instead of hanging until the engine is ready."""
+    """Bind without listening, so that connections do not hang but are refused until the engine is ready."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
 """A worker process: prepares large bodies and compiles schemas, one at a time, until its socket closes.
 
 The front end kills the process if a job exceeds its deadline. If the front end has exited, SIGALRM ends the process.
-Its memory is limited, and its priority is lower than that of the engine process.
+The worker's memory is limited, and its priority is lower than that of the engine process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALARM_SECONDS = 2.0  # delay of SIGALRM after the deadline; a running front end
 
 def main(descriptor: int) -> None:
     """Entry point of the process. `descriptor` is a connected socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C signals all processes; only the front end stops this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, but the front end must stop this one
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     channel = Channel(socket.socket(fileno=descriptor))

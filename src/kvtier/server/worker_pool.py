@@ -120,7 +120,7 @@ class WorkerPool:
         self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
-        """Call a function of the worker. Raises its ApiError, 400 after the deadline, 429 or 503 if it cannot run now.
+        """Call a function in a worker. Raises its ApiError, 400 at the deadline, 429 or 503 if no worker can run it.
 
         If the caller is cancelled, a waiting call is removed, and the process of a running call may be replaced.
         """
@@ -221,7 +221,7 @@ class WorkerPool:
         try:
             if task.call.name == "check_schema" and not process.has_compiler:
                 async with asyncio.timeout(_START_SECONDS) as task.clock:
-                    await process.call(Call(0, "load_compiler", {}))  # the check itself raises an error of this call
+                    await process.call(Call(0, "load_compiler", {}))  # ignore errors, which the check raises again
                 process.has_compiler = True
                 if task.future.done():  # the client disconnected
                     return True

@@ -1,4 +1,4 @@
-"""State: per-sequence data that is moved with the rows of each batch. RowMap: stable rows and an index instead."""
+"""State: per-sequence data that is moved with the rows of each batch. RowMap: an index of rows that stay in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class State:
         allocator: Allocator | None = None,
     ) -> None:
         if not shape or any(extent < 0 for extent in shape):
-            raise ArgumentError(f"a State needs rows, so at least one dimension, got the shape {tuple(shape)}")
+            raise ArgumentError(f"a State needs at least one dimension, the rows; got the shape {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
         # Use the Buffers' own references, because references to their tensors would not record copies in flight.
@@ -52,7 +52,7 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Copy front to back in the new order when `copy` runs, and swap now; returns False if no row moves."""
+        """Add the copies from front to back to `copy`, in the new order, and swap; returns False if no row moves."""
         if perm.is_identity:
             return False
         warp_rows(self._front, perm, self._back, copy, new=new)
@@ -91,7 +91,7 @@ class RowMap:
     def apply(self, perm: Permutation) -> I64:
         """Apply the new order. Assign free rows to new sequences, and free the rows of dropped sequences.
 
-        Return the stable rows of new sequences, in the new order. If there are too few rows, raise and change nothing.
+        Return the stable rows of new sequences, in the new order. If too few rows are free, raise and change nothing.
         """
         if perm.size0 != len(self._rows):
             raise ArgumentError(f"the permutation has {perm.size0} old rows, but the map has {len(self._rows)} rows")

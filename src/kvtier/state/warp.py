@@ -48,7 +48,7 @@ class Rows:
         (mine, my_shape), (theirs, their_shape) = self.row_kind, other.row_kind
         if mine != theirs:
             raise DTypeError(f"{self.name} has the type {mine}, but {other.name} has {theirs}")
-        raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, but rows of {other.name} {tuple(their_shape)}")
+        raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, rows of {other.name} are {tuple(their_shape)}")
 
     def must_be_apart(self, other: Rows) -> None:
         """Raise if both tensors share memory, because a row could be overwritten before it is read."""
@@ -196,7 +196,7 @@ def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows
 
 
 def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: BatchCopy) -> None:
-    """Add the copies of rows from `old` and `new` as one table. Both must have the same placement."""
+    """Add the copies of rows from `old` and `new` as one table. Both tensors must have the same placement."""
     code, sources = native().code, [rows for rows in (old, new) if rows is not None]
     num_new = perm.num_new
     num_rows = (0 if old is None else len(perm) - num_new) + (0 if new is None else num_new)

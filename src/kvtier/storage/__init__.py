@@ -1,4 +1,4 @@
-"""Stores, which keep blocks outside memory and share one batched interface. This package never imports torch."""
+"""Stores keep blocks outside the memory tiers and have one batched interface. This package never imports torch."""
 
 from kvtier.storage.audit import Inventory, Verification, take_inventory, verify
 from kvtier.storage.calls import Breaker

@@ -10,7 +10,7 @@ from kvtier.storage.store import ObjectResult, ObjectStatus, Page, Read, Store, 
 
 _BATCH_BYTES = 32 << 20
 _MAX_OBJECT_BYTES = 1 << 30
-"""Larger than any block (128 tokens of 8 MiB each). A damaged record may claim any size."""
+"""Larger objects are not read. A block has at most 128 tokens of 8 MiB each, but a damaged record may claim more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Inventory:
     """Number of objects whose records are invalid."""
     seconds: float
     reason: str = ""
-    """The reason if the inventory is incomplete."""
+    """Reason why the inventory is incomplete; empty if it is complete."""
 
     @property
     def num_objects(self) -> int:
@@ -47,7 +47,7 @@ class Verification:
     num_unreadable: int
     seconds: float
     reason: str = ""
-    """The reason if the verification is incomplete."""
+    """Reason why the verification is incomplete; empty if it is complete."""
 
     @property
     def ok(self) -> bool:

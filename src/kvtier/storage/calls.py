@@ -21,7 +21,7 @@ class Batch:
     """One call to a store, with one result per object. Worker threads set the results until the deadline.
 
     A thread that hangs in the kernel cannot be stopped. It therefore works on its own memory, and accesses the
-    caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned:
+    caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned.
 
         running --settle(all)--> settled --wait()--> returned
         running --deadline-----> expired: open objects are FAILED --> returned; `settle` returns False
@@ -40,7 +40,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, then set the results. After the call has returned, only return False."""
+        """Run `act`, which must be short, and set the results. If the call has returned, only return False."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -160,7 +160,7 @@ class Breaker:
 
 
 class CallRunner:
-    """Runs the jobs of calls on daemon threads, each with its own scratch memory, unless the breaker is open.
+    """Runs the jobs of calls on daemon threads, unless the breaker is open. Each thread has its own scratch memory.
 
     The threads are daemons, because a thread that hangs in the kernel on a dead disk must not keep the process alive.
     """

@@ -29,7 +29,7 @@ from kvtier.storage.store import (
 StoreCall = Callable[[Store], Callable[..., Results]]
 """Selects the method of a store to call."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-"""Statuses from best to worst. The worst one is reported, because the object may exist in a store that failed."""
+"""Statuses from best to worst. The worst one is reported, because a store that failed might contain the object."""
 
 
 class Cascade:
@@ -60,7 +60,7 @@ class Cascade:
         return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Write to all writable stores. STORED means that at least one has the object; `reason` lists all errors."""
+        """Write to all writable stores. STORED means that one or more stores have the object; `reason` lists errors."""
         begin = self._meter.begin([write.key for write in writes])
         results = self._in_parallel(lambda store: store.write, writes, timeout_s)
         outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]

@@ -98,7 +98,7 @@ def checksum_in_python(data: memoryview | bytes | bytearray, then: bytes = b"") 
 
 
 def _extend(total: int, data: memoryview, then: bytes) -> int:
-    """Extend `total`, the checksum of a multiple of four bytes, by `data` and `then`."""
+    """Extend the checksum `total` by `data` and `then`. `total` must cover a multiple of four bytes."""
     whole = len(data) & ~3
     rest = bytes(data[whole:]) + then
     crc = zlib.crc32(rest, zlib.crc32(data[:whole], total & _MASK))

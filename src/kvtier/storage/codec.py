@@ -105,7 +105,7 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy without holding the GIL, and without filling the CPU cache with bytes that the GPU reads next."""
     if len(target) != len(source):
-        raise RangeError(f"cannot copy {len(source)} bytes to memory of {len(target)}")
+        raise RangeError(f"cannot copy {len(source)} bytes into {len(target)} bytes of memory")
     code = native().code
     if code is not None and len(source):
         code.copy(address_of(target), address_of(source), len(source))

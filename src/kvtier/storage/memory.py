@@ -27,7 +27,7 @@ from kvtier.storage.store import (
 
 @dataclass(slots=True, eq=False)
 class MemoryObject:
-    """A stored object. The payload includes the token ids, and tests can damage it."""
+    """A stored object. The payload includes the token ids. It is mutable, so that tests can damage it."""
 
     record: Record
     payload: bytearray
@@ -38,7 +38,7 @@ class MemoryObject:
 
 
 class MemoryStore:
-    """Objects in a dictionary, limited in bytes, with LRU eviction. Checksums are verified as on disk."""
+    """Objects in a dictionary, limited in bytes, with LRU eviction. Checksums are verified as in a DiskStore."""
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:

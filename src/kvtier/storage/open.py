@@ -43,13 +43,13 @@ _S3_THREADS = 16  # each request has one object and mostly waits for the network
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store at a URL. Several URLs make a Cascade, which reads in order and writes to all but `write=no`.
+    """Open the store at a URL. Several URLs make a Cascade, which reads in order and writes to all except `write=no`.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
-    `secret` encrypts objects on servers with AES-GCM; `?secret=FILE` sets it for one URL. docs/stores.md lists the URL
-    options. In a folder, each of `num_shards` shards has its own subfolder and an equal share of the bytes. Raises
-    ArgumentError for an invalid URL, UnavailableError for a missing extra, StoreError if the server does not respond.
+    `secret` encrypts objects on servers with AES-GCM; `?secret=FILE` sets the secret for one URL. docs/stores.md lists
+    the URL options. In a folder, each of `num_shards` shards has its own subfolder and an equal share of the bytes.
+    Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the server does not respond).
     """
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:
@@ -295,13 +295,13 @@ def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ShardStores:
-    """Stores for the shards of one rank: one store for all, or one store per shard in order from shard `first`."""
+    """Stores for the shards of one rank: one store for all shards, or one store per shard, from shard `first` on."""
 
     stores: tuple[Store, ...]
     first: int = 0
 
     def of(self, shard: int | None) -> Store:
-        """Return the store of a shard. None means data that every rank has, which is stored with the first shard."""
+        """Return the store of a shard. None stands for replicated data, which is stored with the first shard."""
         if len(self.stores) == 1:
             return self.stores[0]
         return self.stores[0 if shard is None else shard - self.first]
@@ -321,7 +321,7 @@ class ShardStores:
 
 
 def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: bytes | None = None) -> ShardStores:
-    """Open the stores at these URLs for `shards`, which are the shards of one rank, of `num_shards` in total."""
+    """Open the stores at these URLs for `shards`, the shards of one rank. A block has `num_shards` shards in total."""
     if num_shards == 1 or not any(urlsplit(url).scheme == "disk" for url in urls):
         return ShardStores((open_store(urls, secret=secret),), shards.start)
     opener = functools.partial(open_store, urls, secret=secret, num_shards=num_shards)

@@ -160,7 +160,7 @@ class Page:
     """Cursor for the next call; empty after the last page."""
     seconds: float
     reason: str = ""
-    """The reason if the page is empty because the store failed."""
+    """If the store failed, the reason. The page then contains no objects."""
     num_unreadable: int = 0
     """Number of objects that this page omits because their records are invalid."""
 
@@ -215,7 +215,7 @@ class Store(Protocol):
         ...
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects, replace those with the same keys, and evict the least recently used if space is short."""
+        """Store or replace objects. If space is short, evict the least recently used objects."""
         ...
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
@@ -223,7 +223,7 @@ class Store(Protocol):
         ...
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return one page of about `limit` objects. Objects that change meanwhile may be missing or listed twice."""
+        """Return one page of about `limit` objects. Objects that change during a scan can be missing or repeated."""
         ...
 
     def close(self) -> None:
@@ -238,8 +238,8 @@ class Store(Protocol):
 class UsesMemory(Protocol):
     """Optional interface of stores and buckets that prepare memory before blocks are copied from it.
 
-    If that fails, a store raises StoreError and a bucket raises BucketError, but later calls are not affected. There is
-    no deadline, because a call may pin gigabytes.
+    If the preparation fails, a store raises StoreError and a bucket raises BucketError, but later calls are not
+    affected. There is no deadline, because a call may pin gigabytes.
     """
 
     def register(self, memory: memoryview) -> None:
@@ -252,7 +252,7 @@ class UsesMemory(Protocol):
 
 
 def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
-    """Return the bytes of a buffer. Raise ArgumentError if it is not contiguous, or read-only despite `writable`."""
+    """Return the bytes of a buffer. Raise ArgumentError if it is not contiguous or (with `writable`) is read-only."""
     view = memoryview(buffer)
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
@@ -260,7 +260,7 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
 
 
 def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:
-    """Return the index of the last write to each key. Only this write is executed."""
+    """Return the index of the last write to each key. Earlier writes to the key are not executed."""
     return {write.key: index for index, write in enumerate(writes)}
 
 

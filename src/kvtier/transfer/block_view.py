@@ -20,7 +20,7 @@ Ids = Sequence[int] | I64
 
 
 class Direction(StrEnum):
-    """Direction of a transfer. "Device" is the engine's cache, even if that is in host memory."""
+    """Direction of a transfer. "Device" is the engine's cache, even if this cache is in host memory."""
 
     D2H = "d2h"
     """From the device cache to the host."""
@@ -37,7 +37,7 @@ def as_direction(direction: Direction | str) -> Direction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockView:
-    """Blocks of equal size and stride, of one tensor of a layer or of all layers. Keeps the memory alive."""
+    """Blocks of equal size at equal distances in a tensor of one layer or of all layers. Keeps the tensor alive."""
 
     pointer: int
     stride: int
@@ -73,7 +73,7 @@ class BlockView:
     @classmethod
     def _of_tensor(cls, tensor: torch.Tensor) -> BlockView:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
-            raise ArgumentError(f"blocks are the first dimension of a tensor, got {type(tensor).__name__}")
+            raise ArgumentError(f"need a tensor whose first dimension is blocks, got {type(tensor).__name__}")
         dense, expected = True, 1
         for length, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
             dense &= length == 1 or stride == expected

@@ -49,7 +49,7 @@ def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device:
     if code is not None and usual and on_device.shape == on_host.shape != (0,):
         to_host = direction is Direction.D2H
         rows = code.sort_moves(on_device, on_host, num_device, num_host, to_host=to_host)
-        if rows is not None:  # else the checks below raise the error
+        if rows is not None:  # if it is None, the checks below raise the error
             return SortedBlockIds(on_device, on_host, *rows)
     on_device, on_host = check_moves(device_ids, host_ids, direction, num_device, num_host)
     order = np.argsort(on_host if direction is Direction.D2H else on_device, kind="stable")

@@ -34,7 +34,7 @@ class LayerRange:
 
 
 class DeviceCache:
-    """The cache tensors of one group, which the engine owns. `release()` drops the references to the tensors.
+    """The engine's cache tensors of one cache group. `release()` drops the references to the tensors.
 
         DeviceCache.block_first(group, tensor)              [block, layer, K/V, ...]: a block is contiguous
         DeviceCache.layer_first(group, [{"key": k, "value": v}, ...])   [block, ...] for each layer and role
@@ -43,7 +43,7 @@ class DeviceCache:
     """
 
     def __init__(self, group: CacheGroup, views: Sequence[tuple[int, int, BlockView]]) -> None:
-        """`views` contains (layer, offset in the block, view) for each part of a block, in ascending offset."""
+        """`views` contains (layer, offset in the block, view) for each part of a block, sorted by offset."""
         first = views[0][2]
         if any(view.placement != first.placement for _, _, view in views):
             raise ArgumentError("the tensors of one cache group must be on one device")
@@ -110,7 +110,7 @@ class DeviceCache:
         self._parts = {}
 
     def part(self, layers: range) -> LayerRange:
-        """Return the segments of these layers, in ascending offset. Cached, because each transfer needs this."""
+        """Return the segments of these layers, sorted by offset. The result is cached."""
         part = self._parts.get(layers)
         if part is None:
             if self.is_released:

@@ -166,7 +166,7 @@ class TransferHandle:
             return None if self._is_claimed() else self.compiled.slices[self._next_slice].nbytes
 
     def claim(self) -> int | None:
-        """Return the index of the next slice, or None. The caller must submit it, and `cancel` cannot drop it."""
+        """Claim the next slice and return its index, or None. The caller must submit a claimed slice."""
         with self._changed:
             if self._is_claimed():
                 return None
@@ -175,7 +175,7 @@ class TransferHandle:
             return self._next_slice - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
-        """Record that slice `index` was submitted (if there is an error, maybe in part). `end` follows its copies."""
+        """Record that slice `index` was submitted, or a part of it if there is an error. `end` follows the copies."""
         with self._changed:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:

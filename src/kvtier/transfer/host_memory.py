@@ -1,4 +1,4 @@
-"""HostMemory: the memory of the host tier, with slots for blocks of one group, pinned in the background.
+"""HostMemory: the memory of the host tier, with slots for blocks of one group. It is pinned in the background.
 
              HostMemory(...)          piece by piece, on a thread
 slots  0 ........ num_ready ........ num_slots      num_ready only grows
@@ -40,7 +40,7 @@ class GrowthState(Enum):
 
 
 class HostMemory:
-    """Host memory with `num_slots` slots for blocks of `group`. It is pinned near the GPU `device`, or plain for "cpu".
+    """Host memory with `num_slots` slots for blocks of `group`. Pinned near the GPU `device`; pageable for "cpu".
 
     Slots are contiguous. Slots below `num_ready` are usable; a thread makes the others usable. The memory outlives the
     device cache, so an engine that frees its tensors to sleep finds its blocks here when it wakes.
@@ -152,7 +152,7 @@ class HostMemory:
             holding.wait()
 
     def keep(self) -> MemoryRef:
-        """Return the reference that keeps the memory alive. ClosedError once freed."""
+        """Return the reference that keeps the memory alive. Raises ClosedError after `free`."""
         holding = self._holding
         if holding is None:
             raise ClosedError(f"the host memory of group {self.group.name!r} was freed")

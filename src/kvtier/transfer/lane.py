@@ -1,8 +1,8 @@
 """Lane: one direction of the link. Decides the order of transfers, their stream, and the bytes in flight.
 
-urgent   transfers have a separate stream. The caller submits them as a whole, and they never wait behind bulk.
+urgent   transfers have a separate stream. The caller submits them whole, and they never wait for bulk transfers.
 bulk     transfers have at most max_in_flight_bytes in flight, and wait while an urgent transfer is in flight. If the
-         queue is empty, the caller submits a transfer that fits. Otherwise the lane's thread submits it in slices.
+         queue is empty, the caller submits a transfer that fits. The lane's thread submits all others in slices.
 
 queue    [ urgent transfers that exceed max_urgent_bytes, oldest first | bulk transfers, oldest first ]
 """
@@ -90,7 +90,7 @@ class Lane:
                 blocker.settle(polling=False)
 
     def _next_queued(self) -> tuple[TransferHandle, int] | None:
-        """Wait for a transfer with a slice left to submit. Return it and the slice's size, or None if closed."""
+        """Wait for a transfer with a slice to submit. Return the transfer and the slice's size; None after close()."""
         while True:
             while self._queue:
                 wanted = self._queue[0].next_bytes
@@ -107,7 +107,7 @@ class Lane:
         """Return the event that a slice of `wanted` bytes must wait for, or None if the slice can start now.
 
         Bulk waits for all urgent copies, because copy engines have no priorities. A stream that always has a copy ready
-        keeps the engine, and urgent loads took as long as all bulk copies (18.5 ms instead of 1.9; H200, 2026-11-15).
+        keeps the engine busy, so urgent loads waited for all bulk copies (18.5 ms instead of 1.9; H200, 2026-11-15).
         """
         self._retire(True)
         self._retire(False)

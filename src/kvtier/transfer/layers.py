@@ -61,7 +61,7 @@ class LayerDoneCounter:
             self.wait(group.start, stream, max(0.0, deadline - time.monotonic()))
 
     def is_done(self, layer: int) -> bool:
-        """True if all of this layer has arrived."""
+        """True if all blocks of this layer have arrived."""
         group = self._group_of(layer)
         event = self._events[group]
         return event is not None and self._errors[group] is None and event.query() and self._errors[group] is None
@@ -91,7 +91,7 @@ class LayerDoneCounter:
             self._changed.notify_all()
 
     def failed(self, group: int, error: BaseException) -> None:
-        """Record that a group will not arrive complete."""
+        """Record that some blocks of a group will not arrive."""
         with self._changed:
             self._errors[group] = self._errors[group] or error
             self._changed.notify_all()

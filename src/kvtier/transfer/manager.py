@@ -45,7 +45,7 @@ class TransferManager:
         *,
         mover: Mover = run_path,
     ) -> None:
-        """`mover` executes the copies. Tests pass one that fails."""
+        """`mover` executes the copies. Tests pass a mover that fails."""
         self.layout = layout
         self.placement = Placement.parse(device).require()
         self.config = config or TransferConfig()

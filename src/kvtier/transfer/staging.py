@@ -1,4 +1,4 @@
-"""The staging ring: device memory through which blocks of layer-first caches cross the link.
+"""The staging ring: device memory for blocks of layer-first caches, between the cache and the link.
 
     D2H   gather cache -> slot (kernel stream)   then   copy slot -> host (copy stream)
     H2D   copy host -> slot (copy stream)        then   scatter slot -> cache (kernel stream)

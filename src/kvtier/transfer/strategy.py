@@ -158,7 +158,7 @@ def _cheapest(
 
 
 def _prices(shape: TransferShape, paths: Paths, table: CostTable) -> tuple[Prices, Prices]:
-    """Return the time of each usable strategy in microseconds, and its price, which adds the model's lost time."""
+    """Return the times of the usable strategies in microseconds, and their prices, which add the model's lost time."""
     device = shape.dst if shape.dst.is_device else shape.src
     link, inside, engine = CopyContext(shape.src, shape.dst, None), CopyContext(device, device, None), paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)

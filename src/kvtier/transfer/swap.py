@@ -46,7 +46,7 @@ def swap_cache_per_layer_async(
     """Copy between block device_ids[i] of `cache` and block host_ids[i] of `host`, in the order of `stream`.
 
     `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`).
-    The default is the current stream. If there is no stream, host memory is copied before this returns. Ids may be in
+    By default, use the current stream. Without a stream, host memory is copied before the call returns. Ids may be in
     any order. Blocks that are adjacent on both sides are copied together. `direction` selects the side to read from.
     """
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
@@ -63,7 +63,7 @@ def swap_cache_all_layers(
     path: PathName | None = None,
     wait: bool = True,
 ) -> CopyResult:
-    """Copy the same blocks of all layers, between caches[i] and hosts[i], as one batch. `wait` blocks until done."""
+    """Copy the same blocks between caches[i] and hosts[i] for all i, as one batch. With `wait`, wait for the copies."""
     checked = as_direction(direction)
     if len(caches) != len(hosts):
         raise ArgumentError(f"caches and hosts must have the same length, got {len(caches)} and {len(hosts)}")
@@ -80,7 +80,7 @@ def swap_cache_all_layers(
 
 
 def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_ids: Ids, direction: Direction) -> None:
-    if isinstance(cache, Buffer):  # a Buffer has no block size, so use that of the host
+    if isinstance(cache, Buffer):  # a Buffer has no block size, so use the block size of `host`
         hosted = BlockView.of(host)
         device = BlockView.of(cache, hosted.block_bytes)
     else:

@@ -53,7 +53,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Byte columns [start, start + width) of equal rows in a rank's block. A contiguous piece has one row."""
+    """Byte columns [start, start + width) of rows of equal size in a rank's block. A contiguous piece has one row."""
 
     offset: int
     num_rows: int

@@ -181,7 +181,7 @@ class StoreWorker:
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
-        # Process block by block, because a block stays in the CPU cache. Part by part would take twice as long.
+        # Process block by block, because a block stays in the CPU cache. The other order would take twice as long.
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():

@@ -69,7 +69,7 @@ def test_unreachable_target_reports_nearest_setup(found):
     advice = plan(TRACE, SETUP, 1e-6, PRICES, jobs=2)
     assert advice.chosen is None
     assert advice.nearest.summary.ttft["p99"] == min(point.summary.ttft["p99"] for point in found.points)
-    assert "None of the simulated sizes holds TTFT p99 at 1e-06 s" in advice_text(advice)[0]
+    assert "No simulated size has TTFT p99 of 1e-06 s" in advice_text(advice)[0]
 
 
 def test_plan_does_not_choose_setup_that_refuses_requests():
@@ -81,8 +81,8 @@ def test_plan_does_not_choose_setup_that_refuses_requests():
     assert 0 < refused < len(TRACE) / 2
     assert advice.chosen is None
     text = advice_text(advice)
-    assert text[0].startswith("None of the simulated sizes serves every request and holds TTFT p99 at 1e+09 s")
-    assert text[1] == f"It refuses {refused} of {len(TRACE)} requests: device memory is too small."
+    assert text[0].startswith("No simulated size serves every request with TTFT p99 of 1e+09 s")
+    assert text[1] == f"This size refuses {refused} of {len(TRACE)} requests: device memory is too small."
 
 
 def test_plan_buys_nothing_if_device_memory_suffices(found):

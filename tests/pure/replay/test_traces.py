@@ -74,7 +74,7 @@ def test_mooncake_line_is_read_as_request():
         ({"input_length": "9"}, "input_length must be a whole number"),
         ({"output_length": True}, "output_length"),
         ({"input_length": 0, "hash_ids": []}, "a prompt has at least one token"),
-        ({"hash_ids": [1]}, "1000 tokens need 2 hash_ids of 512 tokens, got 1"),
+        ({"hash_ids": [1]}, "1000 tokens need 2 hash_ids, one per 512 tokens, got 1"),
         ({"hash_ids": [1, -2]}, "hash_ids must be a list of whole numbers"),
         ({"hash_ids": None}, "hash_ids"),
     ],

@@ -385,7 +385,7 @@ def test_request_larger_than_tenant_quota_is_refused():
     request(scheduler, "other", [1] * 8, salt=b"b")
     step = scheduler.schedule(0.0)
     assert (step.refused, [row.request.id for row in step.rows]) == ((huge,), ["other"])
-    assert "its tenant has room for 8 tokens" in huge.reason
+    assert "the tenant has room for 8 tokens" in huge.reason
 
 
 def test_step_must_be_updated_once_with_all_results():

@@ -370,7 +370,7 @@ def test_quota_larger_than_pool_is_limited_by_pool():
     scheduler.manager.tree.tiers[0].set_quota(b"a", 50, scheduler.manager.tree.nodes())
     created = request(scheduler, "a", [1] * 8, 1, salt=b"a")
     assert scheduler.schedule(0.0).refused == (created,)
-    assert "its tenant has room for 8 tokens" in created.reason
+    assert "the tenant has room for 8 tokens" in created.reason
 
 
 @pytest.mark.parametrize(

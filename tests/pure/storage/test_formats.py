@@ -80,7 +80,7 @@ def test_copy_bytes_copies_any_length_and_alignment(start, nbytes):
 @pytest.mark.parametrize("nbytes", [0, 63, 65])
 def test_copy_bytes_between_different_lengths_raises(nbytes):
     target = bytearray(64)
-    with pytest.raises(RangeError, match=f"cannot copy {nbytes} bytes to memory of 64"):
+    with pytest.raises(RangeError, match=f"cannot copy {nbytes} bytes into 64 bytes of memory"):
         copy_bytes(memoryview(target), memoryview(payload_of(1, nbytes)))
     assert target == bytes(64)
 

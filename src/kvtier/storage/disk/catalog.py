@@ -168,8 +168,8 @@ class Catalog:
         return entry
 
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
-        """Make room for a slot of this size. Return an object, which the caller blanks and releases, or None if all are
-        held. With `by_segment`, the result may be the number of a segment, which the caller removes."""
+        """Make room for a slot of this size. Return an object, which the caller blanks and releases, or None if every
+        object is held. With `by_segment`, the result may be the number of a segment, which the caller removes."""
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
         other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None

@@ -12,7 +12,7 @@ FOLDER_MODE = 0o700
 
 
 class Files:
-    """File operations by descriptor. All raise OSError. Partial reads and writes are continued."""
+    """File operations by descriptor. All methods raise OSError on failure. Partial reads and writes are continued."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
         """Open a file for reading and writing. `direct` bypasses the page cache, or raises if that is not supported."""
@@ -25,7 +25,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer and return the number of bytes, which is smaller only at the end of the file."""
+        """Fill the buffer and return the number of bytes read. At the end of the file, the buffer is filled in part."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)

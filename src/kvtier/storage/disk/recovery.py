@@ -36,9 +36,9 @@ class FolderLock:
 
     The folder itself is locked, so that deleting the file LOCK does not unlock the folder. LOCK is locked too, because
     earlier versions lock only LOCK. Both locks are flock(2) locks, which also exclude a second store in this process.
-    POSIX locks would not, and closing the file anywhere in the process would drop them. A forked child shares flock
+    POSIX locks would not exclude it, and closing any descriptor of the file drops them. A forked child shares flock
     locks and could keep the folder locked. A fork hook therefore closes the child's descriptors, and `release` unlocks
-    before it closes. The hook cannot be unregistered, so it has only a weak reference to the lock.
+    before it closes the descriptors. The hook cannot be unregistered, so it has only a weak reference to the lock.
     """
 
     def __init__(self, folder: str) -> None:
@@ -178,7 +178,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return the header of a segment, or None if it is invalid or if both files are shorter than it states."""
+    """Return the header of a segment, or None if the header is invalid or both files are too short."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

@@ -43,7 +43,7 @@ MAGIC = b"\x89KVSEG\r\n"
 VERSION = 1
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
-"""Limit per segment (64 GiB of the smallest slots). A damaged superblock cannot cause larger allocations."""
+"""Maximum per segment (64 GiB of the smallest slots). It limits allocations that a damaged superblock can cause."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _Memory = TypeVar("_Memory")
@@ -151,7 +151,7 @@ class Segment:
         try:
             for path, nbytes, content in (
                 (slots, shape.slots_bytes, b""),
-                # The table is written as a whole, so that later syncs of it have no new extents to record.
+                # The table is written as a whole, so that later syncs of the table record no new extents.
                 (table + ".new", shape.table_bytes, shape.pack().ljust(shape.table_bytes, b"\0")),
             ):
                 descriptor = files.open(path, create=True)
@@ -191,7 +191,7 @@ class Segment:
         self._files.sync(self._table)
 
     def read_table(self, slots_bytes: int) -> tuple[list[Record], int]:
-        """Return the valid records, and the number of invalid records, which are blanked.
+        """Return the valid records and the number of invalid records. Invalid records are blanked.
 
         `slots_bytes` is the length of the slots file. A truncated file is extended, so that its slots are usable.
         """
@@ -233,7 +233,7 @@ class Segment:
         self._transfer(self._files.write, slot, buffers)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
-        """Fill a buffer, aligned as for `write_slot`. Return the bytes read, fewer only at the end of the file."""
+        """Fill a buffer, aligned as for `write_slot`, and return the number of bytes read (see `Files.read`)."""
         return self._transfer(self._files.read, slot, buffer)
 
     def _transfer(self, operation: Callable[[int, _Memory, int], _Result], slot: int, memory: _Memory) -> _Result:

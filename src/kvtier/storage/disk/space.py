@@ -1,4 +1,4 @@
-"""SlotAllocator: manages the slots of a disk store, in memory and in files, within a limit of bytes. Thread-safe."""
+"""SlotAllocator: manages the slots of a disk store, in memory and in files, within a size limit. Thread-safe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvtier.storage.store import StoreStats
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is healthy but full."""
 _MAX_NAMES = 100
-"""Limit of segment numbers that one write tries. The next write continues with the following number."""
+"""Maximum number of segment numbers that one write tries. The next write continues with the following number."""
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return the slot size for an object. Sizes are rounded up by at most a sixteenth, so that there are few sizes."""
+    """Return the slot size for an object. Sizes are rounded up by at most a sixteenth, so that few sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
@@ -50,7 +50,7 @@ class SlotAllocator:
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments whose blanked records may not be on disk yet."""
+        """Segments whose blanked records are possibly not on disk yet."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
@@ -75,7 +75,7 @@ class SlotAllocator:
             self._catalog.add_segment(segment.shape, occupied, bad)
         for record in found.records:
             self._catalog.publish(record)
-        if sync:  # an earlier process may have left writes in the page cache, which must be durable from now on
+        if sync:  # writes of an earlier process can still be in the page cache, and must become durable
             self.sync_slots(self._segments)
             self.sync_tables(self._segments)
         while self._catalog.file_bytes + self._quarantine_bytes > self._max_bytes and self._segments:
@@ -163,7 +163,7 @@ class SlotAllocator:
                 self._wiped.notify_all()
 
     def quarantine(self, entry: Entry) -> None:
-        """Remove a corrupt object from the index and mark its record. Its slot is reused last."""
+        """Remove a corrupt object from the index and mark its record. The slot is reused last."""
         with self._lock:
             if self._catalog.find(entry.record.key) is not entry:
                 return  # removed while it was read
@@ -320,7 +320,7 @@ class SlotAllocator:
         return True
 
     def _create(self, shape: SegmentHeader) -> Segment:
-        """Create a segment with the next number whose file names are free. Links or folders may use the names."""
+        """Create a segment with the next number whose file names are free. Names can be in use by links or folders."""
         while True:
             self._last_number += 1
             try:

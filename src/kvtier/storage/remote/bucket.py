@@ -1,7 +1,7 @@
-"""Bucket: the interface between a RemoteStore and a server, which reads and writes named values in batches.
+"""Bucket: the interface of RemoteStore to a server. It reads and writes named values in batches.
 
-One file per server implements it (redis.py, s3.py, mooncake.py). A bucket has no records, checksums or deadlines. It
-may lose, change or swap values, which RemoteStore detects.
+One file per kind of server implements it (redis.py, s3.py, mooncake.py). A bucket has no records, checksums or
+deadlines. RemoteStore detects values that a bucket has lost, changed or swapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BucketError(Exception):
     def __init__(self, message: str, *, is_transient: bool = True) -> None:
         super().__init__(message)
         self.is_transient = is_transient
-        """True if a retry may help."""
+        """True if a retry could succeed."""
 
 
 class Put(Enum):
@@ -54,9 +54,9 @@ class Bucket(Protocol):
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Return each value, or None if it is missing. If a value is longer than its room, return its first bytes.
+        """Return each value, or None for a missing value. Only the first `rooms[i]` bytes of value i are returned.
 
-        An entry of another type counts as an empty value and does not fail the other names. Values may be in the
+        An entry of another type counts as an empty value and causes no error. Values may be in the
         scratch memory, and are valid until the next `scratch.take`.
         """
         ...
@@ -73,7 +73,7 @@ class Bucket(Protocol):
         ...
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete values. Return True for each value that existed."""
+        """Delete values. Return one bool per name: True if the value existed."""
         ...
 
     def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
@@ -81,7 +81,7 @@ class Bucket(Protocol):
         ...
 
     def reset(self) -> None:
-        """Drop idle connections, because the next reply on one of them may belong to another request."""
+        """Drop idle connections, because the next reply on such a connection could belong to an earlier request."""
         ...
 
     def close(self) -> None:

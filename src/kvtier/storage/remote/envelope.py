@@ -5,8 +5,8 @@
 
 With encryption, the name of an object is a keyed digest of its block key. Both parts authenticate the name, so that an
 object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two versions
-is detected. Readers of the server still see sizes, times and repeated blocks. Nonces are random, so one key is good
-for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
+is detected. Readers of the server still see sizes, times and repeated blocks. Nonces are random, so one secret is
+safe for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
 
 Token ids are not sent to servers. A record contains only a digest of them, which is keyed if there is a secret.
 """
@@ -59,7 +59,7 @@ class Cipher:
         return hashlib.blake2b(key, digest_size=32, key=self._name_key).hexdigest()
 
     def seal(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Encrypt `data` and authenticate it together with `bound`, which `open` needs as well."""
+        """Encrypt `data` and authenticate it together with `bound`. Pass the same `bound` to `open`."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._gcm.encrypt(nonce, data, bound)
 
@@ -100,7 +100,7 @@ class Envelope:
         return self._cipher.name(key) if self._cipher else key.hex()
 
     def pack_all(self, objects: Sequence[tuple[Write, memoryview]]) -> list[Packed]:
-        """Pack several objects, faster than one by one."""
+        """Pack several objects. This is faster than separate calls to `pack`."""
         if self._compression is not Compression.NONE:
             return [self.pack(write, payload) for write, payload in objects]
         known = checksums([payload for _, payload in objects])
@@ -120,7 +120,7 @@ class Envelope:
         return record, (memoryview(head), memoryview(body))
 
     def read_head(self, name: str, head: bytes | memoryview) -> Record:
-        """Return the record of a value; FormatError if it is invalid or belongs to another name."""
+        """Return the record of a value; FormatError if the record is invalid or belongs to another name."""
         if len(head) < self.head_bytes:
             raise FormatError(f"truncated: {len(head)} bytes, but the record needs {self.head_bytes}")
         head = head[: self.head_bytes]
@@ -139,7 +139,7 @@ class Envelope:
         return record.expires_s - self._clock() > self._ttl_s / 2
 
     def open(self, read: Read, wanted: int, value: memoryview | None) -> tuple[ObjectResult, memoryview | None]:
-        """Verify a value. Return its result, and the payload if it is the expected object."""
+        """Verify a value. Return the result, and the payload if the value is the expected object."""
         if value is None:
             return MISSING, None
         name = self.name(read.key)

@@ -2,7 +2,7 @@
 
 Over TCP, blocks are sent in place from any memory. Over RDMA, blocks are sent in place from registered memory
 (`register`), such as the host tier; other blocks are first copied to registered memory. Objects are immutable, so a
-replacement is a removal and a put. The client cannot list names, so they come from the master's administration port.
+replacement is a removal and a put. The client cannot list names, so `list_names` uses the master's administration port.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MooncakeBucket:
         self._admin_url = f"http://{master.rpartition(':')[0]}:{admin_port}/get_all_keys"
         self._registered: dict[int, memoryview] = {}  # the views keep the memory alive
         self._lock = threading.Lock()  # protects the dictionary
-        self._changing = threading.Lock()  # held while gigabytes are pinned; requests do not wait for it
+        self._changing = threading.Lock()  # held while gigabytes are pinned; requests do not need this lock
         _check_reachable(master, timeout_s)
         self._client = MooncakeDistributedStore()
         code = self._client.setup(local_host, metadata, segment_bytes, buffer_bytes, protocol, device, master)
@@ -195,7 +195,7 @@ class MooncakeBucket:
         return [self._prefix + name for name in names]
 
     def _part(self, name: str, place: memoryview) -> int:
-        """Read the first bytes of an object, as many as fit into `place`. Return their number or an error code."""
+        """Read the first bytes of an object, as many as fit into `place`. Return their number, or an error code."""
         stored = self._client.get_size(name)
         count = min(stored, len(place))
         if count <= 0:

@@ -1,8 +1,8 @@
 """S3Bucket: blocks in S3 or a compatible server. Needs the extra `s3`.
 
-S3 has one request per object, so requests run in parallel, one per thread. A put is conditional: it fails if the name
-exists, and RemoteStore replaces the object only if it differs. Expired objects are deleted when they are read; use a
-lifecycle rule of the bucket for objects that are not read.
+S3 has one request per object, so requests run in parallel, one per thread. A put fails if the name exists. RemoteStore
+then replaces the object only if the new object differs. Expired objects are deleted when they are read; use a lifecycle
+rule of the bucket for objects that are not read.
 """
 
 from __future__ import annotations

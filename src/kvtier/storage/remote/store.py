@@ -1,4 +1,4 @@
-"""RemoteStore: blocks on a server, which may lose, delay or corrupt them. See docs/stores.md."""
+"""RemoteStore: blocks on a server that may lose, delay or corrupt them. See docs/stores.md."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RemoteStore:
             self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
             if doubtful:
                 # The stored object may be intact: a concurrent removal may have reused its memory (Mooncake), a bit
-                # may have flipped in transit, or the connection may be out of step. Read again; real damage persists.
+                # may have flipped in transit, or the connection may be out of step. Only real damage is found twice.
                 self._bucket.reset()
                 self._run_chunk(confirm, doubtful, batch, scratch)
 
@@ -233,7 +233,7 @@ class RemoteStore:
         num_requests = (is_put and limits.num_puts) or self._num_threads
         share = max(sum(sizes) / num_requests, _MIN_SHARE_BYTES)
         chunks: list[list[int]] = [[]]
-        nbytes, taken = 0, 0.0  # bytes of the last chunk, without and with the excess of previous chunks
+        nbytes, taken = 0, 0.0  # bytes of the last chunk; `taken` includes the excess of earlier chunks over `share`
         for index, size in enumerate(sizes):
             is_full = taken >= share or nbytes + size > max_bytes or len(chunks[-1]) == limits.max_names
             if is_full and chunks[-1]:
@@ -265,7 +265,7 @@ class RemoteStore:
             except BucketError as error:
                 if not error.is_transient or attempt == self._num_retries:
                     raise
-            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))  # clients must not retry together
+            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))  # so that clients do not retry in step
             attempt += 1
         raise BucketError("the deadline has passed")
 
@@ -324,7 +324,7 @@ class _Parcels(Sequence[Parts]):
     """The values of one request. A value is packed on access, so that checksums are computed while earlier objects are
     sent, and the bytes to send are in the CPU cache. `indices` are the positions of the objects in the batch.
 
-    After a call has returned, the caller may change its memory, but changed bytes must not get a valid checksum:
+    After a call has returned, the caller may change its memory, but changed bytes must not get a valid checksum.
 
         call returns after packing    the checksum is that of the original bytes, so a read detects changed bytes
         call returns during packing   the checksum may be that of changed bytes, so nothing is sent
@@ -336,7 +336,7 @@ class _Parcels(Sequence[Parts]):
         self.indices = list(writes)
 
     def only(self, indices: list[int]) -> _Parcels:
-        """Return some of the objects. Both sequences share the packed values."""
+        """Return a sequence with some of the objects. Both sequences share the packed values."""
         part = copy.copy(self)
         part.indices = indices
         return part
