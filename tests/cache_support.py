@@ -25,7 +25,7 @@ BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
 RUBBISH = "rubbish"
 Lose = Callable[[TransferRequest, int], Sequence[bool]]
-"""Function of a transfer and a rank. Returns one value per block, which is True if the block is lost."""
+"""Called with a transfer and a rank. Returns one bool per block: True if the block is lost."""
 
 
 def chain_of(
@@ -172,7 +172,7 @@ class Lab:
     # ---- a request -------------------------------------------------------------------------------------------------
 
     def fetched(self, chain: Chain, lose: Lose | None = None) -> Prefetch:
-        """Run a prefetch to its end and return it."""
+        """Start a prefetch, run the workers until it has ended, and return the prefetch."""
         fetch = self.manager.prefetch(chain, now=self.now)
         assert fetch is not None
         for _ in range(100):
@@ -183,7 +183,7 @@ class Lab:
         raise AssertionError("the prefetch did not end")
 
     def start(self, chain: Chain, fetch: Prefetch | None = None, lose: Lose | None = None) -> Allocation:
-        """Allocate the blocks of a request, then load and verify its cached blocks. Fail if blocks are short."""
+        """Allocate the blocks of a request, then load and verify its cached blocks. Fail if too few blocks are free."""
         may_load = True
         while True:
             allocation = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)
@@ -235,7 +235,7 @@ class Lab:
         assert not isinstance(tree.evict(found, found.num_evictable), Shortage)
 
     def num_in(self, tier: str, chain: Chain) -> int:
-        """Count the blocks of a prompt that are readable in a memory tier, or that the first rank has in a store."""
+        """Count the blocks of a prompt in a tier: readable blocks in a memory tier, or keys in the first rank's store."""
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))
         lease = self.manager.tree.match(chain)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# An example that takes longer than 200 ms on a busy machine is not a failure.
+# Disable the default deadline of 200 ms per example, because a busy machine may miss it.
 settings.register_profile("kvtier", deadline=None)
 settings.load_profile("kvtier")
 
@@ -32,9 +32,9 @@ SLOW_FOLDERS = ("server", "cpu/engine", "stores")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of each slow folder together, so that few of several test processes need its fixtures.
+    """Put the tests of each slow folder together, so that few test processes create the fixtures of a folder.
 
-    Each process begins with a range of the list. The order within a folder stays random.
+    Each process starts with a contiguous range of the list. The order within a folder stays random.
     """
     tests = Path(__file__).parent
 

@@ -19,7 +19,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # The fixtures have session scope, because hypothesis rejects function scope. They have no state.
 @pytest.fixture(scope="session", params=PLACEMENTS, ids=str)
 def placement(request: pytest.FixtureRequest) -> Placement:
-    """Return each placement that is available on this machine."""
+    """Return one of the placements that are available on this machine. Tests run once for each placement."""
     return request.param
 
 
@@ -28,7 +28,7 @@ def make() -> Callable[..., Buffer]:
     """`make(placement, array, dtype=None, size=None)` returns a new Buffer with the bytes of `array`.
 
     `dtype` defaults to the dtype of the array, and `size` to the number of elements that fit into the bytes. Pass
-    `size` for a packed type that ends inside the last byte.
+    `size` if the elements of a packed type end inside the last byte.
     """
     return _make
 

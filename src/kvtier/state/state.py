@@ -29,7 +29,7 @@ class State:
         allocator: Allocator | None = None,
     ) -> None:
         if not shape or any(extent < 0 for extent in shape):
-            raise ArgumentError(f"a State needs at least one dimension, the rows; got the shape {tuple(shape)}")
+            raise ArgumentError(f"a State needs rows as its first dimension, got the shape {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
         # Use the Buffers' own references, because references to their tensors would not record copies in flight.

@@ -162,7 +162,7 @@ def test_sleep_saves_all_blocks_with_any_write_policy(caches, policy):
         assert cache.serve(cache.chain(number)).tokens_from == {"host": 16, "device": 0}
 
 
-def test_prefetch_after_a_failed_fetch_ends(caches):
+def test_prefetch_does_not_wait_for_block_that_was_not_fetched(caches):
     """A request's lease keeps the node of a block that was not fetched. `prefetch` must not wait for this block."""
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
@@ -222,7 +222,7 @@ def test_reset_removes_stored_blocks_only_with_clear_stores(caches, clear):
 
 
 @pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 30), ("host", 4), ("host", 50)])
-def test_resize_during_transfers_finishes_waiting_requests(caches, tier, size):
+def test_waiting_requests_finish_after_resize_during_transfers(caches, tier, size):
     cache = caches()
     for number in range(3):
         cache.serve(cache.chain(number))
@@ -246,7 +246,7 @@ def test_resize_host_while_asleep_raises(caches):
     cache.tiers.wake()
 
 
-def test_temporary_store_failure_causes_only_misses(caches):
+def test_store_errors_cause_misses_but_no_failed_requests(caches):
     memory = MemoryStore(1 << 22)
     faults = [Fault(), *[Fault("an error")] * 6]
     cache = caches(store=FaultyStore(memory, faults))
@@ -319,7 +319,7 @@ def test_failed_host_resize_keeps_size_and_blocks(caches, monkeypatch):
 
     def refused(self, offset: int, nbytes: int) -> None:
         if self.num_slots == 100:
-            raise OutOfMemoryError("the driver pins no more")
+            raise OutOfMemoryError("the driver cannot pin more memory")
         make_present(self, offset, nbytes)
 
     monkeypatch.setattr(HostMemory, "_make_present", refused)

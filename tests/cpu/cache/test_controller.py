@@ -51,7 +51,7 @@ def test_round_trip_through_store_keeps_bytes_of_all_groups(rigs, any_store):
     assert not any(any(part) for slot in (0, 1, 2, 3, 7) for part in rig.device(slot))
 
 
-def test_new_controller_fetches_blocks_of_an_earlier_one(rigs, tmp_path):
+def test_controller_fetches_blocks_that_an_earlier_one_stored(rigs, tmp_path):
     first = rigs(stores={"disk": disk_at(tmp_path)})
     expected = first.device(1)
     first.run(first.save([1], [0]))
@@ -163,7 +163,7 @@ class Raises:
         return call if name != "close" else lambda: None
 
 
-def test_store_that_raises_fails_transfers_and_answers_probes(rigs):
+def test_transfers_fail_and_probes_end_if_the_store_raises(rigs):
     rig = rigs(stores={"disk": Raises(), "other": MemoryStore(1 << 20)})
     rig.run(rig.save([0], [0]))
     outcomes = rig.run(
@@ -408,7 +408,7 @@ def test_copy_seconds_exclude_the_time_until_poll():
 
 
 def test_layer_waits_report_failure_if_load_cannot_start():
-    """Regression: a step that started early treated such a load as finished, and computed a token from invalid KV."""
+    """Regression: a step treated a load that could not start as finished, and computed a token from invalid KV."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     good, bad = slot_bytes(np.array([1], np.int32)), slot_bytes(np.array([9], np.int32))

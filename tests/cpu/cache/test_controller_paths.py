@@ -97,7 +97,7 @@ def test_num_host_ready_is_the_minimum_over_cache_groups(monkeypatch):
     controller.close()
 
 
-def test_failed_resize_host_frees_new_memory_and_keeps_old(rigs, monkeypatch):
+def test_failed_resize_host_frees_new_and_keeps_old_memory(rigs, monkeypatch):
     rig = rigs(8, 6)
     rig.run(rig.save([3], [2]))
     made: list[HostMemory] = []
@@ -106,7 +106,7 @@ def test_failed_resize_host_frees_new_memory_and_keeps_old(rigs, monkeypatch):
     def refused(self, offset: int, nbytes: int) -> None:
         if self.num_slots == 100:
             made.append(self)
-            raise OutOfMemoryError("the driver pins no more")
+            raise OutOfMemoryError("the driver cannot pin more memory")
         make_present(self, offset, nbytes)
 
     monkeypatch.setattr(HostMemory, "_make_present", refused)
@@ -157,7 +157,7 @@ def test_rewritten_slot_is_not_reported_as_damaged(rigs, purpose):
     assert np.frombuffer(report.damaged, "<i4").tolist() == [3]
 
 
-def test_register_without_a_tensor_per_group_raises(rigs):
+def test_register_with_too_few_tensors_raises(rigs):
     rig = rigs()
     rig.controller.release()
     with pytest.raises(ValueError, match="shorter"):
@@ -176,7 +176,7 @@ def test_layout_of_keeps_draft_groups_whole_on_every_rank():
 # ---- one result per transfer ---------------------------------------------------------------------------------------
 
 
-def test_each_save_of_a_plan_is_reported_with_its_own_bytes(rigs):
+def test_each_save_of_a_plan_has_its_own_result(rigs):
     rig = rigs()
     transfers = [rig.save([0], [0]), rig.save([1, 2, 3], [1, 2, 3]), rig.save([4, 5], [4, 5])]
     began = time.perf_counter()
@@ -239,7 +239,7 @@ def test_save_that_cannot_start_does_not_fail_other_saves(rigs):
 
 
 def test_submit_waits_for_started_copy_if_another_group_fails():
-    """The tensor of the second group is too short, so its copy fails to start while the first group's copy runs."""
+    """The tensor of the second group is too short, so the copy of this group fails to start while the first group's copy runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)
@@ -261,7 +261,7 @@ def test_submit_waits_for_started_copy_if_another_group_fails():
     controller.close()
 
 
-def test_layer_waits_cover_only_their_loads(rigs):
+def test_layer_waits_do_not_depend_on_other_loads(rigs):
     rig = rigs(8, 4)
     rig.run(rig.save([0], [0]))
     good, bad = rig.load([0], [6]), rig.load([99], [7])
@@ -272,7 +272,7 @@ def test_layer_waits_cover_only_their_loads(rigs):
     assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {good.id: True, bad.id: False}
 
 
-def test_layer_waits_fail_if_one_load_fails(rigs):
+def test_layer_waits_report_failure_if_one_load_fails(rigs):
     broken = threading.Event()
 
     def mover(*arguments):
@@ -425,7 +425,7 @@ class FailingWrites(MemoryStore):
         return Results(tuple(ObjectResult(ObjectStatus.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
 
 
-def test_failed_store_result_has_at_most_three_reasons(rigs):
+def test_failed_write_reports_at_most_three_reasons(rigs):
     rig = rigs(stores={"disk": FailingWrites(1 << 20)})
     rig.run(rig.save([0, 1, 2], [0, 1, 2]))
     (outcome,) = rig.run(rig.store([0, 1, 2], [0, 1, 2]))
@@ -442,7 +442,7 @@ def test_fetch_seconds_do_not_exceed_elapsed_time(rigs):
 
 
 class SlowUnregister(MemoryStore):
-    """A store whose `unregister` blocks until `may_go`."""
+    """A store whose `unregister` blocks until `may_go` is set."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -458,7 +458,7 @@ class SlowUnregister(MemoryStore):
         self.calls.append("unregister")
 
 
-def test_resize_host_waits_until_all_stores_unregistered(rigs):
+def test_resize_host_waits_until_stores_unregister_old_memory(rigs):
     quick, slow = SlowUnregister(), SlowUnregister()
     quick.may_go.set()
     rig = rigs(stores={"quick": quick, "slow": slow})
@@ -467,7 +467,7 @@ def test_resize_host_waits_until_all_stores_unregistered(rigs):
     slow.may_go.set()
     resizing.must_end()
     rig.run(rig.save([0], [0]))
-    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # these writes follow the registration
+    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # these writes run after the registration
     assert quick.calls == slow.calls == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
 
 

@@ -1,6 +1,6 @@
 """State machine of a manager without a device tier. A small engine owns the device blocks and checks the KV it reads.
 
-The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference ends. If a
+The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference is released. If a
 save reads a freed block, or if a load is used too early, a later check of the KV fails.
 """
 
@@ -327,7 +327,7 @@ class ForeignMachine(RuleBasedStateMachine):
 
 
 def test_foreign_machine_never_reads_wrong_bytes():
-    """Run at least 4,000 steps; KVTIER_SOAK=200 runs more."""
+    """Run at least 4,000 steps. KVTIER_SOAK=200 runs 200 times as many examples."""
     examples = 100 * SOAK
     run_state_machine_as_test(
         ForeignMachine,

@@ -1,4 +1,4 @@
-"""Scrubber: reports corrupt blocks in host memory, but no blocks that were written."""
+"""Scrubber: reports host blocks whose bits changed, but not blocks that a transfer has overwritten."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def room():
 
 @pytest.fixture
 def quiet():
-    """Yield a memory whose scrubber thread sleeps, so that tests call `_verify_some` themselves."""
+    """Yield a ScrubbedMemory whose scrubber thread sleeps, so that tests call `_verify_some` themselves."""
     made = ScrubbedMemory(every_seconds=3600.0)
     yield made
     made.scrubber.close()
@@ -102,7 +102,7 @@ def test_scrubber_skips_forgotten_slots(room):
     assert room.wait_for_damage() == [4]
 
 
-def test_scrubber_use_keeps_checksums_of_copied_slots(room):
+def test_use_of_new_memory_keeps_checksums_of_copied_slots(room):
     room.write(0, 4)
     room.wait_until_known(0, 4)
     old, new = room.hosts, room.new(3)
@@ -136,7 +136,7 @@ def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_b
     assert list(quiet.scrubber._new) == [0, 1, 2, 3][num_verified:]
 
 
-def test_scrubber_without_pause_verifies_bytes_of_100_ms(monkeypatch):
+def test_scrubber_without_pause_verifies_100_ms_worth_of_bytes(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     room = ScrubbedMemory()
     room.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself
@@ -190,7 +190,7 @@ def test_scrubber_does_not_report_damage_of_forgotten_slot(quiet):
     assert quiet.scrubber.take_damaged() == [2]
 
 
-def test_scrubber_use_forgets_slots_that_do_not_fit(quiet):
+def test_use_of_smaller_memory_forgets_slots_that_do_not_fit(quiet):
     quiet.write(0, 3)
     quiet.scrubber._verify_some()
     quiet.write(2, 4)

@@ -181,7 +181,7 @@ def payloads(store: MemoryStore) -> dict[bytes, bytes]:
 
 @settings(deadline=None, max_examples=40)
 @given(layouts(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 99))
-def test_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num_readers, seed):
+def test_stored_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num_readers, seed):
     stores, blocks = [MemoryStore(1 << 22) for _ in range(2)], blocks_of(layout, seed)
     made = []
     try:
@@ -204,7 +204,7 @@ def test_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num_reader
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_block_has_one_object_per_shard_and_one_replicated(ranks, num_ranks):
+def test_block_is_stored_as_shards_and_one_replicated_object(ranks, num_ranks):
     store, layout = (
         MemoryStore(1 << 20),
         KVLayout(
@@ -223,7 +223,7 @@ def test_block_has_one_object_per_shard_and_one_replicated(ranks, num_ranks):
     assert sizes == sorted({2 * 2 * 2 * 8 * 2, 2 * 2 * 5, 2 * 2 * 9 * 2})
 
 
-def test_single_shard_of_rank_is_stored_without_gathering(ranks):
+def test_rank_with_a_single_shard_stores_without_gathering(ranks):
     layout = KVLayout(16, (CacheGroup.attention("main", 3, 4, 8, dt.f16, 16),))
     for sharding in (Sharding(), Sharding(3, 4, 4)):
         (part,) = parts_of(layout.of_rank(sharding.num_ranks).groups, sharding)
@@ -253,7 +253,7 @@ def test_keys_of_different_shard_counts_do_not_collide(ranks):
 
 
 @pytest.mark.parametrize(("max_bytes", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
-def test_store_writes_gathered_blocks_in_bounded_batches(ranks, monkeypatch, max_bytes, expected):
+def test_gathered_blocks_are_written_in_bounded_batches(ranks, monkeypatch, max_bytes, expected):
     monkeypatch.setattr(store_io, "_GATHER_BYTES", max_bytes)  # two blocks fit into 5000 bytes
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
     calls: list[int] = []
@@ -276,7 +276,7 @@ def test_store_writes_gathered_blocks_in_bounded_batches(ranks, monkeypatch, max
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 
-def test_disk_has_one_folder_per_shard_for_any_rank_number(tmp_path):
+def test_disk_has_one_folder_per_shard_for_any_number_of_ranks(tmp_path):
     layout, blocks = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),)), None
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     for num_ranks in (1, 2, 4, 1):
@@ -304,7 +304,7 @@ def test_open_shards_opens_one_store_for_a_server():
     shards.close()
 
 
-def test_failed_open_shards_closes_opened_stores(tmp_path):
+def test_open_shards_closes_opened_stores_after_an_error(tmp_path):
     (tmp_path / "shard-1-of-2").write_text("not a folder")
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     with pytest.raises(Exception, match="shard-1-of-2"):
@@ -320,7 +320,7 @@ LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGro
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("which", [0, 1])
-def test_block_without_one_shard_is_absent(ranks, num_ranks, which):
+def test_block_with_a_missing_shard_is_absent(ranks, num_ranks, which):
     store = MemoryStore(1 << 22)
     cache_ranks = ranks(LAYOUT, num_ranks, 4, store)
     cache_ranks.fill(blocks_of(LAYOUT))
@@ -440,7 +440,7 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """Load the chain to the device, and check its blocks on every rank; returns the number of blocks."""
+        """Load the chain to the device, and check the loaded blocks on every rank. Return their number."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         hold = self.manager.match(self.chain, prefetch=fetch)
@@ -458,7 +458,7 @@ class Cache:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_manager_finds_blocks_written_by_other_rank_count(num_writers, num_readers, is_shared):
+def test_manager_finds_blocks_written_by_more_or_fewer_ranks(num_writers, num_readers, is_shared):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     writers = Cache(num_writers, store, is_shared=is_shared)
     writers.compute(blocks)

@@ -98,7 +98,7 @@ def calls_for_hosts(controller: CacheController, method: str) -> list[tuple[str,
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["single store", "sharded store"])
-def test_controller_registers_host_memory_until_it_is_freed(is_sharded):
+def test_host_memory_stays_registered_until_it_is_freed(is_sharded):
     store, caches = RecordingStore(), caches_of(4)
     controller = controller_of(caches, ShardStores((store,)) if is_sharded else store)
     keep_and_fetch(controller, caches)

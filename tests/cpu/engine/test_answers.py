@@ -81,21 +81,21 @@ def play(engine: Engine, talks: list[list[list[int]]]) -> Answers:
     return answers
 
 
-def test_answers_with_device_only_equal_no_cache(model, talks, expected):
+def test_device_tier_does_not_change_answers(model, talks, expected):
     engine = make(model, CacheConfig(300))
     assert play(engine, talks) == expected
     assert engine.manager.stats.hit_tokens > 5000
 
 
 @pytest.mark.parametrize("write", WritePolicy)
-def test_answers_with_small_device_and_host_equal_no_cache(model, talks, expected, write):
+def test_small_device_and_host_tiers_do_not_change_answers(model, talks, expected, write):
     engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), always_load=True))
     assert play(engine, talks) == expected
     assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 100
     engine.close()
 
 
-def test_answers_with_disk_and_after_restart_equal_no_cache(model, talks, expected, tmp_path):
+def test_disk_tier_and_restart_do_not_change_answers(model, talks, expected, tmp_path):
     disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), always_load=True)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_answers_with_disk_and_after_restart_equal_no_cache(model, talks, expect
         engine.close()
 
 
-def test_answers_with_failing_store_and_copies_equal_no_cache(model, talks, expected):
+def test_store_and_copy_failures_do_not_change_answers(model, talks, expected):
     faults = random.Random(3)
 
     def random_faults():

@@ -1,4 +1,4 @@
-"""Fast attention and native code on the CPU equal the plain versions, with random block tables."""
+"""Fast attention and native code on the CPU return the same results as plain torch code. Block tables are random."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
 
 
 def masked_attention(q, keys, values):
-    """Compute attention with torch, with a mask and with keys and values repeated for each query head."""
+    """Compute attention with torch and a mask. Keys and values are repeated for each query head."""
     group = q.shape[1] // keys.shape[1]
     mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
     q, keys, values = (
@@ -128,7 +128,7 @@ def test_packed_product_does_not_depend_on_other_rows(kind):
 
 @needs_compiler
 @pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
-def test_packed_product_without_amx_or_avx_is_the_same(monkeypatch, tmp_path, undefined):
+def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undefined):
     from kvtier.engine import native as module
 
     gguf = pytest.importorskip("gguf")
@@ -147,7 +147,7 @@ def test_packed_product_without_amx_or_avx_is_the_same(monkeypatch, tmp_path, un
         assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of tokens
 
 
-def test_pack_of_unsupported_matrix_is_none():
+def test_pack_returns_none_for_unsupported_matrix():
     assert pack("Q6_K", torch.zeros(16, 210, dtype=torch.uint8)) is None
     assert pack("BF16", torch.zeros(17, 32, dtype=torch.bfloat16)) is None
     assert pack("BF16", torch.zeros(16, 33, dtype=torch.bfloat16)) is None

@@ -30,14 +30,14 @@ def logits_of(path, **options):
     return Driver(load_model(path, **options), 1, 16).step({0: PROMPT})[0]
 
 
-def test_sharded_checkpoint_equals_a_single_file(checkpoint):
+def test_sharded_checkpoint_logits_equal_single_file_logits(checkpoint):
     whole, _ = checkpoint("llama")
     shards, _ = checkpoint("llama", max_shard_size="60KB")
     assert len(list(shards.glob("*.safetensors"))) > 2
     assert torch.equal(logits_of(whole), logits_of(shards))
 
 
-def test_bf16_checkpoint_computes_in_float32(checkpoint, tmp_path):
+def test_model_with_bf16_weights_computes_in_float32(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama")[0], tmp_path)
     path = folder / "model.safetensors"
     save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path)
@@ -46,8 +46,8 @@ def test_bf16_checkpoint_computes_in_float32(checkpoint, tmp_path):
     packed = model.weights.layers[0].gate_up.packed
     assert packed is None or packed.kind == "BF16"
     driver = Driver(model, 1, 16)
-    few = torch.cat([driver.step({0: [token]})[0] for token in PROMPT])  # packed matrices
-    many = Driver(model, 1, 32).step({0: PROMPT * 3})[0][: len(PROMPT)]  # float32 matrices
+    few = torch.cat([driver.step({0: [token]})[0] for token in PROMPT])  # single tokens use packed matrices
+    many = Driver(model, 1, 32).step({0: PROMPT * 3})[0][: len(PROMPT)]  # long chunks use float32 matrices
     torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
 
 
@@ -66,7 +66,7 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write a GGUF file like the converter of llama.cpp, which interleaves each head of q and k for llama."""
+    """Write a GGUF file like llama.cpp's converter. For llama, the rows of each head of q and k are interleaved."""
     config, writer = oracle.config, gguf.GGUFWriter(path, architecture)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -111,7 +111,7 @@ def test_gguf_logits_equal_folder_logits(checkpoint, tmp_path, kind):
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1", "Q4_0", "F16", "BF16"])
-def test_quantised_gguf_equals_dequantised_weights(checkpoint, tmp_path, quant):
+def test_quantised_gguf_logits_equal_dequantised_logits(checkpoint, tmp_path, quant):
     _, oracle = checkpoint("llama")
     kind = gguf.GGMLQuantizationType[quant]
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle, quant=kind)
@@ -143,7 +143,7 @@ def test_gguf_uses_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
     assert model.weights.head.weight is model.weights.embedding
 
 
-def test_damaged_gguf_raises_with_the_cause(checkpoint, tmp_path):
+def test_error_for_damaged_gguf_names_the_cause(checkpoint, tmp_path):
     _, oracle = checkpoint("llama")
     data = write_gguf(tmp_path / "m.gguf", "llama", oracle).read_bytes()
     broken = tmp_path / "broken.gguf"
@@ -229,7 +229,7 @@ def test_generation_config_adds_eos_tokens(checkpoint, tmp_path):
     assert ModelConfig.from_folder(folder).eos_token_ids == (2, 7)
 
 
-def test_incomplete_folder_error_names_the_file(checkpoint, tmp_path):
+def test_error_for_incomplete_folder_names_the_file(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama", max_shard_size="60KB")[0], tmp_path)
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
@@ -259,7 +259,7 @@ def test_load_model_with_unknown_path_or_dtype_raises(checkpoint, tmp_path):
         load_model(checkpoint("llama")[0], "i32")
 
 
-def test_missing_package_error_names_the_install_command(checkpoint, tmp_path, monkeypatch):
+def test_error_for_missing_package_names_install_command(checkpoint, tmp_path, monkeypatch):
     _, oracle = checkpoint("llama")
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle)
     monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)

@@ -65,7 +65,7 @@ def test_logits_are_bit_identical_in_any_batch(model):
     check()
 
 
-def test_preempted_request_computes_the_same_bits(model):
+def test_preemption_does_not_change_any_bit_of_the_logits(model):
     """Run two requests in a cache that is too small for both, so that blocks are evicted and recomputed."""
     given = prompts(1, 20, 21)
     recorder = Recorder(model)
@@ -79,7 +79,7 @@ def test_preempted_request_computes_the_same_bits(model):
 
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
-def test_prefix_hits_and_partial_blocks_give_the_same_bits(model, block_tokens):
+def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens):
     (base,) = prompts(2, 40)
     cases = [base, base, base[:33], [*base[:30], 5, 6, 7], [*base[:9], 5], base[:1], [*base, 5, 6]]
     recorder = Recorder(model)
@@ -189,7 +189,7 @@ def alone_all(model, prompt, params):
     return [answers[name, index].tokens for index in range(params.n)]
 
 
-def test_engine_machine_gives_correct_answers(checkpoint):
+def test_engine_machine_returns_correct_answers(checkpoint):
     class Machine(EngineMachine):
         model = load_model(checkpoint("llama")[0], ops=InvariantOps())
         expected: dict = {}  # noqa: RUF012
@@ -211,7 +211,7 @@ def test_recorder_detects_a_changed_cache(model):
         assert bool(recorder.different) is is_changed
 
 
-def test_alone_equals_the_recording_engine(model):
+def test_alone_returns_the_tokens_of_the_recording_engine(model):
     """The helper `alone` and the recording engine return the same tokens."""
     (prompt,) = prompts(4, 9)
     assert alone(model, prompt, greedy(5)).tokens == record_alone(Recorder(model), prompt, greedy(5))
