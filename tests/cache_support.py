@@ -235,7 +235,7 @@ class Lab:
         assert not isinstance(tree.evict(found, found.num_evictable), Shortage)
 
     def num_in(self, tier: str, chain: Chain) -> int:
-        """Count the blocks of a prompt in a tier: readable blocks in a memory tier, or keys in the first rank's store."""
+        """Count the readable blocks of a prompt in a memory tier, or its keys in a store of the first rank."""
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))
         lease = self.manager.tree.match(chain)

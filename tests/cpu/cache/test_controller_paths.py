@@ -239,7 +239,7 @@ def test_save_that_cannot_start_does_not_fail_other_saves(rigs):
 
 
 def test_submit_waits_for_started_copy_if_another_group_fails():
-    """The tensor of the second group is too short, so the copy of this group fails to start while the first group's copy runs."""
+    """The second group's tensor is too short, so this group's copy fails to start while the first group's copy runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)
