@@ -107,7 +107,7 @@ def test_refused_requests_are_reported_only_if_there_are_any(command, files, cap
     assert refused > 0
     assert main(arguments) == 0
     output = capsys.readouterr().out
-    assert f"{refused} of {count} requests are refused: they need more KV than fits on the GPUs" in output
+    assert f"{refused} of {count} requests are refused, because they need more KV than fits on the GPUs" in output
     row = next(line for line in output.splitlines() if line.startswith("refused "))
     assert row.split()[1:] == [str(run["num_refused"]) for run in runs]
 

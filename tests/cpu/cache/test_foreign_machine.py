@@ -1,7 +1,7 @@
 """State machine of a manager without a device tier. A small engine owns the device blocks and checks the KV it reads.
 
-The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference is released. If
-a save reads a freed block, or if a load is used too early, a later check of the KV fails.
+The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference ends. If a
+save reads a freed block, or if a load is used too early, a later check of the KV fails.
 """
 
 from __future__ import annotations

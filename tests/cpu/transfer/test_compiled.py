@@ -214,7 +214,7 @@ def test_block_view_accepts_dense_tensors_of_any_shape(shape):
 
 def test_block_view_of_invalid_tensor_raises():
     for wrong in (torch.tensor(1), np.zeros(3)):
-        with pytest.raises(ArgumentError, match="first dimension of a tensor"):
+        with pytest.raises(ArgumentError, match="tensor whose first dimension is blocks"):
             BlockView.of(wrong)
     with pytest.raises(ArgumentError, match="overlap: 8 bytes at stride 4"):
         BlockView.of(torch.as_strided(torch.zeros(12, dtype=torch.uint8), (2, 8), (4, 1)))
