@@ -1,0 +1,115 @@
+"""The requests of benchmarks.vllm_cpu. These functions run in the process of a vLLM engine (tests/vllm_driver)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+BLOCK_TOKENS = 32
+VOCABULARY = (100, 40_000)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Conversations that share a system prompt. `in_flight` requests are sent at a time."""
+
+    system_tokens: int = 128
+    users: int = 10
+    turns: int = 6
+    tokens_in: int = 96
+    tokens_out: int = 12
+    in_flight: int = 2
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all conversations."""
+        own = self.turns * (self.tokens_in + self.tokens_out)
+        return -(-(self.system_tokens + self.users * own) // BLOCK_TOKENS)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.system_tokens + self.turns * (self.tokens_in + self.tokens_out)
+
+    def order(self) -> list[int]:
+        """Return the user of each request. Users take turns at random; the same user comes again after three others."""
+        random, left, chosen = np.random.default_rng(1), [self.turns] * self.users, list[int]()
+        for _ in range(self.users * self.turns):
+            waiting = [user for user in range(self.users) if left[user]]
+            rested = [user for user in waiting if user not in chosen[-3:]]
+            chosen.append(int(random.choice(rested or waiting)))
+            left[chosen[-1]] -= 1
+        return chosen
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request: its times in seconds and its tokens."""
+
+    user: int
+    ttft: float
+    seconds: float
+    num_prompt: int
+    num_cached: int
+    answer: tuple[int, ...]
+
+
+def converse(driver: Any, load: Load) -> tuple[float, list[Turn]]:
+    """Run all conversations. Return the seconds and the turns in the order of their ends."""
+    random = np.random.default_rng(0)
+    system = random.integers(*VOCABULARY, load.system_tokens).tolist()
+    messages = random.integers(*VOCABULARY, (load.users, load.turns, load.tokens_in)).tolist()
+    histories = [list(system) for _ in range(load.users)]
+    order, turns, running = load.order(), list[Turn](), dict[str, _Running]()
+    begin = time.perf_counter()
+    while order or running:
+        busy = {each.user for each in running.values()}
+        while order and len(running) < load.in_flight and order[0] not in busy:
+            user = order.pop(0)
+            histories[user] += messages[user].pop(0)
+            name = driver.add(histories[user], max_tokens=load.tokens_out)
+            running[name] = _Running(user, len(histories[user]), time.perf_counter())
+            busy.add(user)
+        for turn in _step(driver, running):
+            histories[turn.user] += turn.answer
+            turns.append(turn)
+    return time.perf_counter() - begin, turns
+
+
+def answer_new_prompts(driver: Any, seed: int, count: int, num_tokens: int, tokens_out: int) -> float:
+    """Answer `count` random prompts at a time. Return the seconds."""
+    prompts = np.random.default_rng(seed).integers(*VOCABULARY, (count, num_tokens)).tolist()
+    begin = time.perf_counter()
+    names = [driver.add(prompt, max_tokens=tokens_out) for prompt in prompts]
+    running = {name: _Running(0, num_tokens, begin) for name in names}
+    while running:
+        _step(driver, running)
+    return time.perf_counter() - begin
+
+
+@dataclass
+class _Running:
+    user: int
+    num_prompt: int
+    sent: float
+    first: float = 0.0
+
+
+def _step(driver: Any, running: dict[str, _Running]) -> Sequence[Turn]:
+    """Run one step of vLLM and return the requests that ended."""
+    ended, outputs, now = [], driver.engine.step(), time.perf_counter()
+    for output in outputs:
+        each, (completion,) = running[output.request_id], output.outputs
+        if completion.token_ids and not each.first:
+            each.first = now
+        if output.finished:
+            assert completion.finish_reason == "length", f"{output.request_id} ended with {completion.finish_reason}"
+            del running[output.request_id]
+            driver.waiting.discard(output.request_id)
+            times = each.first - each.sent, now - each.sent
+            cached = output.num_cached_tokens or 0
+            ended.append(Turn(each.user, *times, each.num_prompt, cached, tuple(completion.token_ids)))
+    return ended
