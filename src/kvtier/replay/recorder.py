@@ -1,4 +1,4 @@
-"""Recorder: writes a log of requests that can be replayed. The log contains keys, lengths and times, but no text.
+"""Recorder: writes a request log for `kvtier replay`. The log contains keys, lengths and times, but no text.
 
 Each line is a JSON object. The line of a request is written when the request ends. `read_trace` needs only these lines:
 

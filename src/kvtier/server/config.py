@@ -55,7 +55,7 @@ class EngineOptions:
     """A higher value makes prefill faster, but delays the next tokens of other requests."""
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "number of torch threads; 0: automatic")
-    """Automatic means one thread per core, except for one core that the front end uses."""
+    """Automatic means one thread for each core except one. The front end uses this core."""
     record: str = option("", "write a trace of the requests, without their text, for kvtier replay", metavar="FILE")
 
 
@@ -104,7 +104,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An API key with its own quotas. A salt in the block keys separates the cache of a tenant from those of others."""
+    """An API key with its own quotas. A salt in the block keys separates the caches of different tenants."""
 
     name: str
     key: str = field(repr=False)
@@ -157,7 +157,7 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0: any free port", metavar="PORT")
     name: str = option("", "name of the model in the API (default: name of the folder or file)")
     tenants: tuple[Tenant, ...] = ()
-    """A server without tenants has no keys. It accepts only clients on this machine, all of them as admins."""
+    """A server without tenants has no keys. It accepts only clients on this machine and treats them as admins."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

@@ -145,7 +145,7 @@ class EngineClient:
         return result
 
     async def close(self, seconds: float) -> int | None:
-        """Shut down the engine process, which saves its cache. Kills it after `seconds`. Returns its exit code."""
+        """Save the cache and shut down the engine process. Kills the process after `seconds`. Returns the exit code."""
         if self._writer is not None and not self.ended.is_set():
             self._send(Call(next(self._numbers), SHUTDOWN, {}))
         try:

@@ -38,7 +38,7 @@ class LoadReport:
     """Results, updated while the load runs."""
 
     statuses: Counter[int] = field(default_factory=Counter)
-    """Number of responses by status; 0 for requests without a response."""
+    """Number of responses by status. Status 0 stands for requests without a response."""
     num_disconnected: int = 0
     num_tokens: int = 0
     num_incomplete: int = 0

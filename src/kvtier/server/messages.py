@@ -1,4 +1,4 @@
-"""Messages between the front end and its child processes, and their framing.
+"""Messages between the front end and its child processes, and the framing of messages.
 
     front end --Submit, Abort, Call--> engine process
     front end <--Reply(0, Started) | EngineFailed, StepOutputs, Reply-- engine process
@@ -48,7 +48,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Calls a function of the other process by name. A `Reply` with this id follows.
+    """Calls a function of the child process by name. A `Reply` with this id follows.
 
     The engine process runs the functions in `engine_controls.CONTROLS` between two steps. It answers PING at once, even
     during a step. After SHUTDOWN, which has no reply, it cancels all requests, saves the cache and exits.
@@ -111,7 +111,7 @@ def frame(message: object) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Read one message. Raises OSError or IncompleteReadError if the other process dies."""
+    """Read one message. Raises OSError or IncompleteReadError if the child process dies."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(size))
 

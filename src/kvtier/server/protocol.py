@@ -353,7 +353,7 @@ class TokenizeRequest(_PromptOrMessages):
 
 
 class PromptBody(_PromptOrMessages):
-    """A prompt for the control API, and the tenant and salt that select its cache."""
+    """A prompt for the control API, and the tenant and salt that select the cache."""
 
     cache_salt: Name | None = None
     tenant: Name | None = None

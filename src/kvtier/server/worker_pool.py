@@ -120,7 +120,7 @@ class WorkerPool:
         self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
-        """Call a function in a worker. Raises its ApiError, 400 at the deadline, 429 or 503 if no worker can run it.
+        """Call a function in a worker. Raises ApiError: the function's, 400 at the deadline, 429 or 503 if rejected.
 
         If the caller is cancelled, a waiting call is removed, and the process of a running call may be replaced.
         """

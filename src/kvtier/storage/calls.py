@@ -40,7 +40,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, and set the results. If the call has returned, only return False."""
+        """Run `act`, which must be short, and set the results. Instead return False if the call has returned."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -175,7 +175,7 @@ class CallRunner:
             thread.start()
 
     def run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[ObjectResult]:
-        """Return the results of `count` objects. `plan` settles objects without I/O and returns jobs for the others."""
+        """Return the results of `count` objects. `plan` settles objects that need no I/O and returns the other jobs."""
         refusal = self._breaker.refusal()
         if refusal:
             return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count

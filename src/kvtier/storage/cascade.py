@@ -33,7 +33,7 @@ _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
 
 
 class Cascade:
-    """Reads try one store after the other; writes and removals go to all of them in parallel.
+    """Reads try one store after the other. Writes and removals go to all stores in parallel.
 
     A store that is not `writable` is only read. The deadline applies to the whole call. A read divides the remaining
     time among the remaining stores, so that a hanging store leaves time for the others.

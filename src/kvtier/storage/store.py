@@ -119,7 +119,7 @@ class Label:
 
 
 def digest_tokens(token_ids: bytes, secret: bytes = b"") -> bytes:
-    """Return the digest of a block's tokens for its label."""
+    """Return the digest of a block's tokens for the label of the block."""
     return hashlib.blake2b(token_ids, digest_size=DIGEST_BYTES, key=secret, person=b"kvtier tokens").digest()
 
 

@@ -57,7 +57,7 @@ class DeviceCache:
         self.placement: Placement = first.placement
         self._views: list[tuple[int, int, BlockView]] = list(views)
         self.holdings: list[MemoryRef] = list({id(view.holding): view.holding for _, _, view in views}.values())
-        """References that keep the tensors alive. Copies in flight hold them too."""
+        """References that keep the tensors alive. Copies in flight also hold these references."""
         self._parts: dict[range, LayerRange] = {}
 
     @classmethod

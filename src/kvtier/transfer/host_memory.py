@@ -111,7 +111,7 @@ class HostMemory:
     # ---- the slots ----
 
     def block_view(self, layer: int | None = None, name: str | None = None) -> BlockView:
-        """View the usable slots as whole blocks, or as blocks of one tensor of one layer, for the swap operators."""
+        """View the usable slots as whole blocks, or as blocks of one layer's tensor, for the swap operators."""
         holding = self.keep()
         if (layer is None) != (name is None):
             raise ArgumentError("a view of one tensor needs both its layer and its name")

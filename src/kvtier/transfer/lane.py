@@ -1,4 +1,4 @@
-"""Lane: one direction of the link. Decides the order of transfers, their stream, and the bytes in flight.
+"""Lane: one direction of the link. Decides the order and the streams of transfers, and limits the bytes in flight.
 
 urgent   transfers have a separate stream. The caller submits them whole, and they never wait for bulk transfers.
 bulk     transfers have at most max_in_flight_bytes in flight, and wait while an urgent transfer is in flight. If the

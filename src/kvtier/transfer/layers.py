@@ -1,4 +1,4 @@
-"""LayerDoneCounter: tracks the layers of a load that have arrived.
+"""LayerDoneCounter: tracks the arrival of the layers of a load.
 
 Layers are copied in groups. A group has these states:
 

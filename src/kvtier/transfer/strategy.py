@@ -66,7 +66,7 @@ FIRST_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
-    """The properties of a transfer that determine its cost."""
+    """The properties that determine the cost of a transfer."""
 
     src: Placement
     dst: Placement
@@ -84,7 +84,7 @@ Prices = dict[Strategy, float]
 
 @functools.cache  # needed for every transfer; the result never changes
 def _options(src: Placement, dst: Placement, in_one_piece: bool) -> tuple[Paths, Mapping[Strategy, str], str]:
-    """Return the usable strategies, the reasons against the others, and the same reasons as text."""
+    """Return the usable strategies, the reasons against other strategies, and these reasons as text."""
     link, device = CopyContext(src, dst, None), dst if dst.is_device else src
     engine = next(path for path in usable_paths(link)[0] if path != "gather")
     if not link.on_device:
@@ -131,7 +131,7 @@ class StrategyChoice:
 
 
 def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTable | None = None) -> StrategyChoice:
-    """Choose the cheapest strategy, or the forced one if it is usable."""
+    """Choose the cheapest strategy, or the forced strategy if it is usable."""
     # forced staging is used even if there is nothing to gather
     paths, reasons, note = _options(shape.src, shape.dst, forced is None and shape.num_parts <= shape.num_spans)
     if forced is not None and forced in paths:

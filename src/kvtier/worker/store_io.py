@@ -1,4 +1,4 @@
-"""StoreWorker: reads and writes stores for a CacheController, on its own threads.
+"""StoreWorker: reads and writes stores on its own threads, for a CacheController.
 
 Each store has one thread for reads and probes, because requests wait for them, and one thread for writes. A slow store
 does not delay other stores, and a slow write does not delay reads. A store ends every call by its own deadline.

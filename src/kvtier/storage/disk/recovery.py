@@ -1,4 +1,4 @@
-"""Opening the folder of a disk store: lock it, check versions, and rebuild the index.
+"""Open the folder of a disk store: lock the folder, check versions, and rebuild the index.
 
     LOCK                  locked, like the folder, by the process that opened the store; contains the process id
     segment-00000012.*    segments (segment.py); slots without a table, and a table without slots, are deleted

@@ -265,7 +265,7 @@ class SlotAllocator:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, including those in quarantine."""
+        """Bytes of all files, including files in quarantine."""
         return self._catalog.file_bytes + self._quarantine_bytes
 
     @property
@@ -294,7 +294,7 @@ class SlotAllocator:
                 self.wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
-        """True if a new segment would fit after the deletion of all others."""
+        """True if a new segment would fit after the deletion of all other segments."""
         needed = SegmentHeader.fitting(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes

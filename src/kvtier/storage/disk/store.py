@@ -1,4 +1,4 @@
-"""DiskStore: blocks in a folder of preallocated files, verified on every read. See docs/storage.md."""
+"""DiskStore: blocks in a folder of preallocated files. Every read is verified. See docs/storage.md."""
 
 from __future__ import annotations
 
