@@ -64,7 +64,7 @@ class StagingRing:
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
-        """Submit a staged slice that waits for `after`. Returns the event at the end of the slice. Slices end in order."""
+        """Submit a staged slice that waits for `after`. Returns the end event of the slice. Slices end in order."""
         slot = self._take()
         self._check_rate()
         assert self._kernels is not None
