@@ -73,10 +73,14 @@ class ForeignDevice:
         point: SavePoint,
         stop: int,
         *,
+        num_dropped: int = 0,
         now: float = 0.0,
         retention: Retention = _KEEP,
     ) -> dict[int, I32]:
         """Plan copies of the chain's blocks [0, stop) that the host lacks, from the device blocks in `table`.
+
+        The engine has dropped the first `num_dropped` device blocks, because they are outside a sliding window. If the
+        host lacks one of them, nothing more is saved for this request.
 
         Return the device blocks that each transfer reads, by transfer id, and update `point`. The first call for a
         point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since the
@@ -88,10 +92,13 @@ class ForeignDevice:
             return {}
         node = point.node
         if node is not None and node.attached and node.stop == point.num_blocks and not node.children:
+            point.is_over = point.num_blocks < num_dropped
+            if point.is_over:
+                return {}
             return self._append(self._tree.lease_at(chain, node, retention), table, stop, room, now, point)
         lease = self._tree.match(chain, now=now, max_blocks=stop, retention=retention)
         self._tree.follow(lease, stop)
-        if lease.num_blocks < point.num_blocks:
+        if lease.num_blocks < max(point.num_blocks, num_dropped) or self._lacks(lease, num_dropped):
             point.is_over = True
             self._tree.release(lease, used=False)
             return {}
@@ -102,6 +109,10 @@ class ForeignDevice:
             return started
         room -= sum(map(len, started.values()))
         return started | self._append(lease, table, stop, room, now, point)
+
+    def _lacks(self, lease: Lease, num_blocks: int) -> bool:
+        """Return True if one of the first blocks is absent on the host."""
+        return 1 in block_states(lease, self._host, 0, num_blocks).translate(IS_ABSENT)
 
     def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
         """Start copies of blocks in the path that are absent on the host.

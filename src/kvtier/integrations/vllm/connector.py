@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.errors import ArgumentError, UnavailableError
@@ -127,7 +128,9 @@ class KvtierConnector(KVConnectorBase_V1):
         _check_supported(vllm_config, kv_cache_config, self._config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._results = KVConnectorTransferResults()
+        # vLLM continues after the last loaded block, but a window before that block may reach into dropped blocks.
+        # Such a request must start again.
+        self._drops_blocks = drops_blocks(kv_cache_config)
         self._failed_blocks: set[int] = set()
         self._reports: list[Report] = []
         self._next_stats = 0.0
@@ -268,8 +271,10 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.poll(is_idle=self._step().is_idle)
-        self._failed_blocks |= results.failed_blocks
         self._reports += results.reports
+        if self._drops_blocks:
+            return KVConnectorTransferResults(finished_recving=results.loaded, failed_recving=results.failed_requests)
+        self._failed_blocks |= results.failed_blocks
         return KVConnectorTransferResults(finished_recving=results.loaded)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -333,7 +338,7 @@ def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorCo
         if getattr(parallel, name, 1) > 1:
             raise ArgumentError(f"KvtierConnector does not support {name} = {getattr(parallel, name)}")
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not all(hasattr(spec, "num_kv_heads") for spec in _specs_of(groups[0])):
+    if len(groups) != 1 or not all(map(_is_supported, _specs_of(groups[0]))):
         kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs_of(group)}))
         raise ArgumentError(
             f"KvtierConnector supports models with one group of attention layers, this model has {len(groups)} groups "
@@ -354,6 +359,18 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
         kind = vllm_config.cache_config.cache_dtype
         parts += sorted({_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, kind) for spec in specs})
     return " ".join(map(str, parts))
+
+
+def _is_supported(spec: Any) -> bool:
+    """Return True if the KV of a block stays in one device block, or in none after vLLM has dropped its prefix."""
+    kinds = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
+    return isinstance(spec, kinds) and not hasattr(spec, "rswa_window")
+
+
+def drops_blocks(kv_cache_config: Any) -> bool:
+    """Return True if vLLM frees device blocks of running requests, because they are outside a window of all layers."""
+    groups = kv_cache_config.kv_cache_groups
+    return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 
 
 def _specs_of(group: Any) -> list[Any]:

@@ -156,8 +156,9 @@ class SchedulerSide:
         """Load `num_tokens` tokens of the offer into the request's device blocks. Called again with 0 after a load."""
         tracked, now = self._tracked(request), self._clock()
         if num_tokens and tracked.offer is not None:
-            first, count = tracked.num_local, num_tokens // self._block_tokens
-            blocks = np.array(block_ids[first : first + count], np.int32)
+            stop = tracked.num_local + num_tokens // self._block_tokens
+            first = max(tracked.num_local, min(self._num_dropped(block_ids), stop - 1))
+            blocks = np.array(block_ids[first:stop], np.int32)
             number = self._device.load(tracked.offer, first, blocks, tracked.prefetch)
             self._planned_loads[number] = Load(request.request_id, tuple(blocks.tolist()))
             self._loads[number] = request.request_id
@@ -314,7 +315,13 @@ class SchedulerSide:
         if num_full <= tracked.saved.num_blocks:
             return
         started = self._device.save(
-            tracked.chain, table, tracked.saved, num_full, now=now, retention=tracked.options.retention
+            tracked.chain,
+            table,
+            tracked.saved,
+            num_full,
+            num_dropped=self._num_dropped(table),
+            now=now,
+            retention=tracked.options.retention,
         )
         tracked.may_save = not tracked.saved.is_over
         for number, blocks in started.items():
@@ -322,6 +329,13 @@ class SchedulerSide:
             self._pool.touch([self._pool.blocks[block] for block in held])
             self._saves[number] = held, tracked
             tracked.saves.add(number)
+
+    def _num_dropped(self, table: Sequence[int]) -> int:
+        """Return the number of leading null blocks. vLLM has dropped these blocks: they are outside the window."""
+        null, count = self._pool.null_block.block_id, 0
+        while count < len(table) and table[count] == null:
+            count += 1
+        return count
 
     def _on_saved(self, done: PendingTransfer) -> None:
         number = done.transfer.id

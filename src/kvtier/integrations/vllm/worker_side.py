@@ -78,6 +78,8 @@ class StepResults:
     """Requests whose load has ended, successfully or not."""
     failed_blocks: set[int] = field(default_factory=set)
     """Device blocks that a load did not fill."""
+    failed_requests: set[str] = field(default_factory=set)
+    """Requests with such blocks."""
     reports: list[Report] = field(default_factory=list)
 
 
@@ -181,6 +183,8 @@ class WorkerSide:
                     del self._load_slots[result.transfer_id]
                     results.loaded.add(load.request_id)
                     results.failed_blocks |= failed_blocks(load, result)
+                    if not result.ok:
+                        results.failed_requests.add(load.request_id)
                 if not result.ok:
                     logger.warning(
                         "KV transfer %d failed: %s", result.transfer_id, result.reason or "blocks are missing"
