@@ -13,16 +13,16 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults to inject. Offsets count the bytes that the server sends, over all connections."""
+    """Faults to inject. An offset is a position in all bytes that the server sends over all connections."""
 
     refuses: int = 0
-    """Number of new connections that are closed at once."""
+    """The next `refuses` new connections are closed at once."""
     hangs: bool = False
-    """Forward nothing in either direction."""
+    """True if the proxy forwards nothing in either direction."""
     delay_s: float = 0.0
     """Delay before each piece that the server sends."""
     flips: tuple[int, ...] = ()
-    """Offsets of the bits to flip."""
+    """Positions of the bits to flip, counted in bits."""
     cut_at: int | None = None
     """Offset at which the connection is closed."""
     hangs_at: int | None = None
@@ -32,9 +32,9 @@ class Faults:
 
 
 class Proxy:
-    """Listens on `port` until closed.
+    """Listens on `port` until it is closed.
 
-    `num_asked` counts the bytes from clients, `num_connections` the connections, and `num_turns` the round trips.
+    `num_asked` is the number of bytes from clients, and `num_turns` is the number of round trips.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -50,14 +50,14 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def set(self, faults: Faults) -> None:
-        """Replace the faults, close connections that hang, and count offsets from 0 again."""
+        """Replace the faults and close hanging connections. Offsets start at 0 again."""
         with self._lock:
             self._faults, self._num_sent = faults, 0
             self._changed.set()
             self._changed = threading.Event()
 
     def drop(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         with self._lock:
             sockets, self._sockets = self._sockets, set()
         for connection in sockets:
@@ -88,7 +88,7 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
-            for each in (client, server):  # as Redis and its clients do; otherwise some answers wait 40 ms for an ACK
+            for each in (client, server):  # Redis sets this option too. Without it, some answers wait 40 ms for an ACK
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}
@@ -124,7 +124,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
     def _apply_faults(self, data: bytearray, faults: Faults, begin: int, changed: threading.Event) -> bool:
-        """Apply the faults to data from the server. False if the connection must be closed after this data."""
+        """Apply the faults to data from the server. Return False if the connection must be closed after this data."""
         if faults.delay_s:
             changed.wait(faults.delay_s)
         for bit in faults.flips:
@@ -138,7 +138,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Faults], None]]]:
-    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and `Proxy.set`."""
+    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and its `set`."""
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(upstream, child_end), daemon=True)

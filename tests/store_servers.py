@@ -25,7 +25,7 @@ class NotInstalled(Exception):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free at the moment."""
+    """Return `count` ports that are free at the moment."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -133,7 +133,8 @@ def s3_server(folder: Path, *, port: int | None = None) -> Iterator[int]:
     (folder / "data").mkdir(exist_ok=True)
     command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     command += ["-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    # With -volume.max=0, SeaweedFS derives the volume count from the free space. It is 0 on a disk that is 97 % full.
+    # With -volume.max=0, SeaweedFS would derive the number of volumes from the free space. On a disk that is 97 % full,
+    # this number would be 0.
     command += ["-volume.max=40", "-volume.minFreeSpace=64MiB", "-master.volumeSizeLimitMB=64"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     with running(command, folder, "weed.log", lambda: listens(ports["s3.port"])):
@@ -187,7 +188,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mooncake]:
-    """Run a Mooncake master, and another process that provides the memory of the store."""
+    """Run a Mooncake master and a second process, which provides the memory of the store."""
     need_module("mooncake", "pip install mooncake-transfer-engine-non-cuda")
     try:
         import mooncake.store  # noqa: F401

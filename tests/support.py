@@ -1,4 +1,4 @@
-"""Helpers for several test files: blocked host streams, stopped processes, and a check of pipelines."""
+"""Functions for several test files. They block host streams, stop processes and check pipelines."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from kvtier.memory import Stream
 
 @contextlib.contextmanager
 def held_back(stream: Stream) -> Iterator[None]:
-    """Block this host stream: tasks that are enqueued inside the `with` block run after the block."""
+    """Block a host stream. Tasks that are enqueued inside the `with` statement run after it."""
     gate = threading.Event()
     stream.enqueue(gate.wait)
     try:
@@ -25,7 +25,7 @@ def held_back(stream: Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_stream() -> Iterator[Stream]:
-    """Yield a stream and close it. Ignore the ValueError of a failed task, which some tests leave on purpose."""
+    """Yield a stream and close it. Ignore ValueError, because in some tests a task fails on purpose."""
     stream = Stream()
     try:
         yield stream
@@ -35,7 +35,7 @@ def new_stream() -> Iterator[Stream]:
 
 
 def stop_process(pid: int) -> None:
-    """Send SIGSTOP and wait until all threads have stopped, because a thread may run on after the signal."""
+    """Send SIGSTOP and wait until all threads have stopped, because a thread can run for a while after the signal."""
     os.kill(pid, signal.SIGSTOP)
     while not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
         time.sleep(0.001)
@@ -53,12 +53,16 @@ FINAL_STATUSES = (TicketStatus.FINISHED, TicketStatus.CANCELLED, TicketStatus.FA
 
 
 def check_pipeline(pipeline: Pipeline) -> None:
-    """Raise if a row is duplicated, a count of batches in flight is wrong, or a removed request is kept."""
+    """Raise AssertionError if a row is duplicated, batches in flight are miscounted, or an ended request is listed."""
     order, num_in_flight, free = pipeline._order, pipeline.num_in_flight, pipeline._free
-    assert [*order.row_of] == [*order.tickets], f"a request has two rows, or no row: {order.tickets}"
+    assert [*order.row_of] == [*order.tickets], f"a request has two rows or no row: {order.tickets}"
     assert [*order.row_of.values()] == [*range(len(order.tickets))], order.row_of
-    assert num_in_flight + len(free) == pipeline.phases, f"{num_in_flight} batches in flight, {len(free)} free"
+    assert num_in_flight + len(free) == pipeline.phases, (
+        f"{num_in_flight} batches are in flight and {len(free)} are free, expected {pipeline.phases} in total"
+    )
     for ticket in (*pipeline._running, *pipeline._retiring):
         assert ticket.status not in FINAL_STATUSES, f"{ticket!r} has ended but is still listed"
         assert ticket.is_running == (ticket in pipeline._running), f"{ticket!r} is in the wrong list"
-        assert ticket.status is not TicketStatus.ACTIVE or ticket in order.row_of, f"{ticket!r} is active in no row"
+        assert ticket.status is not TicketStatus.ACTIVE or ticket in order.row_of, (
+            f"{ticket!r} is active but has no row"
+        )

@@ -1,6 +1,6 @@
-"""State machine of manager and controller with real copies and faulty stores. It checks that no request reads wrong KV.
+"""State machine that runs a cache manager and a controller with real copies and faulty stores.
 
-The KV of a token depends only on the salt and on the tokens up to it, so every block of a request can be checked.
+It checks that no request reads wrong KV. The KV of a token depends only on the salt, the token and all earlier tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYERS, DIM = TINY.num_layers, TINY.head_dim
 
 
 def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
-    """Return the KV of the last token, [layer, K/V, head, dim]. The values are exact in float32."""
+    """Return the KV of the last token as [layer, K/V, head, dim]. The values are exact in float32."""
     return _kv_of(salt + tokens.astype("<i4").tobytes())
 
 
@@ -57,7 +57,7 @@ def _kv_of(data: bytes) -> torch.Tensor:
 
 
 class Faults:
-    """Random faults for store calls. They depend only on the seed, so that a failing example can be repeated."""
+    """Yields random faults for store calls. They depend only on the seed, so that a failing example can be repeated."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = random.Random(seed), share
@@ -77,7 +77,7 @@ class Faults:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Random requests, aborts, preemptions, operations on tiers, and faults, over three tiers."""
+    """Runs random requests, aborts, preemptions, faults and operations on three tiers."""
 
     device: ClassVar[str] = "cpu"
     steps: ClassVar[Counter[str]] = Counter()
@@ -144,7 +144,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        if len(self.requests) >= 6:  # not a precondition, because the available rules must not depend on threads
+        if len(self.requests) >= 6:  # not a precondition, because threads must not influence which rules are available
             return
         self.num_requests += 1
         chain = Chain(self.manager.namespace, tokens, salt=salt)
@@ -260,7 +260,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.scheduler.check()
 
     def teardown(self):
-        """Run all requests to their end, then check that no transfers and leases are left."""
+        """Run all requests until they end. Then check that no transfer and no lease remains."""
         if not hasattr(self, "scheduler"):
             return
         for pin in self.pins:
@@ -280,7 +280,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
-    """Run a machine, and check that the examples had enough steps and that every tier had hits."""
+    """Run a machine. Check that the examples together had enough steps and that every tier had hits."""
     before = machine.steps["steps"]
     run_state_machine_as_test(
         machine,

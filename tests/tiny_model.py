@@ -1,4 +1,4 @@
-"""A tiny model with a byte tokenizer as a Hugging Face folder."""
+"""Write a Hugging Face folder with a tiny model and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTEXT = 2048
 
 
 def make_tiny_model(folder: Path) -> Path:
-    """Write a Llama of 2 layers with random weights. Its 259 tokens are the bytes and three special tokens."""
+    """Write a Llama model of 2 layers with random weights. Its 259 tokens are 256 bytes and 3 special tokens."""
     import tokenizers
     import torch
     import transformers

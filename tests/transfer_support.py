@@ -1,4 +1,4 @@
-"""Helpers for tests of transfers: layouts, caches with known bytes, expected bytes in numpy, and waiting threads."""
+"""Layouts, caches with known bytes, expected bytes in numpy and waiting threads for tests of transfers."""
 
 import threading
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
 
 @st.composite
 def groups(draw, name="main"):
-    """Draw a cache group: attention or MLA, with or without scales, indexers and draft layers, of any element type."""
+    """Draw an attention or MLA cache group of any element type, with or without scales, indexers and draft layers."""
     tokens = draw(st.sampled_from([1, 4, 16]))
     element = draw(st.sampled_from([dt.u8, dt.f16, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extra = [
@@ -42,7 +42,7 @@ def layout_of(*each):
 
 
 def filled_cache(group, num_blocks, form, placement, seed):
-    """Return a cache of random bytes and its tensors: {(layer, role): [block, bytes] view}."""
+    """Return a cache of random bytes, and views [block, bytes] of its tensors by (layer, role)."""
     random = torch.Generator().manual_seed(seed)
     device = Placement.parse(placement).torch
 
@@ -60,7 +60,7 @@ def filled_cache(group, num_blocks, form, placement, seed):
         if form == "pairs":  # each block contains all tensors of the layer
             wide = made(num_blocks, sum(sizes))
             parts = torch.split(wide, sizes, dim=1)
-        elif form == "interleaved":  # every second row of a larger tensor
+        elif form == "interleaved":  # the blocks are every second row of a larger tensor
             parts = [made(num_blocks, 2, size)[:, 1] for size in sizes]
         else:
             parts = [made(num_blocks, size) for size in sizes]
@@ -70,14 +70,14 @@ def filled_cache(group, num_blocks, form, placement, seed):
 
 
 def device_bytes(group, views):
-    """Return the device blocks in the layout of the host: [block, block bytes]."""
+    """Return the bytes of the device blocks in the host layout, as [block, byte]."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return np.concatenate([views[layer, spec.name].cpu().numpy() for layer, spec, _ in group.tensors()], axis=1)
 
 
 def host_bytes(host):
-    """Return the host blocks: [slot, block bytes]."""
+    """Return the bytes of the host blocks as [slot, byte]."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return np.stack([host.block(slot).numpy().copy() for slot in range(host.num_ready)])
@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition for tests that must notify a thread only after the thread has begun to wait."""
+    """A condition for tests that must not notify a thread before the thread waits."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class WatchedCondition(threading.Condition):
         return super().wait(timeout)
 
     def start_waiter(self, function):
-        """Run a function in a thread. Return its future when the thread waits for this condition or has ended."""
+        """Start a function in a thread. Return its future after the thread has begun to wait or has ended."""
         future = run_in_thread(function)
         future.add_done_callback(lambda _: self._begun.release())
         self._begun.acquire()
@@ -146,7 +146,7 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """Return a manager on the CPU that moves each block as one slice, its mover, and the tensors of its cache."""
+    """Return a manager on the CPU, its mover, and the tensors of its cache. Each block is moved as one slice."""
     mover = SteppedMover()
     options = TransferConfig(
         **{"slice_bytes": SMALL.block_bytes, "max_in_flight_bytes": 2 * SMALL.block_bytes, **config}

@@ -1,4 +1,4 @@
-"""Servers on free ports, started once per session. Tests of a server that is not installed are skipped."""
+"""Start each server once per session on a free port. Skip the tests that need a server that is not installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def s3_port(tmp_path_factory):
 
 @pytest.fixture(params=["redis", "s3"])
 def setup(request):
-    """A server behind a proxy that injects faults."""
+    """Yield a server behind a proxy that injects faults."""
     with contextlib.closing(Setup(request.param, request.getfixturevalue(f"{request.param}_port"))) as made:
         yield made
 
@@ -48,7 +48,7 @@ def mooncake(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mooncake_client(mooncake):
-    """Return a function that makes a store with a given prefix. All stores share one client, which is slow to close."""
+    """Yield a function that creates a store with a prefix. All stores share one client, because closing is slow."""
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
     class SharedClientBucket(MooncakeBucket):

@@ -1,4 +1,4 @@
-"""Inventory and verification of stores."""
+"""Check the inventory and the verification of stores."""
 
 from __future__ import annotations
 

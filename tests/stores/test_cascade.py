@@ -1,4 +1,4 @@
-"""Cascade: several stores that act as one store."""
+"""Check Cascade, which combines several stores into one store."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_cascade_write_is_durable_if_one_store_is_durable(tmp_path):
 
 
 class RegisteringStore(MemoryStore):
-    """A store that records registered memory. If `refuses` is set, it raises StoreError with this text instead."""
+    """A store that records registered memory. If `refuses` is set, `register` raises StoreError with this text."""
 
     def __init__(self, refuses: str = "") -> None:
         super().__init__(ROOM)

@@ -1,4 +1,4 @@
-"""The store contract for stores on real servers."""
+"""Stores on real servers fulfil the store contract."""
 
 from __future__ import annotations
 

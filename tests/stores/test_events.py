@@ -1,4 +1,4 @@
-"""Events received by a real subscriber, in the format of vLLM."""
+"""A real subscriber receives events in vLLM's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = [bytes([n]) * KEY_BYTES for n in range(8)]
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
-    """The fields that subscribers of vLLM decode. Fields without a default are required."""
+    """The fields that subscribers to vLLM decode. Fields without a default are required."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -63,7 +63,7 @@ class Subscriber:
         self._join()
 
     def _join(self) -> None:
-        """Publish until the first message arrives, because messages before the subscription are lost."""
+        """Publish until the first message arrives. Messages that are sent before the subscription are lost."""
         while not self.socket.poll(20):
             self.publisher(IndexCleared())
         while self.socket.poll(100):
@@ -128,7 +128,7 @@ def test_events_arrive_in_order_in_vllm_format():
         ]
 
 
-def test_events_can_have_full_keys_and_no_token_ids():
+def test_events_can_contain_full_keys_and_omit_token_ids():
     with subscribed(int_hashes=False, token_ids=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6, 7)))
         assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None)]
@@ -150,7 +150,7 @@ def test_missed_events_are_replayed():
         expected = [Removed([int.from_bytes(KEYS[n][-8:], "big")], "GPU") for n in range(1, 7)]
         known = subscriber.numbers[-1] + 1
         replayed: list[tuple[int, list[object]]] = []
-        while sum(len(events) for _, events in replayed) < 6:  # the publisher thread may still be sending
+        while sum(len(events) for _, events in replayed) < 6:  # the publisher thread can still be sending
             replayed = subscriber.replay(known)
         assert [event for _, events in replayed for event in events] == expected
         assert [number for number, _ in replayed] == list(range(known, known + len(replayed)))
@@ -165,7 +165,7 @@ def test_replay_is_limited_to_kept_events():
         assert [number for number, _ in subscriber.replay(0)] == subscriber.numbers[-2:]
 
 
-def test_dropped_events_leave_gap_in_sequence():
+def test_dropped_events_leave_gap_in_sequence_numbers():
     with subscribed(max_queued=1) as (publisher, subscriber):
         before = subscriber.numbers[-1]
         while not publisher.num_dropped:
@@ -201,7 +201,7 @@ def test_close_sends_queued_events():
 
 
 def test_blocks_rebuilt_from_events_match_the_tree():
-    """Run a tree that evicts blocks, rebuild the set of its blocks from the events, and compare both."""
+    """Run a tree that evicts blocks. A set of blocks that is rebuilt from the events equals the blocks in the tree."""
     from index_cases import chain_of, matched, run, tree_of
     from kvtier.messages import KEY_BYTES as WIDTH
 
@@ -233,7 +233,7 @@ def test_blocks_rebuilt_from_events_match_the_tree():
                 )
 
 
-def test_publish_events_invalid_config_or_missing_extra_raises(monkeypatch):
+def test_invalid_config_or_missing_extra_for_events_raises(monkeypatch):
     with contextlib.closing(publish_events(EventConfig(**LOCAL))) as publisher:
         with pytest.raises(StateError, match="choose free addresses"):
             publish_events(EventConfig(publisher.endpoint))

@@ -1,5 +1,6 @@
-"""Faults of servers and networks. Reads never return wrong bytes, every call returns by its deadline, and no request is
-sent while the breaker is open.
+"""Under faults of servers and networks, reads never return wrong bytes, and every call returns by its deadline.
+
+While the breaker is open, a store sends no request.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from store_faults import FAST, Setup
 from store_proxy import Faults
 from store_servers import NotInstalled, redis_server, wait_for
 
-SHORT_S = 1.0  # deadline of the tests in which a server hangs
+SHORT_S = 1.0  # deadline for calls to a server that hangs
 
 
 def check_read(store, number, nbytes=5000) -> ObjectResult:
@@ -43,7 +44,7 @@ def check_read(store, number, nbytes=5000) -> ObjectResult:
 
 
 def wait_until_healthy(store) -> None:
-    """Wait until a call succeeds. Calls that hang must return first."""
+    """Wait until a call succeeds. The breaker stays open until all hanging calls have returned."""
     wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to answer", 20)
 
 
@@ -54,7 +55,7 @@ def random_faults(rng: random.Random) -> Faults:
             Faults(),
             Faults(refuses=rng.randrange(1, 5)),
             Faults(flips=tuple(rng.randrange(answer_bytes * 8) for _ in range(rng.choice((1, 1, 3, 200))))),
-            Faults(flips=tuple(rng.randrange(300 * 8) for _ in range(3))),  # in the protocol headers
+            Faults(flips=tuple(rng.randrange(300 * 8) for _ in range(3))),  # flips in the protocol headers
             Faults(cut_at=rng.randrange(answer_bytes)),
             Faults(cut_at=rng.randrange(400)),
             Faults(delay_s=0.01),
@@ -98,12 +99,12 @@ def test_write_over_faulty_network_never_stores_wrong_bytes(setup):
         assert room in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else room == b"\xee" * 5000
 
 
-def test_hanging_server_takes_one_deadline_and_opens_breaker(setup):
+def test_hanging_server_opens_breaker_after_one_deadline(setup):
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=SHORT_S)
     put(store, 1)
     setup.proxy.set(Faults(hangs=True))
-    outcome = check_read(store, 1)  # returns although the server never answers
+    outcome = check_read(store, 1)  # the call returns although the server never answers
     assert outcome.status is ObjectStatus.FAILED
     assert "not done within 1 s" in outcome.reason
     traffic = setup.proxy.num_asked, setup.proxy.num_connections
@@ -149,12 +150,14 @@ def test_read_is_retried_after_broken_connection(setup):
     assert check_read(store, 1).ok
 
 
-def test_batch_round_trips_scale_with_threads_not_keys(redis_port):
+def test_number_of_round_trips_depends_on_threads_not_keys(redis_port):
     with contextlib.closing(Setup("redis", redis_port)) as setup:
         store = setup.store()
         keys = [key_of(n) for n in range(100)]
         put(store, *range(100), nbytes=100_000)
-        assert store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys]).ok  # connects every thread
+        assert store.read_into(
+            [Read(key, LABEL, bytearray(100_000)) for key in keys]
+        ).ok  # every thread opens its connection
         calls = {
             "contains": lambda: store.contains(keys),
             "read": lambda: store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys[:32]]),
@@ -173,7 +176,7 @@ def test_each_thread_makes_one_round_trip_per_batch(redis_port, num_objects):
         put(store, *range(num_objects), nbytes=100_000)
         reads = [Read(key_of(n), LABEL, bytearray(100_000)) for n in range(num_objects)]
         num_connections = -1
-        while setup.proxy.num_connections != num_connections:  # opening a connection takes round trips too
+        while setup.proxy.num_connections != num_connections:  # repeat, because opening a connection adds round trips
             num_connections = setup.proxy.num_connections
             setup.proxy.num_turns = 0
             assert store.read_into(reads).ok
@@ -229,7 +232,7 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
-    """Copying such an object would write past the end of the caller's memory, or would not fill the memory."""
+    """Copying such an object would write past the end of the caller's memory, or would leave part of it unwritten."""
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
@@ -251,9 +254,9 @@ def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
 
 
 class OvertakenBucket:
-    """A bucket whose first `times` reads of some names return the value of another name.
+    """A bucket in which the first `times` reads of a name in `wrong` return the value of another name.
 
-    Mooncake does this when an object is removed during a read and its memory is reused.
+    Mooncake returns such values if an object is removed during a read and another object reuses its memory.
     """
 
     def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:
@@ -310,7 +313,7 @@ def test_object_damaged_in_both_reads_is_deleted(setup):
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 
 
-def test_failure_of_second_read_fails_only_suspect_objects(redis_port):
+def test_error_in_second_read_fails_only_suspect_objects(redis_port):
     with contextlib.closing(Setup("redis", redis_port)) as setup:  # one request reads all three objects
         store = overtaken_store(setup, {})
         put(store, 1, 2, 3)
@@ -331,7 +334,7 @@ def test_failure_of_second_read_fails_only_suspect_objects(redis_port):
         ]
 
 
-def test_mixed_parts_of_two_sealed_versions_are_corrupt(setup):
+def test_object_mixed_from_two_sealed_versions_is_corrupt(setup):
     envelope = Envelope(Cipher(bytes(32)))
     store, name = setup.store(envelope=envelope), envelope.name(key_of(1))
     put(store, 1)
@@ -369,14 +372,14 @@ def test_store_with_other_secret_finds_no_objects(setup):
     put(ours, 1)
     assert check_read(theirs, 1).status is ObjectStatus.MISSING
     pages = [theirs.scan()]
-    while pages[-1].cursor:  # pages before the last may be empty
+    while pages[-1].cursor:  # a page before the last one can be empty
         pages.append(theirs.scan(pages[-1].cursor))
     assert not any(page.objects for page in pages)
     assert sum(page.num_unreadable for page in pages) == 1
     assert check_read(ours, 1).ok
 
 
-def test_sealed_object_reveals_no_key_tokens_or_payload(setup):
+def test_sealed_object_reveals_no_key_no_tokens_and_no_payload(setup):
     envelope = Envelope(Cipher(bytes(32)))
     store = setup.store(envelope=envelope)
     label = Label.of(LABEL.namespace, b"some tokens", keep_ids=True)

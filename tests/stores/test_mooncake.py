@@ -1,4 +1,4 @@
-"""Mooncake only: registered memory, memory of other processes, and the master."""
+"""Check the features of Mooncake stores: registered memory, memory in other processes, and the master."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def bucket(mooncake):
 
 
 def simulate_rdma(bucket):
-    """Make the bucket register and copy memory as for RDMA. The client still sends over TCP."""
+    """Make the bucket register and copy memory as it does for RDMA. The client still sends over TCP."""
     bucket._is_tcp = False
 
 
 @pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "simulated rdma"])
-def test_mooncake_round_trip_with_registered_memory(bucket, is_rdma):
+def test_mooncake_reads_back_writes_of_registered_memory(bucket, is_rdma):
     if is_rdma:
         simulate_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 16 << 20))
@@ -90,13 +90,13 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
         assert places() == [["start of scratch", "scratch"], ["scratch", "scratch"]]
 
 
-def test_mooncake_failed_registration_raises_but_writes_work(bucket):
+def test_mooncake_write_works_after_failed_registration(bucket):
     simulate_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 4 << 20))
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
         store.register(host[1 << 20 : 2 << 20])
         with pytest.raises(StoreError, match="registering 4194304 bytes failed"):
-            store.register(host)  # overlaps the memory registered before
+            store.register(host)  # `host` overlaps the memory that is already registered
         store.unregister(host)
         bucket._client.unregister_buffer(address_of(host[1 << 20 :]))
         with pytest.raises(StoreError, match="unregistering 1048576 bytes failed"):
@@ -121,7 +121,7 @@ def test_mooncake_write_to_full_pool_fails(tmp_path):
             assert room == (payload_of(number, 3 << 20) if found.ok else b"\xee" * (3 << 20))
 
 
-def test_mooncake_hanging_master_takes_one_deadline(tmp_path):
+def test_mooncake_call_to_hanging_master_ends_at_deadline(tmp_path):
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Store URLs: the stores that they open, and the errors for invalid URLs."""
+"""Check the stores that store URLs open, and the errors for invalid URLs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from store_servers import free_ports
         ("memory:?bytes", "invalid store URL"),
     ],
 )
-def test_open_store_invalid_url_raises_with_reason(url, message):
+def test_open_store_with_invalid_url_raises_error_with_reason(url, message):
     with pytest.raises(ArgumentError) as refused:
         open_store(url)
     assert message in str(refused.value)
@@ -88,7 +88,7 @@ def test_open_store_with_several_urls_returns_cascade(tmp_path):
         assert put(store, 3)[0].reason == "no store is writable"
 
 
-def test_open_store_failure_closes_earlier_stores(tmp_path):
+def test_open_store_closes_earlier_stores_if_one_fails(tmp_path):
     url = f"disk:{tmp_path}?bytes=1MiB&free=0"
     with pytest.raises(ArgumentError):
         open_store([url, "ftp://host"])
@@ -96,7 +96,7 @@ def test_open_store_failure_closes_earlier_stores(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3", "mooncake"])
-def test_open_store_unreachable_server_raises_with_advice(scheme):
+def test_open_store_on_unreachable_server_raises_with_advice(scheme):
     pytest.importorskip({"redis": "redis", "s3": "obstore", "mooncake": "mooncake.store"}[scheme], exc_type=ImportError)
     (port,) = free_ports(1)
     place = f"redis://user:hunter2@127.0.0.1:{port}?"
@@ -113,7 +113,7 @@ def test_open_store_unreachable_server_raises_with_advice(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3"])
-def test_open_store_hanging_server_raises_after_deadline(scheme, request):
+def test_open_store_on_hanging_server_raises_after_deadline(scheme, request):
     upstream = Proxy(request.getfixturevalue(f"{scheme}_port"))
     upstream.set(Faults(hangs=True))
     place = f"redis://127.0.0.1:{upstream.port}?"
@@ -127,7 +127,7 @@ def test_open_store_hanging_server_raises_after_deadline(scheme, request):
     ("url", "module", "extra"),
     [("redis://host", "redis", "redis"), ("s3://b", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
 )
-def test_open_store_without_extra_raises_with_its_name(url, module, extra, monkeypatch):
+def test_open_store_without_extra_raises_error_with_its_name(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.remote.{extra}"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -135,7 +135,7 @@ def test_open_store_without_extra_raises_with_its_name(url, module, extra, monke
         open_store(url)
 
 
-def test_open_store_without_crypto_extra_raises_with_its_name(monkeypatch):
+def test_error_without_crypto_extra_contains_name_of_extra(monkeypatch):
     pytest.importorskip("redis")
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[crypto\]'"):

@@ -1,4 +1,4 @@
-"""Redis only: users, TLS, expiry, memory limits and clusters."""
+"""Check the features of Redis stores: users, TLS, expiry, memory limits and clusters."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_redis_key_of_wrong_type_does_not_affect_other_keys(request, kind):
         assert store.stats.num_refused == 0
 
 
-def test_redis_write_to_full_server_fails_without_breaker(tmp_path):
+def test_redis_write_to_full_server_does_not_open_breaker(tmp_path):
     with (
         server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as port,
         contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
@@ -168,7 +168,7 @@ def test_redis_write_to_full_server_fails_without_breaker(tmp_path):
         assert store.stats.num_refused == 0
 
 
-def test_redis_evicted_objects_are_missing_and_others_intact(tmp_path):
+def test_redis_evicted_objects_are_missing_and_others_are_intact(tmp_path):
     with (
         server(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as port,
         contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
@@ -182,8 +182,8 @@ def test_redis_evicted_objects_are_missing_and_others_intact(tmp_path):
         assert 0 < sum(outcome.ok for outcome, _ in outcomes) < 60
 
 
-def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
-    """A sleeping server accepts one socket buffer. The client sends the rest of the request when the server wakes."""
+def test_redis_write_past_deadline_stores_no_later_changes(tmp_path):
+    """While the server sleeps, the client can send only one socket buffer. It sends the rest when the server wakes."""
     import redis
 
     from kvtier.storage.remote.bucket import RequestSize
@@ -191,7 +191,7 @@ def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
 
     with server(tmp_path, "--enable-debug-command", "yes") as port:
         bucket = RedisBucket(port=port, num_connections=2, timeout_s=60.0)
-        bucket.request_size = RequestSize(max_names=64, max_put_bytes=64 << 20)  # all writes in one request
+        bucket.request_size = RequestSize(max_names=64, max_put_bytes=64 << 20)  # send all writes in one request
         store = RemoteStore(bucket, "redis", num_threads=1, breaker=Breaker(retry_s=0))
         memory = [bytearray(payload_of(number, 1 << 20)) for number in range(40)]
         writes = [Write(key_of(number), LABEL, each) for number, each in enumerate(memory)]
@@ -223,7 +223,7 @@ def test_redis_cluster_spreads_objects_over_nodes(cluster_ports):
         assert all(get(store, n, 1000)[1] == payload_of(n, 1000) for n in range(60))
 
 
-def test_redis_error_of_cluster_node_names_cluster_option(cluster_ports):
+def test_error_from_redis_cluster_node_names_cluster_option(cluster_ports):
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}")) as store:
         reasons = {outcome.reason for outcome in put(store, *range(20), nbytes=100) if not outcome.ok}
         assert any("cluster=yes" in reason for reason in reasons), reasons

@@ -1,4 +1,4 @@
-"""A state machine that compares a server's store, with two clients, damage and expiry, with a dictionary."""
+"""Compare a store on a server with a dictionary, while two clients use it and objects are damaged or expire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
     raw = redis.Redis(port=port)
 
     class Machine(RuleBasedStateMachine):
-        """`stored` maps a number to (version, expiry time, True if damaged)."""
+        """`stored` maps the number of an object to (version, expiry time, True if damaged)."""
 
         @initialize(is_sealed=st.booleans(), ttl_s=st.sampled_from([None, TTL_S]))
         def open(self, is_sealed, ttl_s):
@@ -80,7 +80,7 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
 
         @rule(seconds=st.sampled_from([1, TTL_S // 2, TTL_S]))
         def wait(self, seconds):
-            if not any(bad for _, _, bad in self.stored.values()):  # a damaged object must not expire too
+            if not any(bad for _, _, bad in self.stored.values()):  # an object must not be both damaged and expired
                 self.clock.now += seconds
 
         @rule()
@@ -108,7 +108,7 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
     return Machine
 
 
-def test_remote_store_machine_matches_dictionary(redis_port):
+def test_remote_store_equals_dictionary_under_random_calls(redis_port):
     soak = int(os.environ.get("KVTIER_SOAK", "1"))
     run_state_machine_as_test(
         make_machine(redis_port), settings=settings(max_examples=150 * soak, stateful_step_count=15, deadline=None)

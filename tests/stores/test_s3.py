@@ -1,4 +1,4 @@
-"""S3 only: conditional puts, signatures and foreign objects."""
+"""Check the features of S3 stores: conditional puts, signatures and foreign objects."""
 
 from __future__ import annotations
 
