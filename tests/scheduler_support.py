@@ -19,7 +19,7 @@ WORTHLESS = RowResult((77,), finished=True)
 class Device:
     """Device and host memory as dictionaries from (slot, offset) to the prefix whose KV was computed there.
 
-    `move` executes transfers. Until then, the targets of a transfer hold rubbish.
+    `move` executes transfers. Before a transfer is executed, its targets hold rubbish.
     """
 
     def __init__(self) -> None:

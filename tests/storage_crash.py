@@ -83,7 +83,7 @@ class Victim:
         self.num_stored = 0
 
     def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
-        """Start a writer. Read its first `num_lines` lines, wait `spin_ns` nanoseconds, kill it and read the rest."""
+        """Start a writer. Read `num_lines` lines from it, wait `spin_ns` ns, kill it and read its last lines."""
         print("go", seed, sync.value, file=self._process.stdin, flush=True)
         word, pid = self._process.stdout.readline().split()
         while word != "pid":  # the first lines of the writer can arrive before the line of the parent

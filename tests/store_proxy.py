@@ -138,7 +138,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Faults], None]]]:
-    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and its `set`."""
+    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and function `set`."""
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(upstream, child_end), daemon=True)

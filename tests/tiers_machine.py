@@ -144,7 +144,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        if len(self.requests) >= 6:  # not a precondition, because threads must not influence which rules are available
+        if len(self.requests) >= 6:  # not a precondition, because the available rules must not depend on the timing
             return
         self.num_requests += 1
         chain = Chain(self.manager.namespace, tokens, salt=salt)

@@ -31,7 +31,7 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def imports(name: str, tree: ast.Module) -> set[str]:
-    """Return the modules of src that loading the module `name` imports. Ignore imports under TYPE_CHECKING."""
+    """Return the modules of src that are imported when module `name` is loaded. Ignore imports under TYPE_CHECKING."""
     known = {module.removesuffix(".__init__") for module in trees()}
     found: set[str] = set()
     todo: list[ast.stmt] = list(tree.body)

@@ -55,7 +55,7 @@ def test_error_for_misspelt_argument_suggests_a_correction(capsys, arguments, me
 
 
 def is_json(capsys, *arguments):
-    """Return True if `completion` prints JSON. It is the fastest command."""
+    """Return True if the command `completion` prints JSON. `completion` is the fastest command."""
     assert main(["completion", "bash", *arguments]) == 0
     return capsys.readouterr().out.startswith("{")
 

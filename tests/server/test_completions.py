@@ -157,7 +157,7 @@ def test_chat_logprobs_equal_the_engine_logprobs(server, llm):
     assert [each.token for each in streamed] == [each.token for each in content]
 
 
-def test_completion_prompt_is_text_or_tokens_or_list_of_prompts(server, llm):
+def test_completion_accepts_text_or_tokens_or_list_of_prompts(server, llm):
     complete = server.client().completions.create
     options = {"model": server.model, "temperature": 0, "max_tokens": 6}
     one = complete(prompt="One", **options).choices[0].text

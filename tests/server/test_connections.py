@@ -94,7 +94,7 @@ def wait_until(condition, seconds=30):
 
 
 def error_of(response: bytes) -> tuple[int, str]:
-    """Return the status and the error code of a response, which must have OpenAI's format and close the connection."""
+    """Return status and error code of a response. The response must have OpenAI's format and close the connection."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head, response
     error = json.loads(body)["error"]
@@ -366,7 +366,7 @@ class _Evictable:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Compare the table with a plain list. It evicts only idle connections, and the oldest one of an address first."""
+    """Compare the table with a plain list. The table evicts only idle connections, the oldest of an address first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""schemathesis sends valid and invalid requests from the OpenAPI spec. No response is a 5xx, and no error is logged."""
+"""schemathesis sends valid and invalid requests from the OpenAPI spec. None gets a 5xx, and no traceback is logged."""
 
 from __future__ import annotations
 

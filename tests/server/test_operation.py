@@ -473,7 +473,7 @@ def test_disconnect_before_first_token_charges_the_prompt(guarded):
         return await client.post(guarded.url + TEXT, json=body, headers={"Authorization": "Bearer hasty-secret-key"})
 
     async def leave():
-        """Send two requests. The server rejects one of them. Cancel the admitted request. Return the error code."""
+        """Send two requests. Wait until one of them is rejected, and cancel the other. Return the rejection's code."""
         async with httpx.AsyncClient(timeout=60) as client:
             tasks = [asyncio.ensure_future(ask(client)) for _ in range(2)]
             (refused,), (admitted,) = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -35,7 +35,7 @@ def exits(server, *processes: psutil.Process) -> bool:
     return server.process.wait(60) != 0 and not alive
 
 
-def test_disk_tier_written_by_one_rank_is_read_by_two(server, start, tmp_path):
+def test_disk_tier_written_by_one_rank_is_read_by_two_ranks(server, start, tmp_path):
     expected, _ = ask(server)
     tiers = ("--blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--kv-shards", "2")
     alone = start(*tiers, "--always-load")

@@ -1,4 +1,4 @@
-"""Check the stores that store URLs open, and the errors for invalid URLs."""
+"""Check the stores that open_store creates from URLs, and the errors for invalid URLs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_open_store_on_hanging_server_raises_after_deadline(scheme, request):
     ("url", "module", "extra"),
     [("redis://host", "redis", "redis"), ("s3://b", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
 )
-def test_open_store_without_extra_raises_error_with_its_name(url, module, extra, monkeypatch):
+def test_error_without_extra_contains_name_of_extra(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.remote.{extra}"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -305,7 +305,7 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """A plan has at most 60 bytes per block, because key, digest and slots need 32, 16 and 4 or 8 bytes.
+    """A plan has at most 60 bytes per block. The key has 32 bytes, the digest has 16, and the slots have 4 or 8.
 
     A report has at most 34 bytes per block, and a chain has 4 bytes per token.
     """

@@ -51,7 +51,7 @@ def timed_samples(draw):
     samples = []
     for _ in range(draw(st.integers(num_amounts + 2, 40))):
         amounts = [source.uniform(0.1, 10.0) for _ in range(num_amounts)]
-        if num_amounts == 2:  # correlate the two amounts, as the numbers of tokens and of attended tokens are
+        if num_amounts == 2:  # make the two amounts correlated, like tokens and attended tokens
             amounts[1] = amounts[1] * (1 - correlation) + amounts[0] * correlation
         seconds = true[0] + sum(cost * amount for cost, amount in zip(true[1:], amounts, strict=True))
         samples.append((amounts, max(0.0, seconds + source.gauss(0, noise))))
@@ -76,7 +76,7 @@ def test_fit_equals_nonnegative_least_squares(samples):
     assert loss(costs, samples) <= least * (1 + 1e-6) + 1e-6
 
 
-def test_fit_to_exact_samples_is_exact():
+def test_fit_to_samples_without_noise_is_exact():
     fit = OnlineLeastSquares(1, min)
     for count in (1, 5, 20, 60):
         fit.observe((count,), 0.004 + 0.0005 * count)
@@ -90,9 +90,9 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
-    """Three cost models explain that the amounts (10, 50) take 2 s.
+    """Three models fit amounts (10, 50) that take 2 s.
 
-    The costs are 2 s per transfer, 0.2 s per unit of the first amount, or 0.04 s per unit of the second amount.
+    A transfer costs 2 s, or a unit of the first amount costs 0.2 s, or a unit of the second amount costs 0.04 s.
     """
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
@@ -295,7 +295,7 @@ def test_cost_model_tries_slow_link_again():
 
 
 def test_each_trial_of_slow_link_costs_one_load():
-    """A trial must not reset the fit, because a model with a single sample would also load blocks in other numbers."""
+    """A trial must not reset the fit, because a model with a single sample would also load other numbers of blocks."""
     speeds, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
         speeds.observe_transfer(link, count, 1.0 + 0.01 * count)

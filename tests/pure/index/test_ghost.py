@@ -1,4 +1,4 @@
-"""Compare shadow caches with naive caches, and estimates of GhostCache with exact replays. Check its memory limit."""
+"""Compare shadow caches with naive caches, and estimates of GhostCache with exact replays. Check memory limits."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_failed_begin_write_changes_no_block():
 
 
 def test_extended_request_keeps_its_own_priority_and_ttl():
-    """A second request, which has no TTL, uses the first block. Its retention must not apply to the second block."""
+    """A request without a TTL uses the first block, too. The retention of this request must not apply to the second."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)

@@ -92,7 +92,7 @@ def test_no_policy_has_more_hits_than_optimum(requests, capacity):
     assert max(points.values()) == points[OPTIMUM]
 
 
-def test_sweep_in_several_processes_equals_sweep_in_one():
+def test_sweep_in_several_processes_equals_sweep_in_one_process():
     requests, progress = list(generate(SyntheticTrace(sessions=150))), []
     capacities, policies = [100, 300, 900], ["lru", "fifo", "arc", OPTIMUM]
     alone = sweep(requests, capacities, policies)

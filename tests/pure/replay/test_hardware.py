@@ -88,7 +88,7 @@ def test_error_for_invalid_preset_file_names_the_problem(tmp_path, text, message
         preset(DiskSpec, str(tmp_path / "d.toml"))
 
 
-def test_unknown_preset_raises_with_known_names(tmp_path):
+def test_error_for_unknown_preset_lists_known_names(tmp_path):
     with pytest.raises(ArgumentError, match="unknown gpu 'h300'; use one of 4090, a100, "):
         preset(GpuSpec, "h300")
     with pytest.raises(ArgumentError, match=r"cannot read .*none.toml: No such file"):

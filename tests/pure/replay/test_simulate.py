@@ -163,7 +163,7 @@ def test_simulation_of_empty_trace_has_no_requests():
 
 
 def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
-    """Return the hit tokens of each request in a plain LRU cache. The last prompt token is always computed."""
+    """Return the number of hit tokens per request in a plain LRU cache. The last prompt token is always computed."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     found = []
     for each in requests:

@@ -46,7 +46,7 @@ def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
 
 
 def simulate_in_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
-    """Simulate one link second by second. Return the start and end of each job by number.
+    """Simulate one link second by second. Return the start and the end of each job by job number.
 
     A job is (arrival, route, seconds). Reads run before writes, and earlier jobs before later jobs.
     """

@@ -425,7 +425,7 @@ def test_request_cancelled_during_step_receives_no_tokens():
     scheduler.check()
 
 
-def test_explain_reports_miss_reason():
+def test_explain_reports_reason_of_miss():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)

@@ -414,7 +414,7 @@ def test_resumed_request_keeps_metrics_of_first_schedule():
 
 
 def test_token_budget_of_preempted_row_passes_to_next_row():
-    """Request g needs a block and preempts b, which has a row. p then uses the token of that row and 2 blocks of b."""
+    """Request g needs a block and preempts b. Request p then gets the token of the row of b and two blocks of b."""
     scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
     b = request(scheduler, "b", [2] * 9, 9)
     advance(scheduler, device)
