@@ -24,7 +24,7 @@ VLLM_STAMP := .venv-vllm/installed-$(VLLM)
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm
+.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm soak-vllm
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -74,6 +74,10 @@ $(VLLM_STAMP): pyproject.toml Makefile
 test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM connector (ARGS)
 	.ci/servers
 	$(VLLM_BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/vllm $(ARGS)
+
+soak-vllm: $(VLLM_STAMP)  ## run vLLM with random faults for SOAK_SECONDS (600), then kill it KVTIER_KILLS (30) times
+	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_soak --seconds $${SOAK_SECONDS:-600}
+	KVTIER_KILLS=$${KVTIER_KILLS:-30} $(VLLM_BIN)/python -m pytest tests/vllm/test_restart.py -k kills
 
 check: $(STAMP)  ## check format, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ from kvtier.integrations.vllm.connector import KvtierConnector
 from kvtier.integrations.vllm.worker_side import WorkerSide
 from kvtier.memory.copy_paths import run_path
 from kvtier.memory.copy_plan import DST
+from kvtier.worker.controller import CacheController
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Faults:
     fail_saves: int = 0
     rank: int = -1
     """Only on this rank. -1: on all."""
+    ready_slots: int = 0
+    """Host slots that are ready on that rank, as if its memory grew slowly. 0: all."""
     num_loads: int = 0
     num_saves: int = 0
     loads_may_run: threading.Event = field(default_factory=threading.Event)
@@ -38,6 +41,16 @@ class Faults:
     def __post_init__(self) -> None:
         self.loads_may_run.set()
         self.saves_may_run.set()
+
+
+class SlowController(CacheController):
+    """A controller whose host memory grows so slowly that it stays at `ready_slots`."""
+
+    ready_slots = 0
+
+    @property
+    def num_host_ready(self) -> int:
+        return min(self.ready_slots, super().num_host_ready)
 
 
 class FaultyConnector(KvtierConnector):
@@ -51,7 +64,11 @@ class FaultyConnector(KvtierConnector):
 
     def make_worker(self, namespace: Any, cache: Any, sharding: Any) -> WorkerSide:
         self._rank = sharding.rank
-        return WorkerSide(self._config, namespace, cache, sharding, mover=self._move)
+        worker = WorkerSide(self._config, namespace, cache, sharding, mover=self._move)
+        if self.faults.ready_slots and self.faults.rank in (-1, self._rank):
+            SlowController.ready_slots = self.faults.ready_slots
+            worker.controller.__class__ = SlowController
+        return worker
 
     def _move(self, path: Any, context: Any, pieces: Any) -> Any:
         faults = self.faults

@@ -90,11 +90,20 @@ class Ledger:
                 self._done[name] = block
                 break
             checksum, valid = self._checksum(table[block]), self._computed.get(request.block_hashes[block], set())
-            assert checksum in valid, f"block {block} of {name} has bytes that were never computed for its tokens"
+            assert checksum in valid, (
+                f"block {block} of {name} (loaded: {first} to {stop}) has bytes that vLLM never computed for it: "
+                f"{self._describe(table[block], checksum)}; {len(valid)} valid results"
+            )
             self.num_compared += 1
         for block in range(self._done.get(name, 0), num_full):
             self._computed.setdefault(request.block_hashes[block], set()).add(self._checksum(table[block]))
         self._done[name] = max(self._done.get(name, 0), num_full)
+
+    def _describe(self, block: int, checksum: int) -> str:
+        """Say what a wrong block contains."""
+        poisoned = [layer for layer, cache in enumerate(self._driver.caches) if bool((cache[block] == POISON).any())]
+        others = sum(checksum in known for known in self._computed.values())
+        return f"poison in layers {poisoned}, equal to {others} other blocks"
 
     def _checksum(self, block: int) -> int:
         checksum = 0
@@ -451,3 +460,61 @@ def num_loaded(driver: Driver) -> int:
     from kvtier.messages import Route
 
     return connectors(driver)[0].scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks
+
+
+# ---- soak
+
+
+def soak_round(driver: Driver, prompts: Sequence[Sequence[int]], seed: int, seconds: float) -> dict[str, int]:
+    """Run random requests, aborts, resets and faults for some seconds; then check that nothing is left.
+
+    Return how often things happened and the memory of this process in KiB.
+    """
+    import ctypes
+    import time
+
+    import psutil
+
+    draws, faults, end = random.Random(seed), _faults(), time.monotonic() + seconds
+    counts = dict.fromkeys(("steps", "requests", "aborts", "resets", "errors"), 0)
+    while time.monotonic() < end or driver.waiting:
+        if time.monotonic() < end:
+            _soak_action(driver, prompts, draws, counts)
+        else:
+            faults.loads_may_run.set()
+            faults.saves_may_run.set()
+        if driver.scheduler.has_requests():
+            driver.step()
+            counts["steps"] += 1
+        else:
+            faults.loads_may_run.set()
+            faults.saves_may_run.set()
+    faults.fail_loads = faults.fail_saves = 0
+    check_idle(driver)
+    assert driver.reset(), "the device cache cannot be reset"
+    counts["errors"] = sum(answer.finish not in ("length", "stop") for answer in driver.answers.values())
+    driver.answers.clear()
+    ledger = driver.kept["ledger"]
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc keeps is no growth
+    return counts | {"compared": ledger.num_compared, "KiB": psutil.Process().memory_info().rss >> 10}
+
+
+def _soak_action(
+    driver: Driver, prompts: Sequence[Sequence[int]], draws: random.Random, counts: dict[str, int]
+) -> None:
+    faults = _faults()
+    if len(driver.waiting) < 7 and draws.random() < 0.2:
+        number = draws.randrange(len(prompts))
+        driver.add(prompts[number], max_tokens=1 + 11 * number % 60, salt=draws.choice([None, None, "a"]))
+        counts["requests"] += 1
+    if driver.waiting and draws.random() < 0.02:
+        driver.abort(draws.choice(sorted(driver.waiting)))
+        counts["aborts"] += 1
+    for event in (faults.loads_may_run, faults.saves_may_run):
+        if draws.random() < 0.1:
+            event.clear() if event.is_set() else event.set()
+    if draws.random() < 0.01:
+        faults.fail_loads, faults.fail_saves = draws.choice([(0, 0), (3, 0), (0, 3), (5, 7)])
+    if draws.random() < 0.002:
+        driver.reset(connector=draws.random() < 0.5)
+        counts["resets"] += 1

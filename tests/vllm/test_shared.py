@@ -57,6 +57,18 @@ def test_two_ranks_give_the_tokens_of_two_ranks_alone(vllm, two_ranks):
     assert sum(answer.num_cached for answer in warm) > 0
 
 
+def test_host_memory_of_the_slower_rank_counts(vllm, two_ranks):
+    faults = json.dumps({"ready_slots": 12, "rank": 1})
+    settings = connector(**FAULTY, verify_loads=True)
+    with vllm.start(settings, executor="mp", tensor_parallel_size=2, KVTIER_FAULTS=faults) as engine:
+        cold, warm = engine.ask(PROMPTS), engine.ask(PROMPTS)
+        assert engine.reset()
+        (again,) = engine.ask(PROMPTS[-1:])
+        assert engine.run(scenarios.metric_after, "vllm:kvtier_blocks tier=host", 12) == 12
+    assert [answer.tokens for answer in [*cold, *warm, again]] == [*two_ranks * 2, two_ranks[-1]]
+    assert again.num_cached == blocks_of(300)
+
+
 def test_two_ranks_read_what_one_rank_stored(vllm, two_ranks, tmp_path):
     settings = connector(stores=[{"url": f"disk:{tmp_path}?bytes=64MiB", "wait": "wait"}], kv_shards=2)
     with vllm.start(settings) as engine:
