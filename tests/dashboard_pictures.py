@@ -1,4 +1,4 @@
-"""Take pictures of the dashboard for the documentation, with a server under load and Chromium.
+"""Take pictures of the dashboard for the documentation. Chromium shows the dashboard of a server under load.
 
 python tests/dashboard_pictures.py docs/images [--model smollm2 --chars 5000] [--seconds 100]
 """

@@ -37,14 +37,14 @@ def chromium() -> Iterator[Any]:
 
 
 def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
-    """Return different texts of about `num_chars` characters."""
+    """Return `num` different texts of about `num_chars` characters each."""
     words = ["river", "stone", "lamp", "paper", "winter", "harbour", "silver", "garden", "window", "letter"]
     dice = random.Random(seed)
     return [f"Text {i}: " + " ".join(dice.choices(words, k=num_chars // 6)) for i in range(num)]
 
 
 class Traffic:
-    """Clients that send prompts about a few texts until the `with` block ends. Some texts are used more often."""
+    """Clients that send prompts about a few texts until the `with` block ends. The first texts are used most often."""
 
     def __init__(self, server: ServerProcess, texts: Sequence[str], *, clients: int = 3, max_tokens: int = 12) -> None:
         self._server = server

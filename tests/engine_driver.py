@@ -52,7 +52,7 @@ def random_schedule(
 
 
 def run_schedule(driver: Driver, steps: list[dict[int, list[int]]]) -> dict[int, torch.Tensor]:
-    """Return the logits of every token of every sequence."""
+    """Run all steps. Return the logits of every token of every sequence."""
     found: dict[int, list[torch.Tensor]] = {}
     for i, logits in itertools.chain.from_iterable(driver.step(step).items() for step in steps):
         found.setdefault(i, []).append(logits)

@@ -72,7 +72,7 @@ class Answer:
 
 
 class Answers(dict[tuple[str, int], Answer]):
-    """Answers by request id and index."""
+    """Answers by request id and index. A request id without an index selects answer 0."""
 
     def take(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
@@ -117,7 +117,7 @@ def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options
 
 
 def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[int]]:
-    """Return prompts of `lengths` random tokens. Prompt i has `shared[i]` additional common tokens at its start."""
+    """Return prompts. Prompt i has `shared[i]` tokens that all prompts share, and then `lengths[i]` random tokens."""
     random = np.random.default_rng(seed)
     common = random.integers(3, VOCAB, max(shared, default=0)).tolist()
     common_of = [*shared, *[0] * (len(lengths) - len(shared))]
@@ -161,7 +161,7 @@ class Recorder(Model):
         return found
 
     def _prefixes(self) -> list[tuple[int, ...]]:
-        """Return the tokens up to each row of logits. The block that a row writes to identifies its request."""
+        """Return the tokens up to each row of logits. The block that a row writes to identifies the row's request."""
         assert self.engine is not None
         assert self._batch is not None
         block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running
@@ -177,7 +177,7 @@ class Recorder(Model):
 
 
 def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Engine, Recorder]:
-    """Return an engine and its Recorder, which several engines may share."""
+    """Return an engine and the Recorder that is its model. Several engines can share a Recorder."""
     recorder = recorder or Recorder(model)
     recorder.engine = make_engine(recorder, *args, **options)
     return recorder.engine, recorder

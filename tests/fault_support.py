@@ -1,4 +1,4 @@
-"""Inject faults into single rows: some requests ("victims") fail at one stage of a step, others must be unaffected."""
+"""Inject faults into single rows. Some requests ("victims") fail at one stage of a step. The others are unaffected."""
 
 import itertools
 import os
@@ -16,10 +16,10 @@ from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
 from support import check_pipeline
 
-# Number of steps with a failing row, per stage. KVTIER_SOAK=20, the default of `make soak`, sets it to 2,000.
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
+# Number of steps with a failing row in each stage. It is 2,000 in `make soak`, which sets KVTIER_SOAK to 20 by default.
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
-POISON = 197  # the only token that the broken tokenizer cannot decode; only a constraint can cause its sampling
+POISON = 197  # the only token that the broken tokenizer cannot decode; it is sampled only if a constraint forces it
 NUM_LIVE, NUM_VICTIMS = 4, 2
 
 
@@ -28,7 +28,7 @@ class Break(Exception):
 
 
 class FaultyModel(Model):
-    """Replaces the logits of a victim with `value` (unless None) when the victim has as many tokens as its age."""
+    """Replaces the logits of a victim with `value` after `ages[victim]` tokens. A `value` of None replaces nothing."""
 
     def __init__(self, model, value=None):
         super().__init__(model.config, model.weights, model.ops)
@@ -57,7 +57,7 @@ class FaultyModel(Model):
 
 
 class BrokenConstraint:
-    """Allows every token. After `age` tokens, it raises in the method of its stage or forbids tokens."""
+    """Allows every token at first. After `age` tokens, it raises or forbids tokens, depending on `stage`."""
 
     def __init__(self, stage, age):
         self.stage, self.num_left = stage, age
@@ -77,7 +77,7 @@ class BrokenConstraint:
 
 
 class BrokenPenalties:
-    """Raises after the sampler has read `repetition` `age` times."""
+    """Raises when the sampler reads `repetition` more than `age` times."""
 
     presence = frequency = 0.0
 
@@ -93,7 +93,7 @@ class BrokenPenalties:
 
 
 class BrokenStop(str):
-    """A stop text that raises when it is compared."""
+    """A stop text whose `startswith` raises."""
 
     __slots__ = ()
 
@@ -102,7 +102,7 @@ class BrokenStop(str):
 
 
 class BrokenBackend:
-    """A tokenizer that cannot decode one token."""
+    """A tokenizer that cannot decode the token POISON."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -179,7 +179,7 @@ def other(number):
 
 
 def victim(stage, number):
-    """Return the prompt, parameters and age of a victim, which fails at a stage after `age` tokens."""
+    """Return the prompt, the parameters and the age of a victim. The victim fails at `stage` after `age` tokens."""
     random = np.random.default_rng([2, number])
     age = int(random.integers(0, 4))
     (prompt,) = prompts(number % 5, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
@@ -197,7 +197,7 @@ def victim(stage, number):
 
 
 def make_tokenizer():
-    """Return a byte tokenizer that cannot decode one token."""
+    """Return a byte tokenizer that cannot decode the token POISON."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
@@ -266,7 +266,7 @@ class Run:
 
 
 def inject(run, monkeypatch):
-    """Patch engine code to raise for victims, at stages that request parameters cannot influence."""
+    """Make engine code raise for victims, at the stages that request parameters cannot break."""
     if run.stage == "explain":
         explain = run.engine.manager.explain
 
@@ -288,9 +288,9 @@ def inject(run, monkeypatch):
 
 
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
-    """Run unaffected requests with victims that fail at a stage, then without them, and compare the answers.
+    """Run requests together with victims that fail at `stage`, then without victims, and compare the answers.
 
-    With `exact`, log-probabilities are compared bit by bit, which needs a batch-invariant model.
+    If `exact`, log-probabilities are compared bit by bit. This needs a batch-invariant model.
     """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)
@@ -302,7 +302,7 @@ def check_row_faults(model, stage, monkeypatch, *, exact=True):
     for (name, _), answer in run.answers.items():
         if name.startswith("other") or stage == "proposer":
             assert answer.reason in (FinishReason.STOP, FinishReason.LENGTH), answer
-        elif answer.reason is not FinishReason.STOP:  # the model may end an answer before the failure
+        elif answer.reason is not FinishReason.STOP:  # the model can end an answer before the failure
             assert answer.reason is FinishReason.ERROR
             assert answer.error.startswith(STAGES[stage])
     monkeypatch.undo()

@@ -13,7 +13,7 @@ Domain = tuple[bytes, bytes]
 
 
 def tenant(salt: bytes) -> bytes:
-    """Return the tenant of a salt, which is the part before the first NUL byte."""
+    """Return the part of a salt before the first NUL byte. This part names the tenant."""
     return salt.split(b"\0")[0]
 
 
@@ -33,7 +33,7 @@ def root_key(namespace: bytes, salt: bytes, adapter: bytes) -> bytes:
 def block_contents(
     tokens: Sequence[int], media: Iterable[tuple[int, int, bytes]] = (), block_tokens: int = BLOCK_TOKENS
 ) -> list[Content]:
-    """Return the tokens and the overlapping media items of each full block. Positions are relative to the block."""
+    """Return the tokens and the overlapping media items of each full block. Items have positions within the block."""
     contents = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         span = set(range(start, start + block_tokens))
@@ -67,7 +67,7 @@ class Copy:
     """A copy of a block in one tier."""
 
     slot: int
-    state: str = "ready"  # writing, ready
+    state: str = "ready"  # "writing" or "ready"
     readers: int = 0
 
     @property
@@ -126,7 +126,7 @@ class Holder:
     stopped: str | None = None
     num_matched: int = 0
     unused_blocks: bool = False
-    """True if the lease has published blocks and has not used its path since."""
+    """True if the lease has published blocks and has not used its path since then."""
 
     @property
     def end(self) -> Block:
@@ -256,7 +256,10 @@ class Model:
     # ---- eviction ----
 
     def victims_needed(self, tier: int, n: int, salt: bytes) -> list[bytes | None] | None:
-        """Return, for each eviction that n slots need, the tenant (None for any tenant). None if slots are short."""
+        """Return the tenant of each block that must be evicted to get n slots. None stands for any tenant.
+
+        Return None instead of a list if too few blocks can be evicted.
+        """
         salt = tenant(salt)
         quota, excess = self.quotas[tier].get(salt), 0
         if quota is not None and n:
@@ -269,7 +272,7 @@ class Model:
         return [salt] * excess + [None] * (short - excess)
 
     def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[tuple[Domain, tuple[Content, ...]]]) -> None:
-        """Evict all blocks except `left`. Check that evicting the oldest leaf first can leave these blocks."""
+        """Evict all blocks of a tier except `left`. Check that evicting the oldest leaf first has the same result."""
         stayed = set(left)
         evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
         assert len(evicted) == len(tenants), (
@@ -278,8 +281,8 @@ class Model:
         candidates = frozenset(self.evictable(tier))
         assert evicted <= candidates, "a leased block was evicted"
         assert self._explained(tier, tenants, evicted, candidates, set()), (
-            f"tier {tier}: no order of eviction removes exactly "
-            f"{[(block.name, block.low, block.high, block.priority) for block in evicted]}, of "
+            f"tier {tier}: no valid eviction order removes exactly "
+            f"{[(block.name, block.low, block.high, block.priority) for block in evicted]} from the candidates "
             f"{[(block.name, block.low, block.high, block.priority) for block in candidates]}"
         )
         for block in evicted:
@@ -310,7 +313,7 @@ class Model:
         )
 
     def forget(self, block: Block) -> int:
-        """Remove a block and its descendants from the tree. Leased blocks keep their slots until they are released."""
+        """Remove a block and its descendants from the tree. Leased blocks keep their slots until the lease ends."""
         held = self.held()
         assert block.parent is not None
         del block.parent.children[block.content]

@@ -27,14 +27,14 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 class Pool:
-    """An allocator over torch memory that records its calls and rejects a deallocation without an allocation."""
+    """Has an allocator that gets memory from torch, and records each allocation and deallocation."""
 
     def __init__(self, placement: Placement = CPU) -> None:
         self.placement = placement
         self.live: dict[int, torch.Tensor] = {}
         self.requested: list[int] = []
         self.returned: list[bytes] = []
-        """Contents of the memory at each deallocation."""
+        """The bytes that each block of memory contained when it was freed."""
         self.allocator = Allocator(placement, self._allocate, self._deallocate)
 
     def _allocate(self, nbytes: int) -> int:
@@ -167,7 +167,7 @@ def test_custom_allocator_accepts_placement_as_text():
         Allocator("nowhere", int, print)
 
 
-def test_buffer_with_placement_other_than_allocator_raises():
+def test_buffer_and_allocator_with_different_placements_raise():
     with pytest.raises(ArgumentError, match="an allocator of cpu memory cannot allocate pinned memory"):
         Buffer(4, "u8", "pinned", allocator=Pool().allocator)
 
@@ -213,8 +213,8 @@ def test_custom_allocator_other_error_propagates():
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_custom_allocator_may_free_other_buffers_in_allocate():
-    """For example, an allocate function may evict cached buffers."""
+def test_custom_allocator_can_free_other_buffers_in_allocate():
+    """For example, an allocate function can evict cached buffers to get memory."""
     cached: list[Buffer] = []
     memory = [ctypes.create_string_buffer(64) for _ in range(3)]
 
@@ -249,12 +249,12 @@ HOST_OWNERS: dict[str, Callable[[Buffer], object]] = {
     "memoryview": lambda buffer: buffer.memoryview(),
     "array protocol": np.asarray,
     "numpy DLPack": np.from_dlpack,
-    "Buffer that wraps its array": lambda buffer: Buffer.wrap(buffer.numpy()),
+    "Buffer that wraps the numpy array": lambda buffer: Buffer.wrap(buffer.numpy()),
 }
 
 
 @pytest.mark.parametrize("owner", [*OWNERS, *HOST_OWNERS])
-def test_memory_is_freed_once_after_last_reference(placement, owner):
+def test_memory_is_freed_once_when_last_reference_is_dropped(placement, owner):
     if placement.is_device and owner in HOST_OWNERS:
         pytest.skip("needs host memory")
     pool = Pool(placement)
@@ -270,7 +270,7 @@ def test_memory_is_freed_once_after_last_reference(placement, owner):
 
 
 @pytest.mark.parametrize("owner", ["torch", "numpy", "memoryview", "array protocol", "DLPack"])
-def test_export_outlives_buffer_close(owner):
+def test_export_keeps_memory_alive_after_buffer_close(owner):
     pool = Pool()
     buffer = Buffer(8, "i32", allocator=pool.allocator)
     kept = {**OWNERS, **HOST_OWNERS}[owner](buffer)
@@ -406,7 +406,7 @@ def test_memory_used_by_stream_is_freed_after_event():
 
 
 def test_memory_used_by_failed_stream_is_freed(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", bool)  # the error may be reported, but the memory must not leak
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # ignore a report of the error: only the memory is tested
     pool = Pool()
 
     def fail() -> None:
@@ -541,14 +541,14 @@ class StatisticsMachine(RuleBasedStateMachine):
     def counters_match_model(self) -> None:
         stats = self.pool.allocator.stats
         sizes = [size for size, owners in self.held if owners]
-        # an export of zero bytes holds no reference, so that it may outlive its allocation
+        # an export of zero bytes holds no reference to the allocation, which can therefore be freed before the export
         assert stats.allocated_bytes == sum(sizes)
         assert stats.num_live <= len(sizes)
         assert stats.num_live >= sum(size > 0 for size in sizes)
         assert (stats.peak_bytes, stats.num_allocations) == (self.peak, self.count)
 
     @invariant()
-    def callables_hold_exactly_live_memory(self) -> None:
+    def allocator_holds_exactly_the_live_memory(self) -> None:
         sizes = sorted(size for size, owners in self.held if size and owners)
         assert sorted(tensor.nbytes for tensor in self.pool.live.values()) == sizes
         assert len(self.pool.requested) == len(self.pool.returned) + len(self.pool.live)
@@ -583,7 +583,7 @@ def test_buffer_too_large_raises_out_of_memory(placement):
         Buffer(1 << 49, "f64", placement)
 
 
-def test_custom_allocator_out_of_memory_error_reports_its_usage():
+def test_out_of_memory_error_of_custom_allocator_reports_usage():
     allocator = allocator_returning(MemoryError("pool is empty"))
     with pytest.raises(
         OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*pool is empty"

@@ -23,7 +23,7 @@ def begun_batch(phase=0, sequence=0, rows=2):
 # ---- ops ----
 
 
-def test_batch_ops_have_fixed_order_and_sides():
+def test_order_of_batch_ops_and_ops_of_executor_are_fixed():
     assert [op.value for op in BatchOp] == ["add", "setup", "prepare", "forward", "unprep", "fetch", "update", "remove"]
     assert [op.name for op in BatchOp if op.side == "executor"] == ["PREPARE", "FORWARD", "UNPREP"]
 
@@ -109,7 +109,7 @@ def test_batch_data_with_invalid_arguments_raises():
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Tries ops in random order. The slot accepts only the next op."""
+    """Tries ops in random order. The slot accepts only the op that is next in the life cycle."""
 
     @initialize()
     def start(self):

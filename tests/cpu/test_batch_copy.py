@@ -111,7 +111,7 @@ def test_adjacent_copies_in_group_merge():
     assert dst.tolist()[:20] == numbers(64)[:20].tolist()
 
 
-def test_arrays_in_group_merge_with_adjacent_copies():
+def test_pieces_and_pointers_in_group_merge_with_adjacent_copies():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     with BatchCopy() as batch, batch.group():
         batch(src, 4, dst)
@@ -230,7 +230,7 @@ def test_batch_copy_with_invalid_arguments_raises():
     assert len(batch) == 0
 
 
-def test_pieces_with_invalid_arrays_raise_with_first_bad_piece():
+def test_pieces_error_names_the_first_invalid_piece():
     src, dst = Buffer(100, "u8"), Buffer(50, "u8")
     batch = BatchCopy()
     with pytest.raises(RangeError, match=r"piece 1: cannot copy 10 elements from offset 95 in a Buffer of 100"):
@@ -305,7 +305,7 @@ def test_packed_elements_are_copied_only_in_whole_bytes():
 
 
 @given(size=st.integers(1, 9), n=st.integers(0, 9), start=st.integers(0, 4))
-def test_odd_packed_count_is_copied_like_copy_or_raises(size, n, start):
+def test_batch_copy_of_odd_packed_count_equals_copy_or_raises(size, n, start):
     def fresh():
         return Buffer.pack(np.full(2 * start + size, 9, np.uint8), "u4").slice(2 * start)
 
@@ -323,7 +323,7 @@ def test_odd_packed_count_is_copied_like_copy_or_raises(size, n, start):
     assert copied.tolist() == expected.tolist()
 
 
-def test_whole_odd_packed_buffer_is_copied():
+def test_batch_copy_copies_whole_packed_buffer_of_odd_size():
     src, dst = Buffer.pack(np.arange(3, dtype=np.uint8), "u4"), Buffer(3, "u4")
     with BatchCopy() as batch:
         batch(src, 3, dst)
@@ -349,14 +349,14 @@ def test_every_copy_path_copies_the_same_bytes(path, placement, make, read):
     assert batch.result.reason
 
 
-def test_unusable_forced_path_is_replaced_with_reason():
+def test_batch_result_gives_reason_for_replacing_forced_path():
     with BatchCopy(path="driver") as batch:
         batch(Buffer(4, "u8"), 4, Buffer(4, "u8"))
     assert batch.result.path == "host"
     assert "driver was forced, but driver needs GPU memory on one side" in batch.result.reason
 
 
-def test_long_dependency_chain_counts_each_piece_as_wave():
+def test_long_dependency_chain_counts_each_piece_as_one_wave():
     buffer = Buffer.wrap(numbers(300))
     with BatchCopy(path="host") as batch:
         batch.pieces(buffer, np.arange(100), 1, buffer, np.arange(100) + 1)
@@ -373,7 +373,7 @@ def test_batch_copy_mixes_placements(placement, make, read):
             batch(a, 32, c)
             batch(b, 32, d)
             batch(a.slice(32), 32, c.slice(32))
-        batch(d, 16, a)  # reads a result of the group
+        batch(d, 16, a)  # reads bytes that the group wrote
     assert read(c).tolist() == numbers(64, 1).tolist()
     assert read(d).tolist()[:32] == numbers(64, 2)[:32].tolist()
     assert read(a).tolist()[:16] == numbers(64, 2)[:16].tolist()
@@ -383,7 +383,7 @@ def test_batch_copy_mixes_placements(placement, make, read):
 # ---- streams ----
 
 
-def test_batch_copy_on_host_stream_keeps_memory_until_it_runs():
+def test_batch_copy_queued_on_host_stream_keeps_memory_alive():
     gate, stream = threading.Event(), Stream()
     src, dst = Buffer.wrap(np.zeros(1 << 16, np.uint8)), Buffer(1 << 16, "u8")
     out, source_array = dst.numpy(), src.numpy()
@@ -429,7 +429,7 @@ def test_dependent_copies_in_one_buffer_keep_order(placement, make, read, data):
 
 
 class BatchMachine(RuleBasedStateMachine):
-    """Make random calls on a batch over three buffers and compare the bytes with numpy arrays."""
+    """Add random copies between three buffers to a batch, run the batch, and compare the bytes with numpy arrays."""
 
     SIZE = 60
 

@@ -38,7 +38,7 @@ def counting(values: Any, name: str = "i32") -> np.ndarray:
 
 
 class RecordingMemory:
-    """Allocate and deallocate functions over torch memory that record their calls."""
+    """Allocates memory with torch, and records each allocation and deallocation."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -108,7 +108,7 @@ def test_buffer_of_zero_elements_is_truthy(placement):
     assert buffer.slice(0).view("u4").size == 0
 
 
-def test_buffer_memory_returns_to_its_allocator_once(placement):
+def test_buffer_memory_is_returned_to_allocator_exactly_once(placement):
     memory_pool = RecordingMemory(placement)
     allocator = memory_pool.allocator()
     buffer = Buffer(5, "u4", allocator=allocator)
@@ -172,7 +172,7 @@ def test_buffer_negative_size_raises(placement):
         Buffer.from_pointer(4096, -3, "u8", placement)
 
 
-def test_buffer_size_without_dtype_raises_with_example():
+def test_buffer_size_without_dtype_raises_and_shows_example():
     with pytest.raises(DTypeError, match=r"Buffer\(7, 'bf16'\)"):
         Buffer(7)
 
@@ -206,7 +206,7 @@ def test_buffer_with_allocator_of_other_placement_raises(placement):
         Buffer(1, "u8", placement, allocator=elsewhere)
 
 
-def test_from_pointer_null_address_raises_unless_empty():
+def test_from_pointer_null_address_raises_unless_size_is_zero():
     with pytest.raises(ArgumentError, match=r"0x0 .* 16 bytes"):
         Buffer.from_pointer(0, 4, "i32")
     assert Buffer.from_pointer(0, 0, "i32").tolist() == []
@@ -287,13 +287,13 @@ def test_buffer_repr_shows_type_and_state(placement):
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_buffer_pickle_raises_with_alternative(protocol):
+def test_pickling_buffer_raises_and_names_save_and_load(protocol):
     with pytest.raises(TypeError, match="save and load"):
         pickle.dumps(Buffer(1, "u8"), protocol)
 
 
 @pytest.mark.parametrize("duplicate", [copy_module.copy, copy_module.deepcopy])
-def test_buffer_copy_module_raises(duplicate):
+def test_copying_buffer_with_copy_module_raises(duplicate):
     with pytest.raises(TypeError, match="save and load"):
         duplicate(Buffer(1, "u8"))
 
@@ -429,7 +429,7 @@ def test_packed_slice_starting_inside_byte_raises(name, base):
         Buffer(8, name)[base:]
 
 
-def test_packed_slice_may_end_inside_byte():
+def test_packed_slice_can_end_inside_byte():
     buffer = Buffer(8, "u2")
     assert (buffer.slice(4, 3).size, buffer.slice(4, 3).nbytes, buffer[:5].nbytes) == (3, 1, 2)
 
@@ -659,7 +659,7 @@ def test_slice_assignment_raises():
 @pytest.mark.parametrize("name", names)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_setitem_changes_no_other_bit(name, placement, make, read, data):
+def test_setitem_changes_only_the_bits_of_one_element(name, placement, make, read, data):
     oracle = Oracle(name)
     raw = data.draw(st.binary(min_size=24, max_size=24))
     buffer = make(placement, raw, name)
@@ -736,14 +736,14 @@ def test_packed_dtype_holds_limits_and_rejects_values_beyond(name, top):
 
 
 @pytest.mark.parametrize("value", [0.25, 7.0, -5.0, math.inf, math.nan])
-def test_fp4_unrepresentable_value_raises(value):
+def test_value_that_fp4_cannot_represent_raises(value):
     with pytest.raises(RangeError, match="fp4 cannot hold"):
         Buffer(3, "fp4").fill(value)
 
 
 @pytest.mark.parametrize("name", [*integer_names, "u2", "u4"])
 @pytest.mark.parametrize("value", [1.5, math.inf, math.nan])
-def test_integer_dtype_fractional_value_raises(name, value):
+def test_fractional_value_for_integer_dtype_raises(name, value):
     with pytest.raises(RangeError, match=f"{name}.*{value}"):
         Buffer(3, name).fill(value)
 
@@ -760,7 +760,7 @@ def test_fill_with_non_number_raises(name, value):
 
 @dataclass(frozen=True)
 class Window:
-    """A Buffer and the range of bits that it covers in the whole memory."""
+    """A Buffer, and the bits of the memory under test that the Buffer covers."""
 
     buffer: Buffer
     start: int
@@ -937,7 +937,7 @@ def test_buffer_use_after_close_raises(use):
             use(closed)
 
 
-def test_closing_view_closes_all_views(placement):
+def test_closing_a_view_closes_buffer_and_all_views(placement):
     buffer = Buffer(8, "u8", placement)
     part = buffer[2:4]
     part.view("i8").close()
@@ -1032,7 +1032,7 @@ def test_torch_dtype_matches_numpy_dtype(name):
     assert of_torch.itemsize == dt.dtype(name).item_bytes
 
 
-def test_packed_torch_dtype_is_uint8_except_fp4():
+def test_torch_dtype_of_packed_dtype_is_uint8_except_for_fp4():
     assert torch_dtype(dt.u2) == torch_dtype(dt.u4) == torch.uint8
     assert torch_dtype(dt.fp4) == torch.float4_e2m1fn_x2
     assert from_torch(torch.float4_e2m1fn_x2) == dt.fp4
@@ -1085,7 +1085,7 @@ def test_pack_with_invalid_values_or_dtype_raises():
     ],
     ids=lambda case: str(getattr(case, "dtype", case)),
 )
-def test_pack_elements_of_other_dtype_raises(values, name):
+def test_packing_elements_of_other_dtype_raises(values, name):
     with pytest.raises(ArgumentError):
         Buffer.pack(values, name)
 

@@ -142,7 +142,7 @@ def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
 
 
 def test_doctor_reports_unusable_cache_directory(monkeypatch, capsys):
-    """The command reports problems of the machine and still exits with 0."""
+    """The exit code is 0 even if the command reports a problem of the machine."""
     monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
     assert main(["doctor", "--json"]) == 0
     assert "/dev/null/kvtier" in json.loads(capsys.readouterr().out)["cache directory"]
@@ -156,7 +156,7 @@ BAD_BYTES = b"\xff\xfe"
 
 
 def run_raw(*arguments: str | bytes, output: str | None = None, stdin: bytes = b"", **environment: str):
-    """Run the command in a subprocess, with standard output written to the file `output` if given."""
+    """Run kvtier in a subprocess. If `output` is given, standard output is written to that file."""
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(open(output, "wb")) if output else subprocess.PIPE
         return subprocess.run(
@@ -168,7 +168,7 @@ def run_raw(*arguments: str | bytes, output: str | None = None, stdin: bytes = b
         )
 
 
-def assert_fails_in_one_line(done, code: int = 1) -> None:
+def assert_fails_with_one_line(done, code: int = 1) -> None:
     assert done.returncode == code, done.stderr
     assert b"Traceback" not in done.stderr, done.stderr
     assert b"Exception ignored" not in done.stderr, done.stderr
@@ -176,9 +176,9 @@ def assert_fails_in_one_line(done, code: int = 1) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["completion", "bash"], ["--help"], ["serve", "--help"], ["--version"]])
-def test_cli_with_full_standard_output_fails_in_one_line(arguments):
+def test_cli_writing_to_full_disk_fails_with_one_line(arguments):
     done = run_raw(*arguments, output="/dev/full")
-    assert_fails_in_one_line(done)
+    assert_fails_with_one_line(done)
     assert b"No space left" in done.stderr
 
 
@@ -206,16 +206,16 @@ def test_cli_with_closed_pipe_exits_silently():
         (["generate", "--stop", BAD_BYTES, "x"], 1),
     ],
 )
-def test_cli_with_undecodable_argument_fails_in_one_line(locale, arguments, code):
+def test_cli_with_undecodable_argument_fails_with_one_line(locale, arguments, code):
     encoded = [arg if isinstance(arg, bytes) else arg.encode() for arg in arguments]
-    assert_fails_in_one_line(run_raw(*encoded, **locale), code)
+    assert_fails_with_one_line(run_raw(*encoded, **locale), code)
 
 
-def test_cli_with_undecodable_input_fails_in_one_line():
-    assert_fails_in_one_line(run_raw("generate", stdin=BAD_BYTES))
+def test_cli_with_undecodable_input_fails_with_one_line():
+    assert_fails_with_one_line(run_raw("generate", stdin=BAD_BYTES))
 
 
-def test_cli_with_unreadable_config_fails_in_one_line(tmp_path):
+def test_cli_with_unreadable_config_fails_with_one_line(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(BAD_BYTES)
     for path in (tmp_path, tmp_path / "bytes.toml", tmp_path / "none.toml"):
-        assert_fails_in_one_line(run_raw("completion", "bash", "--config", str(path)))
+        assert_fails_with_one_line(run_raw("completion", "bash", "--config", str(path)))

@@ -19,7 +19,7 @@ MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Write a trace and a model with a KV cache of a few GiB. Return the command line arguments."""
+    """Write a trace file and a model file. Return command line arguments that name them and a 4 GiB cache."""
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]
@@ -57,7 +57,7 @@ def test_replay_json_matches_simulation(files, capsys):
     assert result == run_json(capsys, "replay", *files, *sizes), "a second run returned another result"
 
 
-def test_replay_table_shows_tiers_latencies_and_bandwidths(files, capsys):
+def test_replay_table_shows_tiers_and_latencies_and_bandwidths(files, capsys):
     assert main(["replay", *files, "--host", "4GiB", "--disk", "64GiB", "--capacities", "0"]) == 0
     output = capsys.readouterr().out
     for expected in (
@@ -123,7 +123,7 @@ def test_replay_lists_assumed_hardware_values(capsys):
     assert run_json(capsys, "replay", *options, "--gpu", "h200")["setup"]["assumed"]["gpu"] == {}
 
 
-def test_replay_synthetic_trace_with_speed_and_replicas(capsys):
+def test_replay_of_synthetic_trace_applies_speed_and_replicas(capsys):
     options = ["--capacities", "0", "--jobs", "1", "--device", "20GiB"]
     one = run_json(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options)
     assert one["trace"]["num_requests"] == len(list(generate(SyntheticTrace(sessions=20, turns=3.0, seed=9))))
@@ -177,7 +177,7 @@ def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
         ),
     ],
 )
-def test_replay_with_invalid_option_fails_in_one_line(arguments, message, capsys):
+def test_replay_with_invalid_option_fails_without_traceback(arguments, message, capsys):
     assert main(["replay", *arguments]) == 1
     output = capsys.readouterr().err
     assert message in output

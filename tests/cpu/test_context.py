@@ -32,7 +32,7 @@ GPU = Placement("cuda", 0)
 
 
 def new_allocator(placement: Placement = CPU) -> Allocator:
-    """Return a new allocator over torch memory, which differs from the default allocator."""
+    """Return a new allocator that gets its memory from torch."""
     live: dict[int, torch.Tensor] = {}
 
     def allocate(nbytes: int) -> int:
@@ -232,7 +232,7 @@ def test_explicit_stream_overrides_context():
         assert target.numpy().tolist() == [8, 8, 8, 8]
 
 
-def test_current_stream_for_gpu_with_host_stream_raises():
+def test_current_stream_refuses_host_stream_for_gpu_memory():
     with new_stream() as stream, context(stream=stream):
         with pytest.raises(ArgumentError, match=r"work on cuda:0 memory .* a stream on cpu; .*Stream\('cuda:0'\)"):
             current_stream(GPU)
@@ -242,12 +242,12 @@ def test_current_stream_for_gpu_with_host_stream_raises():
 
 @pytest.mark.parametrize("host", [CPU, PINNED], ids=str)
 @pytest.mark.parametrize("to_gpu", [True, False], ids=["to the GPU", "from the GPU"])
-def test_choose_stream_host_stream_with_gpu_memory_raises(host, to_gpu):
+def test_choose_stream_refuses_host_stream_for_gpu_memory(host, to_gpu):
     with new_stream() as stream, pytest.raises(ArgumentError, match=r"work on cuda:0 memory.* a stream on cpu"):
         choose_stream(stream, *((host, GPU) if to_gpu else (GPU, host)))
 
 
-def test_choose_stream_host_stream_accepts_host_memory():
+def test_choose_stream_accepts_host_stream_for_host_memory():
     with new_stream() as stream:
         assert choose_stream(stream, CPU) is stream
         assert choose_stream(stream, CPU, PINNED) is stream

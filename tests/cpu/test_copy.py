@@ -182,7 +182,7 @@ def test_copy_of_gpu_memory_on_host_stream_raises():
     device = Buffer(4, "u8", "cuda:0")
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on cpu"):
         copy(device, Buffer(4, "u8"), stream=Stream("cpu"))
-    # synchronizing a pinned stream would not wait for the GPU
+    # a stream on pinned memory is a host stream: synchronizing it would not wait for the GPU
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on pinned"):
         copy(device, Buffer(4, "u8", "pinned"), stream=Stream("pinned"))
     with context(stream=Stream("cpu")), pytest.raises(ArgumentError, match=r"cuda:0 .* stream on cpu"):
@@ -205,7 +205,7 @@ def test_host_copy_on_gpu_stream_runs_in_stream_order(make):
 
 
 @pytest.mark.parametrize(("source", "target"), [("f16", "bf16"), ("u8", "i8"), ("u4", "fp4"), ("u8", "u4")])
-def test_copy_between_dtypes_raises(source, target, placement):
+def test_copy_between_different_dtypes_raises(source, target, placement):
     with pytest.raises(DTypeError, match=rf"copy {source} elements into a Buffer of {target}"):
         copy(Buffer(8, source, placement), Buffer(8, target, placement))
 
@@ -218,7 +218,7 @@ def test_copy_count_out_of_range_raises(sizes, n, placement, make, read):
     assert read(target).tobytes() == b"\xff" * sizes[1]
 
 
-def test_copy_of_whole_buffer_with_other_size_raises():
+def test_copy_between_whole_buffers_of_unequal_size_raises():
     for sizes in ((3, 4), (4, 3), (0, 1)):
         with pytest.raises(RangeError, match=rf"equal sizes, got {sizes[0]} and {sizes[1]}"):
             copy(Buffer(sizes[0], "u8"), Buffer(sizes[1], "u8"))
@@ -263,7 +263,7 @@ def test_copy_and_clear_of_closed_buffer_raise(placement):
 
 @pytest.mark.parametrize("name", names)
 @pytest.mark.parametrize("size", [0, 1, 5, 8])
-def test_clear_zeroes_only_elements_of_buffer(name, size, placement, make, read):
+def test_clear_of_slice_zeroes_only_the_slice(name, size, placement, make, read):
     buffer = make(placement, b"\xff" * 64, name)
     clear(buffer.slice(0, size))
     bits = bits_of(read(buffer)).reshape(-1, dt.dtype(name).bits)

@@ -1,4 +1,4 @@
-"""Compare the copy planner with running the entries one after another on an array of bytes."""
+"""Running the pieces of a copy plan has the same result as running the entries one after another."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def pieces_of(plan):
 
 @st.composite
 def any_entries(draw, low_dst=0):
-    """Generate random copies within one memory. With `low_dst`, no source overlaps a destination."""
+    """Generate random copies within one memory. If `low_dst` is not 0, no source overlaps a destination."""
     size = MEMORY // 2 if low_dst else MEMORY
     count = draw(st.integers(1, 30))
     nbytes = draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
@@ -74,7 +74,7 @@ def scans():
 
 
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)), seed=st.integers(0, 99))
-def test_any_order_within_waves_has_sequential_result(entries, seed):
+def test_any_order_within_waves_gives_the_sequential_result(entries, seed):
     memory = np.random.default_rng(seed).integers(0, 256, MEMORY, dtype=np.uint8)
     expected = run_entries(zip(entries[0][SRC], entries[0][NBYTES], entries[0][DST], strict=True), memory)
     for scan_entries in scans():
@@ -127,7 +127,7 @@ def test_shuffled_adjacent_entries_merge_into_one_piece():
     assert pieces_of(plan) == [(0, 6_400_000, 1 << 40)]
 
 
-def test_entry_that_reads_a_result_runs_in_later_wave():
+def test_entry_that_reads_written_bytes_runs_in_later_wave():
     plan = plan_copies(*entries_of((0, 4, 100), (100, 4, 200), (200, 4, 250), (8, 4, 16)))
     assert plan.num_waves == 3
     assert sorted(pieces_of(plan)[:2]) == [(0, 4, 100), (8, 4, 16)]

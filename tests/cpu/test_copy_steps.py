@@ -40,8 +40,8 @@ places = st.tuples(st.sampled_from(PLACES), st.sampled_from(PLACES))
     st.sampled_from([None, "loop", "host"]),
 )
 @settings(max_examples=80, deadline=None)
-def test_steps_copy_each_piece_in_its_own_direction(chunks, seed, path):
-    """Each copy has its own destination address, which identifies its direction."""
+def test_steps_copy_each_piece_in_the_requested_direction(chunks, seed, path):
+    """No two copies have the same destination address, so that the address identifies the direction of a copy."""
     memory, expected = numbers(240, seed), numbers(240, seed)
     base, batch, at = memory.ctypes.data, BatchCopy(path=path), 0
     directions, num_moving = {}, 0
@@ -141,7 +141,7 @@ def test_single_self_overlapping_piece_is_one_step():
 # ---- scopes ----
 
 
-def test_pieces_of_one_call_merge_but_not_with_other_calls():
+def test_pieces_merge_within_one_call_but_not_between_calls():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     with BatchCopy() as batch:
         batch.pieces(src, [0, 4], 4, dst, [0, 4])
@@ -219,7 +219,7 @@ def test_invalid_addresses_and_sizes_raise():
     st.integers(1, 10),
 )
 @settings(max_examples=150, deadline=None)
-def test_piece_out_of_range_raises_with_its_number(pieces, src_size, dst_size):
+def test_pieces_out_of_range_error_names_the_first_bad_piece(pieces, src_size, dst_size):
     src, dst = Buffer(src_size, "u8"), Buffer(dst_size, "u8")
     bad = next(
         (k for k, (x, n, y) in enumerate(pieces) if min(x, n, y) < 0 or not (x + n <= src_size and y + n <= dst_size)),
@@ -304,7 +304,7 @@ def test_gpu_copy_without_gpu_paths_is_planned_as_loop():
     assert "no loop" not in step.reason
 
 
-def test_pieces_part_keeps_ids_and_bytes():
+def test_part_of_pieces_keeps_ids_and_number_of_bytes():
     table = np.array([[0, 100, 200], [1000, 1100, 1200], [1, 2, 4]])
     whole = Pieces(table, plan_copies(table))
     assert (len(whole), whole.nbytes, Pieces(table).nbytes) == (3, 7, 7)
@@ -316,7 +316,7 @@ def test_pieces_part_keeps_ids_and_bytes():
 
 
 @pytest.mark.parametrize("path", ["loop", "host"])
-def test_run_path_copies_pieces_and_returns_its_name(path):
+def test_run_path_copies_pieces_and_returns_name_of_path(path):
     if path == "host" and native().code is None:
         pytest.skip("needs a C compiler")
     memory = numbers(32)

@@ -18,9 +18,10 @@ EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "los
 
 
 def table(**paths):
-    """Build a table for one direction from the (fixed cost, cost per 4 KiB piece) of each path.
+    """Build a table for one direction. Each path has a fixed cost and a cost per piece of 4 KiB.
 
-    The cost per piece is proportional to the size of the piece.
+
+    The cost of larger pieces is proportional to their size.
     """
     rows = {
         path: tuple(Cost(size, fixed, piece * size / _SIZES[0]) for size in _SIZES)

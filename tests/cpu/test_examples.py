@@ -45,7 +45,7 @@ def test_quickstart_finds_first_prompt_after_restart():
 
 
 @pytest.mark.parametrize("name", ["tiered_cache.py", "custom_store.py"])
-def test_tiered_cache_finds_prompts_in_every_tier(name):
+def test_tiered_cache_example_finds_prompts_in_every_tier(name):
     lines = run(name)
     assert len(lines) == 8
     assert all(line.endswith("bytes equal") for line in lines)
@@ -66,18 +66,18 @@ def test_batch_copy_example_merges_blocks_and_orders_rows():
     assert moved == "moved 6 rows in 6 waves of independent copies"
 
 
-def test_pipelined_batches_finishes_every_request():
+def test_pipelined_batches_example_finishes_every_request():
     assert [line.partition(":")[0] for line in run("pipelined_batches.py")] == ["finished"] * 10
 
 
-def test_plan_size_prints_sizes_and_cheapest_choice():
+def test_plan_size_example_prints_sizes_and_cheapest_choice():
     first, *points, last = run("plan_size.py")
     assert first.startswith("232 requests; ")
     assert len(points) >= 4
     assert last.startswith("cheapest: ")
 
 
-def test_toy_engine_answers_with_cached_prefixes():
+def test_toy_engine_example_answers_with_cached_prefixes():
     cached = [int(re.search(r": +(\d+) of 23", line)[1]) for line in run("toy_engine.py")]
     assert cached[:2] == [0, 0]
     assert len(cached) == 12

@@ -1,4 +1,4 @@
-"""Decode the parameter blocks of the gather kernel in the same way as the kernel."""
+"""The parameter blocks of the gather kernel encode the table of pieces. The tests decode them like the kernel."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ HEADER_WORDS = 10
 
 
 def decode_rows(block, capacity):
-    """Return the table that Rows<capacity> encodes, and the shift of its offsets."""
+    """Decode `block` as a Rows<capacity> of the kernel. Return the table and the shift of the offsets."""
     src_base, dst_base, nbytes = block[:6].view(np.int64).tolist()
     count, shift = int(block[6]), int(block[8])
     offsets = block[HEADER_WORDS:].reshape(2, capacity)[:, :count].astype(np.int64) << shift
@@ -58,7 +58,7 @@ def test_fill_rows_encodes_table_or_returns_zero(table):
 
 
 @pytest.mark.parametrize("fill", fillers())
-def test_fill_rows_covers_64_gib_of_16_byte_blocks(fill):
+def test_fill_rows_encodes_16_byte_offsets_up_to_64_gib(fill):
     table = np.array([[16, (64 << 30) - 16 + 16], [32, 48], [16, 16]])
     block = np.zeros(HEADER_WORDS + 4, np.uint32)
     assert fill(table, 2, block) == 16

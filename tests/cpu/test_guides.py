@@ -1,4 +1,4 @@
-"""The code and commands in the documentation run, and its links, file names and index are correct."""
+"""The code and the commands in the documentation work, and links, file names and the index are correct."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_planner_guide_commands_run_on_generated_trace(tmp_path, monkeypatch, ca
     assert {path.name for path in tmp_path.iterdir()} == {"plan.html", "replay.html"}
 
 
-def test_extending_guide_config_contains_its_store():
+def test_extending_guide_config_contains_the_sqlite_store():
     names: dict = {}
     exec(compile(CONFIG, "docs/extending.md", "exec"), names)
     assert [store.name for store in names["config"].cache.stores] == ["sqlite"]
 
 
 def test_extending_guide_policy_has_hits_in_replay(capsys, monkeypatch):
-    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # restored after the test
+    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # so that "lfu" is removed after the test
     exec(compile(POLICY, "docs/extending.md", "exec"), {})
     rates = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
     assert [name for name, _, _ in rates] == ["lru", "lfu"]

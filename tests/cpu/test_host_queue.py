@@ -21,7 +21,7 @@ TIMEOUT_S = 10  # reached only if a call hangs
 
 @contextlib.contextmanager
 def new_queue() -> Iterator[HostQueue]:
-    """Yield a queue and close it. Ignore a ValueError at close, because some tests leave a failed task."""
+    """Yield a queue and close it. Ignore a ValueError from close, because a task fails in some tests."""
     queue = HostQueue("test")
     try:
         yield queue
@@ -32,7 +32,7 @@ def new_queue() -> Iterator[HostQueue]:
 
 @contextlib.contextmanager
 def held_back(queue: HostQueue) -> Iterator[None]:
-    """Hold back tasks that are submitted inside the block."""
+    """Block the queue until the end of the `with` block."""
     gate = threading.Event()
     queue.submit(gate.wait)
     try:
@@ -58,7 +58,7 @@ def failing(error: BaseException) -> Callable[[], None]:
 
 
 def result_of(call: Callable[[], object]) -> object:
-    """Return the result of a call, or the exception it raises. A call that hangs fails the test."""
+    """Return the result of a call, or the exception that it raises. Fail the test if the call hangs."""
     results: list[object] = []
 
     def run() -> None:
@@ -125,15 +125,15 @@ def test_blocked_queue_does_not_block_another():
         assert not one.query()
 
 
-def test_queue_task_may_submit_tasks():
+def test_queue_task_can_submit_tasks():
     ran: list[str] = []
     with new_queue() as queue:
         with held_back(queue):
             queue.submit(lambda: queue.submit(lambda: ran.append("submitted by a task")))
-            queue.submit(lambda: ran.append("submitted before it ran"))
+            queue.submit(lambda: ran.append("submitted by the test"))
         queue.synchronize()
         queue.synchronize()
-    assert ran == ["submitted before it ran", "submitted by a task"]
+    assert ran == ["submitted by the test", "submitted by a task"]
 
 
 def test_queue_keeps_order_of_each_submitting_thread():
@@ -312,7 +312,7 @@ def test_mark_raises_only_errors_of_earlier_tasks():
                 with_error.synchronize()
 
 
-def test_elapsed_time_to_failed_mark_raises_its_error():
+def test_elapsed_time_to_failed_mark_raises_error_of_the_mark():
     with new_queue() as queue:
         start = mark_on(queue)
         queue.submit(failing(ValueError("no time")))
@@ -365,7 +365,7 @@ def test_synchronize_in_task_of_same_queue_raises():
             queue.synchronize()
 
 
-def test_error_of_self_waiting_task_reaches_next_synchronize():
+def test_synchronize_raises_error_of_task_that_waits_for_itself():
     tried = threading.Event()
 
     def task() -> None:
@@ -381,7 +381,7 @@ def test_error_of_self_waiting_task_reaches_next_synchronize():
             queue.synchronize()
 
 
-def test_waiting_in_task_for_later_mark_raises():
+def test_task_waiting_for_later_mark_of_its_queue_raises():
     queue = HostQueue("test")
     queue.submit(lambda: mark_on(queue).synchronize())
     assert isinstance(result_of(queue.synchronize), StateError)
@@ -392,7 +392,7 @@ def test_waiting_in_task_for_later_mark_raises():
 
 
 class Memory:
-    """An object used by a task, observed through a weak reference."""
+    """An object that a task uses. The tests observe its lifetime through a weak reference."""
 
     def use(self) -> None:
         pass
@@ -438,8 +438,8 @@ def test_raised_error_does_not_keep_task_memory_alive():
         assert watched() is None, "the idle queue still holds the error with its traceback and frames"
 
 
-def test_gc_during_submit_may_submit_to_same_queue():
-    """A finalizer may submit a deallocation at any time, because the collector may run at any allocation."""
+def test_gc_during_submit_can_submit_to_same_queue():
+    """A finalizer can submit a deallocation at any time, because the collector can run at any allocation."""
     script = """
         import gc
         from kvtier.memory.stream import HostQueue
@@ -499,7 +499,7 @@ def test_queue_close_twice_is_allowed():
     assert result_of(queue.close) is None
 
 
-def test_queue_may_be_closed_by_its_own_task():
+def test_task_can_close_its_own_queue():
     queue = HostQueue("test")
     threads: list[threading.Thread] = []
     queue.submit(lambda: threads.append(threading.current_thread()))

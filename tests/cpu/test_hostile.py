@@ -1,4 +1,4 @@
-"""The attacks in benchmarks.hostile are complete requests, and its clients report the faults of a test server."""
+"""In benchmarks.hostile, each attack is a complete request, and the clients report wrong answers of a server."""
 
 import asyncio
 import json
@@ -99,6 +99,6 @@ def test_attack_receives_answer_and_stays_below_body_limit(name):
         return await attack.prepare(target, attack.address)()
 
     outcome, body = asyncio.run(serve_once("HTTP/1.1 400 Bad\r\n\r\n", client))
-    assert outcome == "400" or attack.item == 4  # a server that closes early may reset the connection
+    assert outcome == "400" or attack.item == 4  # the server closes early, which can reset the connection
     assert len(body) <= BODY_LIMIT
     assert attack.item == 4 or json.loads(body)["model"] == "m"

@@ -12,7 +12,7 @@ IDS = [0, 1, 2, 32_000, 7, 7, 99, 5, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32])
-def test_chain_from_tensor_has_same_keys_as_from_list(dtype):
+def test_chain_from_tensor_has_same_keys_as_chain_from_list(dtype):
     tensor = torch.tensor(IDS, dtype=dtype)
     chain = Chain(NAMESPACE, tensor)
     assert chain.keys() == Chain(NAMESPACE, IDS).keys()

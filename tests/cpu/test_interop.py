@@ -219,7 +219,7 @@ def test_wrap_big_endian_array_raises(name):
 
 
 @pytest.mark.parametrize("foreign", [ml_dtypes.uint2, ml_dtypes.uint4, ml_dtypes.float4_e2m1fn])
-def test_wrap_unpacked_ml_dtypes_raises_with_pack_hint(foreign):
+def test_wrap_unpacked_ml_dtypes_raises_and_names_buffer_pack(foreign):
     array = np.zeros(4, foreign)
     with pytest.raises(DTypeError, match=r"one \w+ per byte, but kvtier packs \d; copy with Buffer\.pack"):
         Buffer.wrap(array)
@@ -323,7 +323,7 @@ def test_read_only_buffer_exports_are_read_only():
     assert buffer.memoryview().tobytes() == bytes([2, 3, 4, 5])
 
 
-def test_read_only_buffer_torch_and_dlpack_export_raise():
+def test_torch_and_dlpack_export_of_read_only_buffer_raise():
     buffer = Buffer.wrap(bytes(4))
     with pytest.raises(ArgumentError, match="read-only"):
         buffer.torch()
@@ -386,7 +386,7 @@ def test_torch_export_shares_memory(name, placement, make):
         assert tensor.numel() == buffer.size
 
 
-def test_torch_export_dtype_of_packed_dtypes():
+def test_torch_export_of_packed_dtype_is_uint8_except_for_fp4():
     assert Buffer(4, "fp4").torch().dtype == torch.float4_e2m1fn_x2
     assert Buffer(4, "u4").torch().dtype == Buffer(8, "u2").torch().dtype == torch.uint8
 
@@ -560,7 +560,7 @@ def test_buffer_close_releases_wrapped_source():
     ],
     ids=["torch", "from_dlpack", "legacy capsule", "versioned capsule", "wrap"],
 )
-def test_torch_export_outlives_buffer_close(export, placement, make):
+def test_torch_export_keeps_memory_alive_after_buffer_close(export, placement, make):
     buffer = make(placement, array_of("i32"))
     memory = weakref.ref(buffer.holding)
     exported = export(buffer)
@@ -586,7 +586,7 @@ def test_torch_export_outlives_buffer_close(export, placement, make):
     ],
     ids=["numpy", "memoryview", "asarray", "from_dlpack", "array interface"],
 )
-def test_host_export_outlives_buffer_close(export, make):
+def test_host_export_keeps_memory_alive_after_buffer_close(export, make):
     buffer = make(CPU, array_of("i32"))
     memory = weakref.ref(buffer.holding)
     part = export(buffer)[2:]
@@ -687,7 +687,7 @@ def test_wrap_cuda_array_waits_for_producer_stream(in_context):
 
 @needs_gpu
 @pytest.mark.parametrize("stream", [None, 1, 2], ids=["none", "legacy default", "per-thread default"])
-def test_cuda_array_interface_accepts_numbered_streams(stream):
+def test_wrap_cuda_array_accepts_special_stream_numbers(stream):
     tensor = torch.arange(4, device="cuda")
     for ours in (None, Stream("cuda:0")):
         with context(stream=ours):
@@ -696,7 +696,7 @@ def test_cuda_array_interface_accepts_numbered_streams(stream):
 
 @needs_gpu
 @pytest.mark.parametrize("stream", [None, 1, -1], ids=["none", "legacy default", "do not wait"])
-def test_dlpack_accepts_numbered_streams(stream, make):
+def test_dlpack_export_accepts_special_stream_numbers(stream, make):
     buffer = make(Placement("cuda", 0), array_of("i32"))
     for ours in (None, Stream("cuda:0")):
         with context(stream=ours):

@@ -1,4 +1,4 @@
-"""The mutants that `make mutate` generates, and its report on a small project."""
+"""`make mutate` generates the expected mutants, and reports the outcome of each mutant of a small project."""
 
 import ast
 import json

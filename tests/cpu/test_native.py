@@ -43,7 +43,7 @@ def c_compiler() -> str:
 
 
 def load_as_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
-    """Load the native code like a new process that has these environment variables."""
+    """Load the native code as a new process with these environment variables would load it."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -61,7 +61,10 @@ def assert_copies(loaded: Native) -> None:
 
 
 def table_of(source: np.ndarray, pieces: Sequence[tuple[int, int, int]], target: np.ndarray) -> np.ndarray:
-    """Return rows of source addresses, target addresses and sizes. A piece is (source offset, target offset, size)."""
+    """Return a table whose three rows are source addresses, target addresses and sizes.
+
+    Each piece is (source offset, target offset, size).
+    """
     table = np.empty((3, len(pieces)), np.int64)
     table[:] = np.array(pieces, np.int64).reshape(-1, 3).T
     table[0] += source.ctypes.data
@@ -261,7 +264,7 @@ def test_native_code_in_cache_is_reused(monkeypatch, tmp_path):
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_native_code_damaged_in_cache_is_recompiled(monkeypatch, tmp_path):
+def test_damaged_native_code_in_cache_is_recompiled(monkeypatch, tmp_path):
     c_compiler()
     load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "whole"), CC=None)
     [library] = (tmp_path / "whole").iterdir()
@@ -290,7 +293,7 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def quick_compiler(monkeypatch, tmp_path, built) -> None:
-    """Set CC to a script that copies the compiled library, which is faster than compiling."""
+    """Set CC to a script that only copies the compiled library, to save time."""
     script = tmp_path / "quick-cc"
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncat {built} > "$last"\nchmod +x "$last"\n')
     script.chmod(0o700)
@@ -299,7 +302,7 @@ def quick_compiler(monkeypatch, tmp_path, built) -> None:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
-    """Return a planted library in the cache directory, and the file that it creates when it is loaded."""
+    """Plant a library in the cache directory. Return its path and the file that the library creates when loaded."""
     folder, mark = tmp_path / "shared", tmp_path / "was-loaded"
     folder.mkdir(mode=0o700)
     source = tmp_path / "planted.c"
@@ -342,7 +345,7 @@ def test_native_code_below_shared_folder_is_not_loaded(monkeypatch, planted, tmp
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_below_sticky_folder_is_cached(monkeypatch, tmp_path):
-    """In a sticky folder such as /tmp, users cannot replace the entries of others."""
+    """In a sticky folder such as /tmp, a user cannot replace the files of another user."""
     (tmp_path / "sticky").mkdir()
     (tmp_path / "sticky").chmod(0o1777)
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
@@ -362,7 +365,7 @@ def test_native_code_in_folder_of_another_user_is_not_loaded(monkeypatch, plante
 
 
 @pytest.mark.parametrize("how", ["mode", "owner", "link"])
-def test_native_code_in_file_of_others_is_replaced(monkeypatch, planted, tmp_path, how):
+def test_native_code_in_untrusted_file_is_replaced(monkeypatch, planted, tmp_path, how):
     library, mark = planted
     if how == "mode":
         library.chmod(0o775)
@@ -399,7 +402,7 @@ def test_native_code_in_folder_reached_by_link_is_cached(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_path):
+def test_native_code_with_read_only_cache_is_compiled_privately(monkeypatch, tmp_path):
     """This happens in a container whose root is read-only and whose image contains no compiled code."""
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -415,7 +418,7 @@ def test_native_accepts_compiler_with_arguments(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "/dev/null"])
-def test_native_broken_compiler_is_recorded_as_reason(monkeypatch, tmp_path, compiler):
+def test_native_reason_names_compiler_that_failed(monkeypatch, tmp_path, compiler):
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
     assert loaded.code is None
     assert f"compiling with {compiler} failed" in loaded.reason
@@ -430,19 +433,19 @@ def test_native_reason_includes_compiler_output(monkeypatch, tmp_path):
     assert "no_such_header.h" in loaded.reason
 
 
-def test_native_missing_compiler_is_recorded_as_reason(monkeypatch, tmp_path):
+def test_native_reason_says_that_no_compiler_was_found(monkeypatch, tmp_path):
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
     assert loaded.code is None
     assert "no C compiler found (looked for $CC, cc, gcc, clang)" in loaded.reason
 
 
-def test_native_unusable_cache_directory_is_recorded_as_reason(monkeypatch):
+def test_native_reason_names_unusable_cache_directory(monkeypatch):
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
     assert loaded.code is None
     assert NOT_A_FOLDER in loaded.reason
 
 
-def test_native_missing_home_directory_is_recorded_as_reason(monkeypatch):
+def test_native_reason_says_that_home_directory_is_missing(monkeypatch):
     """This happens in a container that runs under a user id without a passwd entry."""
 
     def raise_key_error(uid: int) -> None:
@@ -474,7 +477,7 @@ def test_batch_copy_without_compiler_uses_loop(tmp_path):
     assert "no C compiler found" in reason
 
 
-def test_native_code_can_be_compiled_by_two_processes(tmp_path):
+def test_native_code_can_be_compiled_by_two_processes_at_once(tmp_path):
     c_compiler()
     script = """
         import sys
@@ -540,7 +543,7 @@ def test_write_atomically_failure_leaves_no_temporary_file(tmp_path):
     assert list(tmp_path.iterdir()) == [taken]
 
 
-def test_write_atomically_reader_sees_one_version(tmp_path: Path):
+def test_reader_sees_one_version_during_write_atomically(tmp_path: Path):
     path = tmp_path / "file"
     versions = [bytes([number]) * 100_000 for number in range(20)]
     write_atomically(path, versions[0])

@@ -63,7 +63,7 @@ def test_permutation_is_identity_only_for_identity(perm, size):
     assert Permutation.identity(len(perm)).size0 == len(perm)
 
 
-def test_permutation_equality_ignores_new_row_numbers():
+def test_permutation_equality_ignores_the_index_of_new_rows():
     assert Permutation([0, 3], 2) == Permutation([0, 9], 2) != Permutation([3, 0], 2)
     assert hash(Permutation([0, 3], 2)) == hash(Permutation([0, 9], 2))
     assert repr(Permutation([1, 7], 2)) == "Permutation([1, new], size0=2)"
@@ -80,7 +80,7 @@ def test_permutation_with_invalid_rows_raises():
         Permutation([[0, 1]], 3)
 
 
-def test_permutation_copies_its_array():
+def test_permutation_copies_the_given_array():
     rows = np.array([1, 0])
     perm = Permutation(rows, 2)
     rows[0] = 0

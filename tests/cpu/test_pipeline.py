@@ -1,4 +1,4 @@
-"""The pipeline: order of ops and rows, request life cycle, failures, and random runs against a counter in a State."""
+"""The pipeline: order of ops and rows, request life cycle, failures, and random runs that are checked by counting."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ class Request:
         return self.name
 
 
-class Planned(Exception):
+class PlannedError(Exception):
     pass
 
 
@@ -41,13 +41,13 @@ def on_stream(task):
 
 
 class Counter(Module):
-    """Counts the forwards of each request in a State, and checks that a count on the host is the same."""
+    """Counts the forward passes of each request in a State, and compares the result with a count on the host."""
 
     def __init__(self, phases):
         self.state = State((MAX_ROWS,), "i64")
         self.initial = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(phases)]
         self.kept = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(phases)]
-        self.log, self.fail_at, self.error = [], None, Planned
+        self.log, self.fail_at, self.error = [], None, PlannedError
 
     def _enter(self, op, env):
         batch = env.at(BATCH)
@@ -60,7 +60,7 @@ class Counter(Module):
     def add(self, requests):
         for request in requests:
             if request.name == "refused":
-                raise Planned("ADD")
+                raise PlannedError("ADD")
             request.added += 1
 
     def setup(self, env):
@@ -137,7 +137,7 @@ def names(pipeline):
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_pipeline_results_lag_by_phases_minus_one(phases, seed):
+def test_pipeline_results_arrive_phases_minus_one_steps_later(phases, seed):
     pipeline, counter = pipeline_of(phases, seed)
     ticket = pipeline.add(Request("a"))
     for step in range(1, 8):
@@ -182,7 +182,7 @@ def test_cancelled_request_is_removed_after_its_last_batch():
     a.cancel()
     a.finish()  # no effect after cancel
     assert a.status is TicketStatus.RETIRING
-    pipeline.step([a, b])  # the pipeline skips a
+    pipeline.step([a, b])  # the pipeline skips request a
     assert names(pipeline) == ["b"]
     assert a.request.removed == 0
     pipeline.drain()
@@ -197,14 +197,14 @@ def test_request_rejected_by_module_fails_at_once():
     pipeline, _ = pipeline_of(1, 0)
     ticket = pipeline.add(Request("refused"))
     assert ticket.status is TicketStatus.FAILED
-    assert isinstance(ticket.error, Planned)
+    assert isinstance(ticket.error, PlannedError)
     pipeline.close()
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("op", [op for op in BatchOp if op.per_batch])
-def test_module_error_fails_its_batch_only(op, phases, seed):
+def test_module_error_fails_only_one_batch(op, phases, seed):
     pipeline, counter = pipeline_of(phases, seed)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
     others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
     assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
-    # With streams, each op and each copy has another span for its execution on the stream.
+    # With streams, each op and each copy has a second span, for its execution on the stream.
     on_streams = 27 if executor is ThreadExecutor else 0
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -341,7 +341,7 @@ def test_pipeline_synchronizes_once_per_step(monkeypatch, phases):
 
 
 @pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH])
-def test_failed_batch_is_collected_after_its_stream_work(op):
+def test_failed_batch_is_collected_after_its_stream_work_ends(op):
     class Slow(Module):
         """Enqueues slow work on the stream, and fails the op while the work still runs."""
 
@@ -349,7 +349,7 @@ def test_failed_batch_is_collected_after_its_stream_work(op):
             if env.at(BATCH).sequence == 0:
                 self.stream = current_stream(CPU)
                 self.stream.enqueue(lambda: time.sleep(0.05))
-                raise Planned
+                raise PlannedError
 
     setattr(Slow, op.value, Slow.run)
     slow = Slow()
@@ -383,14 +383,14 @@ class FailsOnTheStream(Module):
 
     def forward(self, env):
         def fail():
-            raise Planned("on the stream")
+            raise PlannedError("on the stream")
 
         if env.at(BATCH).sequence == self.at:
             on_stream(fail)
 
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
-def test_stream_error_fails_its_batch_only(phases):
+def test_stream_error_fails_only_one_batch(phases):
     counter, device = Counter(phases), FailsOnTheStream()
     pipeline = Pipeline([counter, device], phases=phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
@@ -439,15 +439,15 @@ def test_pipeline_use_after_close_raises():
             use()
 
 
-def test_remove_error_is_raised_by_close_and_threads_end():
+def test_pipeline_close_raises_error_of_remove_and_ends_threads():
     class FailsOnRemove(Module):
         def remove(self, requests):
-            raise Planned(str(requests))
+            raise PlannedError(str(requests))
 
     pipeline = Pipeline([FailsOnRemove()])
     a, b = pipeline.add("a"), pipeline.add("b")
     pipeline.step([a, b])
-    with pytest.raises(Planned, match="a"):
+    with pytest.raises(PlannedError, match="a"):
         pipeline.close()
     assert [a.status, b.status] == [TicketStatus.CANCELLED] * 2
     pipeline.close()

@@ -35,7 +35,7 @@ def make_targets() -> set[str]:
     return {target for rule in rules for target in rule.split()}
 
 
-def test_readme_fits_on_one_screen():
+def test_readme_has_at_most_90_lines():
     lines = README.splitlines()
     assert len(lines) <= 90
     assert [line for line in lines if len(line) > 120] == []
@@ -77,7 +77,7 @@ def test_readme_kvtier_commands_exist():
     assert [name for name in mentioned if not re.search(rf"^ +{name} ", help_text, re.MULTILINE)] == []
 
 
-def test_readme_links_exist():
+def test_readme_link_targets_exist():
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
     assert [link for link in links if not (ROOT / link).exists()] == []
 

@@ -14,7 +14,7 @@ from trace_support import write_trace
 GIB = 1 << 30
 MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, "kv_bytes": 64.0}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Return the HTML page and the JSON result of `kvtier replay` and of `kvtier plan`."""
+    """Run `kvtier replay` and `kvtier plan`. Return the HTML page and the JSON result of each command."""
     folder = tmp_path_factory.mktemp("reports")
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), folder / "<t>.jsonl")
     (folder / "model.json").write_text(json.dumps(MODEL))
@@ -104,11 +104,13 @@ def test_replay_plots_match_json(opened):
 
 def test_plan_plots_match_json(opened):
     page, result = opened("plan")
-    bare = [run for run in result["results"] if not run["disk_bytes"]]
+    without_disk = [run for run in result["results"] if not run["disk_bytes"]]
     ttft = marks(page, "host-ttft")
     for share in ("p50", "p90", "p99"):
-        assert numbers(ttft[share]) == [(run["host_bytes"] / GIB, run["ttft"][share]) for run in bare]
-    assert numbers(marks(page, "host-hits")["host only"]) == [(r["host_bytes"] / GIB, r["hit_rate"]) for r in bare]
+        assert numbers(ttft[share]) == [(run["host_bytes"] / GIB, run["ttft"][share]) for run in without_disk]
+    assert numbers(marks(page, "host-hits")["host only"]) == [
+        (r["host_bytes"] / GIB, r["hit_rate"]) for r in without_disk
+    ]
     assert result["advice"]["text"][0] in page.text_content("#intro")
     drawn = sum(len(pairs) for pairs in marks(page, "disk-ttft").values())
     hosts = {run["host_bytes"] for run in result["results"] if run["disk_bytes"]}

@@ -136,7 +136,7 @@ def test_empty_typed_buffer_round_trips(reader):
     assert (loaded.buffer.size, loaded.buffer.dtype, loaded.shape) == (0, dt.bf16, (0,))
 
 
-def test_load_from_memory_copies():
+def test_load_from_memory_copies_the_bytes():
     memory = bytearray(record_of(numbers()))
     loaded = load(memory)
     memory[PAGE:] = bytes(len(memory) - PAGE)
@@ -176,7 +176,7 @@ def test_file_with_several_records_is_loaded_in_order(tmp_path):
 
 
 class Trickle(io.RawIOBase):
-    """A raw file that reads and writes at most 1,000 bytes per call, as a pipe or socket may."""
+    """A raw file that reads and writes at most 1,000 bytes per call, like a slow pipe or socket."""
 
     def __init__(self, content: bytes = b"") -> None:
         self.content, self.position = bytearray(content), 0
@@ -334,7 +334,7 @@ def test_load_with_converted_line_endings_raises(reader):
 
 
 @pytest.mark.parametrize("version", [2, 3, 0xFFFF])
-def test_load_of_newer_version_raises_with_versions(version, reader):
+def test_load_of_newer_version_raises_and_names_both_versions(version, reader):
     record = with_valid_checksum(changed(record_of(numbers()), 8, "<H", version))
     with pytest.raises(VersionError, match=rf"version {version}.* up to 1"):
         reader(record)

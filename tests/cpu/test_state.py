@@ -1,4 +1,4 @@
-"""State, warp and append, compared with numpy on every available placement, and RowMap, compared with a dictionary."""
+"""State, warp and append are compared with numpy on every available placement. RowMap is compared with a dictionary."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_warp_without_new_source_leaves_new_rows_unchanged(placement):
     assert values(out) == [[3], [1], [77]]
 
 
-def test_warp_reads_new_rows_at_their_own_index(placement):
+def test_warp_reads_each_new_row_at_its_index_in_the_new_order(placement):
     functor = BatchCopy()
     out = tensor([[0]] * 4, placement)
     old, new = tensor([[1], [2], [3]], placement), tensor([[11], [12], [13], [14]], placement)
@@ -120,8 +120,8 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
     assert fast[2].sum() == slow[2].sum()
 
 
-def test_row_copies_are_minimal_without_joining_old_and_new():
-    # New row 3 directly follows the old rows in memory. Its copy must still be separate from that of old rows 1 to 3.
+def test_row_copies_merge_adjacent_rows_but_not_old_with_new():
+    # In memory, new row 3 directly follows old row 3. Old rows 1 to 3 and new row 3 must still be separate copies.
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 
@@ -153,7 +153,7 @@ def test_warp_in_place_copies_only_moved_rows():
     here = tensor([[k] for k in range(6)], Placement("cpu"))
     with BatchCopy() as batch:
         warp(here, Permutation([0, 2, 1, 3, 4, 5], 6), here, batch, in_place=True)
-    assert batch.result.num_calls == 4  # two rows to scratch memory and back
+    assert batch.result.num_calls == 4  # each of two rows is copied to scratch memory and back
     with BatchCopy() as batch:
         warp(here, Permutation.identity(6), here, batch, in_place=True)
     assert batch.result.num_calls == 0
@@ -282,7 +282,7 @@ def test_state_warp_with_identity_does_nothing(placement):
     assert (state.front.data_ptr(), len(functor)) == (front, 0)
 
 
-def test_state_warp_moves_rows_and_swaps(placement):
+def test_state_warp_moves_rows_and_swaps_front_and_back(placement):
     state = State((4,), torch.int32, placement)
     state.front.copy_(torch.tensor([10, 20, 30, 40]))
     with BatchCopy() as functor:

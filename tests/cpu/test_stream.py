@@ -22,7 +22,7 @@ from kvtier.errors import ArgumentError, ClosedError, StateError, UnavailableErr
 from kvtier.memory import CPU, Event, Placement, Stream
 from support import held_back, new_stream
 
-TIMEOUT_S = 10  # much longer than any wait that does not hang
+TIMEOUT_S = 10  # reached only if a thread hangs
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 
@@ -261,7 +261,7 @@ def test_event_elapsed_without_timing_raises(first, second):
             start.elapsed(end)
 
 
-def test_event_elapsed_to_failed_event_raises_its_error():
+def test_event_elapsed_to_failed_event_raises_error_of_the_event():
     with new_stream() as stream:
         start = stream.record(Event(timing=True))
         stream.enqueue(failing(ValueError("no time")))
@@ -367,7 +367,7 @@ def test_event_of_dropped_stream_is_reached():
     assert event.query()
 
 
-def test_stream_referenced_only_by_its_task_ends_with_task():
+def test_stream_referenced_only_by_its_task_ends_its_thread():
     stream = Stream()
     thread = thread_of(stream)
     with held_back(stream):
@@ -376,7 +376,7 @@ def test_stream_referenced_only_by_its_task_ends_with_task():
     assert has_ended(thread)
 
 
-def test_stream_in_reference_cycle_ends_when_collected():
+def test_collected_stream_in_reference_cycle_ends_its_thread():
     stream = Stream()
     thread = thread_of(stream)
     cycle = {"stream": stream}
@@ -393,7 +393,7 @@ def test_dropped_stream_that_waits_for_task_does_not_deadlock():
 
         first, second = Stream(), Stream()
         gate = threading.Event()
-        first.enqueue(functools.partial(lambda held: gate.wait(), second))  # the task holds a reference
+        first.enqueue(functools.partial(lambda held: gate.wait(), second))  # the task holds a reference to `second`
         second.wait(first.record())
         second.enqueue(lambda: print("second"))
         del second  # now the task holds the last reference
@@ -466,10 +466,10 @@ def test_stream_on_missing_gpu_raises():
 
 @dataclasses.dataclass
 class Place:
-    """Model of a position in a stream, which is the end of the stream or the position of an event."""
+    """Models the current end of a stream, or the position of an event in a stream."""
 
     completed: frozenset[int] = frozenset()
-    """Tasks that must have run before this position."""
+    """Tasks that must have run before this position is reached."""
     gates: frozenset[int] = frozenset()
     """Gates that must be open before this position is reached."""
     error: Exception | None = None
@@ -482,8 +482,9 @@ class Place:
 class StreamsMachine(RuleBasedStateMachine):
     """Drive up to three streams from one thread, so that the model can predict order and errors.
 
-    Each task appends to the log. It checks that its predecessors in the model have run, and that all gates before it
-    are open.
+
+    Each task checks that all tasks before it in the model have run and that all gates before it are open. Then the task
+    appends its number to the log.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,13 @@
-"""Write trace.jsonl and hits.json, the committed trace and the hits that plain caches have on it.
+"""Write trace.jsonl, the committed trace, and hits.json, the number of hits of simple caches with this trace.
 
 PYTHONPATH=tests python tests/data/make_trace.py
 
-The trace is `synthetic:` with the knobs below. They give a hit-rate curve of the shape of the Mooncake conversation
-trace (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): long prompts, few turns, and LRU far below the
-optimum at small sizes. A test checks that the knobs still give the committed file. The hits come from the plain caches
-in this file, which share no code with kvtier. Set KVTIER_TRACE to run the same tests on the conversation trace as well.
+The trace is generated from SPEC. Its hit-rate curve has a similar shape as the curve of the Mooncake conversation trace
+(https://github.com/kvcache-ai/Mooncake, FAST25-release/traces). Both traces have long prompts and few turns. With small
+caches, LRU has far fewer hits than the optimum. A test checks that SPEC still generates the committed file.
+
+The simple caches in this file share no code with kvtier. If KVTIER_TRACE is the path of the conversation trace, the
+tests use that trace too.
 """
 
 from __future__ import annotations
@@ -34,20 +36,21 @@ Block = tuple[int, ...]
 
 
 def full_blocks(request: TraceRequest) -> list[Block]:
-    """The full blocks of a prompt, each named by all ids up to its own."""
+    """Return the full blocks of a prompt. Each block is named by its hash id and all hash ids before it."""
     count = request.input_tokens // 512
     return [request.hash_ids[: i + 1] for i in range(count)]
 
 
 def num_found(blocks: list[Block], held: Container[Block]) -> int:
-    """Blocks of the leading run that a cache holds."""
+    """Return the number of leading blocks that a cache holds."""
     return next((i for i, block in enumerate(blocks) if block not in held), len(blocks))
 
 
 def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> int:
-    """LRU if `refresh`, else FIFO: a queue in which a request's last block stands before its first.
+    """Return the number of hits of an LRU cache (if `refresh`) or of a FIFO cache.
 
-    FIFO moves blocks only if the request adds a block, since a prefix may not leave before what is behind it.
+    The last block of a request is evicted before the first block. FIFO moves the blocks of a request to the end of the
+    queue only if the request adds a block, so that no block is evicted before the blocks that follow it in a prompt.
     """
     held: dict[Block, None] = {}
     hits = 0
@@ -65,7 +68,10 @@ def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> i
 
 
 def optimum_hits(prompts: list[list[Block]], capacity: int) -> int:
-    """Evict the block whose next use is furthest away, and store nothing that is not used again (Belady, bypass)."""
+    """Return the number of hits of an optimal cache (Belady with bypass).
+
+    The cache evicts the block whose next use is furthest in the future, and stores only blocks that are used again.
+    """
     uses: dict[Block, list[int]] = {}
     time = 0
     for blocks in prompts:

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 def paged(seed, lengths, *, heads=(6, 2), dim=64, block_tokens=16, dtype=torch.float32, device=GPU):
     """Return random queries, one layer of a random cache, and a batch with random block tables.
 
-    `lengths` contains the number of computed tokens and of new tokens of each sequence.
+    For each sequence, `lengths` contains the number of computed tokens and the number of new tokens.
     """
     random = np.random.default_rng(seed)
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -155,7 +155,7 @@ from kvtier.memory import BatchCopy, Buffer, Stream, context, cuda
 
 src, dst = Buffer(64 << 20, "u8", "cuda:0"), Buffer(256 << 20, "u8", "pinned")
 at = np.array([0, 4096, 1024])
-sizes = np.array([512, 65 << 20, 512])  # the second piece exceeds its source
+sizes = np.array([512, 65 << 20, 512])  # the second piece is larger than the source
 batch = BatchCopy(path=sys.argv[1])
 batch.pointers(src.data() + at, sizes, dst.data() + (128 << 20) + at)
 try:
@@ -247,7 +247,7 @@ def test_zero_size_copy_can_be_captured():
 
 
 @pytest.mark.parametrize("path", ["driver", "loop"])
-def test_failed_copy_reports_index_address_and_size(path):
+def test_failed_copy_reports_index_and_address_and_size(path):
     done = subprocess.run([sys.executable, "-c", FAILING, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -295,7 +295,9 @@ def test_placement_of_address_comes_from_the_driver():
     for place in PLACES:
         buffer = Buffer(4096, "u8", place)
         assert cuda.placement_of(buffer.data()) == place
-    large = Buffer(64 << 20, "u8", PINNED)  # this size is registered, and not from torch's pool
+    large = Buffer(
+        64 << 20, "u8", PINNED
+    )  # memory of this size is registered with CUDA and does not come from torch's pool
     assert cuda.placement_of(large.data()) == PINNED
     assert large.torch().is_pinned()
 
@@ -312,7 +314,7 @@ def test_memory_of_pending_copy_is_not_reused(place):
             batch(src, src.size, dst)
         del src
         gc.collect()
-        again = Buffer(8 << 20, "u8", place)  # would get the memory of `src` if it were free
+        again = Buffer(8 << 20, "u8", place)  # would get the memory of `src` if that memory were free
         again.fill(99)
         torch.cuda.current_stream().synchronize()
         stream.synchronize()

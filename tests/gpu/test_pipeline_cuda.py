@@ -113,7 +113,7 @@ def test_pipeline_rows_follow_their_requests(phases, executor):
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("op", PER_BATCH)
-def test_module_error_on_cuda_fails_only_its_batch(op, phases):
+def test_module_error_on_cuda_fails_only_one_batch(op, phases):
     pipeline, counter = pipeline_of(phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_torch_and_kvtier_use_the_same_stream_per_side():
 def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
     pipeline, _ = pipeline_of(phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
-    pipeline.step([a, b])  # one-time work, such as compiling kernels, may synchronize
+    pipeline.step([a, b])  # one-time work, such as compiling kernels, is allowed to synchronize
     pipeline.step([b])
     pipeline.drain()
     waits, synchronize = [], Stream.synchronize
@@ -208,7 +208,7 @@ def test_timeline_shows_gpu_spans_in_order(tmp_path):
         pipeline.step(rows)
     pipeline.close()
     host, device = [span for span in timeline.spans if span.step >= 0], timeline.stream_spans()
-    assert len(host) == len(device) == 3 * (len(PER_BATCH) + 3)  # SETUP, PREPARE and FETCH copy
+    assert len(host) == len(device) == 3 * (len(PER_BATCH) + 3)  # SETUP, PREPARE and FETCH have one copy span each
     assert {span.track for span in device} == {"engine stream", "executor stream"}
     assert all(span.copied_bytes for span in device if span.name == "copy")
     for step in range(3):

@@ -1,4 +1,4 @@
-"""State machine of the tiers with a device cache on a GPU, copy streams and pinned memory."""
+"""Run the state machine of the tiers with a device cache on a GPU, copy streams and pinned memory."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ class CudaTiersMachine(TiersMachine):
 
 
 def test_tiers_on_cuda_never_return_wrong_bytes():
-    run(CudaTiersMachine, 25, ("device", "host"))  # 25 examples rarely include a disk hit
+    run(CudaTiersMachine, 25, ("device", "host"))  # disk hits are too rare to be required in 25 examples

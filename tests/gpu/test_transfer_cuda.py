@@ -29,12 +29,12 @@ from transfer_support import arrival_ms, in_flight_bytes, layout_of, num_layers_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
-GROUP = CacheGroup.attention("main", 8, 8, 128, "bf16", 16)  # a block has 512 KiB, each of its tensors 32 KiB
+GROUP = CacheGroup.attention("main", 8, 8, 128, "bf16", 16)  # a block has 16 tensors of 32 KiB
 NUM_BLOCKS = 600
 
 
 def new_manager(form, num_blocks=NUM_BLOCKS, config=None):
-    """Return a manager of 300 MiB on device and host, the key and value tensors of each layer, and the host memory."""
+    """Return a manager, the key and value tensors of each layer, and the host memory. Each side has 300 MiB."""
     shape = (num_blocks, GROUP.num_layers, 2, GROUP.layers[0].tensors[0].nbytes)
     whole = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
     if form == "block-first":
@@ -75,7 +75,7 @@ def test_concurrent_save_and_load_of_300_mib_are_exact(form, strategy):
         assert strategy is None or save.report.choice.strategy == strategy
 
 
-def test_layer_first_is_staged_and_block_first_is_direct():
+def test_layer_first_cache_uses_staging_and_block_first_does_not():
     for form, strategy in (("block-first", "direct"), ("layer-first", "staged")):
         manager, _, _ = new_manager(form)
         with manager:
@@ -178,7 +178,7 @@ def test_host_memory_is_pinned_in_pieces_until_freed():
     assert cuda.placement_of(pointer) != PINNED
 
 
-def test_run_across_registered_pieces_is_copied():
+def test_swap_across_pinned_pieces_makes_one_copy_per_piece():
     host = HostMemory(GROUP, 300, GPU, piece_bytes=32 << 20)
     host.wait_ready(timeout=60)
     cache = torch.randint(0, 256, (300, GROUP.block_bytes), dtype=torch.uint8, device="cuda")
@@ -264,7 +264,7 @@ def test_doctor_in_fresh_process_calibrates(tmp_path):
 
 def test_event_synchronize_waits_for_short_and_long_work():
     stream = Stream(GPU)
-    for cycles in (200_000, 100_000_000):  # 0.1 ms and 50 ms; after a while, the thread sleeps in the driver
+    for cycles in (200_000, 100_000_000):  # 0.1 ms and 50 ms; in the longer wait, the thread sleeps in the driver
         event = Event(blocking=True)
         with torch.cuda.stream(stream.native):
             torch.cuda._sleep(cycles)

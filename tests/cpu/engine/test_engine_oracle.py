@@ -18,7 +18,7 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_random_arrivals_equal_transformers_in_any_cache(checkpoint, kind):
+def test_engine_tokens_equal_transformers_in_any_order_and_cache(checkpoint, kind):
     folder, oracle = checkpoint(kind)
     model = load_model(folder)
 
@@ -97,7 +97,7 @@ def test_smollm2_answers_equal_transformers(smollm2, smollm2_oracle):
 
 @needs_smollm2
 @pytest.mark.skipif(SOAK < 2, reason="slow; set KVTIER_SOAK to 2 or more")
-def test_soak_32_mixed_prompts_equal_transformers(smollm2, smollm2_oracle):
+def test_soak_answers_to_32_prompts_equal_transformers(smollm2, smollm2_oracle):
     model, tokenizer = smollm2
     text = tokenizer.encode(" ".join(f"{text} {number}." for number in range(60) for text in TEXTS))
     random = np.random.default_rng(0)

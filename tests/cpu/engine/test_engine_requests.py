@@ -23,7 +23,10 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer():
-    """Return a tokenizer with one token per byte, so that tokens split characters. The tiny model has 199 tokens."""
+    """Return a tokenizer with one token per byte, so that one character can need several tokens.
+
+    Only 198 bytes have a token, because the vocabulary of the tiny model has only 199 tokens.
+    """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
@@ -125,11 +128,11 @@ def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
         assert answer.text == text[: text.index(stop)]
         assert answer.reason is FinishReason.STOP
         assert stop in byte_tokenizer.decode(answer.tokens)
-        if not stop.endswith("\ufffd"):  # U+FFFD may be a partial character that a later token completes
+        if not stop.endswith("\ufffd"):  # U+FFFD can come from a partial character that a later token completes
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 
-def test_incomplete_stop_text_is_released_at_the_end(model, byte_tokenizer):
+def test_partial_match_of_stop_text_is_output_at_the_end(model, byte_tokenizer):
     (prompt,) = prompts(5, 10)
     engine = make_engine(model, tokenizer=byte_tokenizer)
     name = engine.add(prompt, greedy(40))
@@ -140,7 +143,7 @@ def test_incomplete_stop_text_is_released_at_the_end(model, byte_tokenizer):
 
 
 @pytest.mark.parametrize("length", [200, 254, 255])
-def test_end_of_context_finishes_with_length(model, length):
+def test_full_context_finishes_request_with_reason_length(model, length):
     """The tiny model has 256 positions."""
     (prompt,) = prompts(6, length)
     engine = make_engine(model, 80, 4, max_step_tokens=256)
@@ -159,7 +162,7 @@ def test_prompt_that_fills_the_context_is_refused(model):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_prompt_larger_than_the_cache_refuses_all_answers(model, n):
+def test_prompt_larger_than_cache_ends_all_answers_as_refused(model, n):
     engine = make_engine(model, 4, 4)
     (prompt,) = prompts(7, 30)
     name = engine.add(prompt, sampled(5, n=n))
@@ -171,7 +174,7 @@ def test_prompt_larger_than_the_cache_refuses_all_answers(model, n):
     assert answers[other].reason is FinishReason.LENGTH
 
 
-def test_answer_larger_than_the_cache_finishes_with_length(model):
+def test_answer_larger_than_cache_finishes_with_reason_length(model):
     engine = make_engine(model, 4, 4)
     (prompt,) = prompts(8, 6)
     name = engine.add(prompt, greedy(100))
@@ -197,7 +200,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """Without the check, the index would be outside the logits, and the step would fail for all requests."""
+    """If the engine accepted the token, the step would index outside the logits and fail for all requests."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"stop_token_ids must be in \[0, 199\), got \(5, {token}\)"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
@@ -226,7 +229,7 @@ def test_engine_logprobs_equal_transformers(checkpoint, model):
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_output_texts_join_to_the_decoded_tokens(model, byte_tokenizer):
+def test_joined_output_texts_equal_the_decoded_tokens(model, byte_tokenizer):
     @given(seed=st.integers(0, 10**6), stop=st.sampled_from([(), ("é",), ("\ufffd\ufffd",)]))
     @example(seed=43887, stop=("\ufffd\ufffd",))  # regression: a partial character at the end matched the stop text
     @settings(max_examples=15, deadline=None)
@@ -246,7 +249,7 @@ def test_output_texts_join_to_the_decoded_tokens(model, byte_tokenizer):
 @needs_smollm2
 @given(st.text(min_size=1, max_size=30))
 @settings(max_examples=30, deadline=None)
-def test_token_stream_of_any_text_equals_decode(text):
+def test_streamed_decoding_of_any_text_equals_decode(text):
     tokenizer = real_tokenizer()
     tokens = tokenizer.encode(text)
     stream = tokenizer.stream()
@@ -280,7 +283,7 @@ def test_abort_frees_blocks_and_ends_output(model):
     assert engine.explain(other).state == "abort"
 
 
-def test_abort_with_waiting_siblings_leaves_no_work(model):
+def test_abort_also_cancels_answers_that_have_not_started(model):
     engine = make_engine(model)
     for steps in (0, 1):
         name = engine.add(prompts(11, 100)[0], sampled(4, n=3))  # the prompt needs two steps of 64 tokens
@@ -295,7 +298,7 @@ def test_abort_with_waiting_siblings_leaves_no_work(model):
 
 
 class Faulty(Model):
-    """A model that raises `raise_next` once, after it has written to the cache."""
+    """A model that writes to the cache and then raises `raise_next`, if this is set, in one forward pass."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
@@ -328,7 +331,7 @@ def test_step_error_ends_only_requests_in_the_step(model, at):
     assert failed
     assert all("RuntimeError: the device failed" in answers[key].error for key in failed)
     assert {key[0] for key in failed} < set(names)
-    assert (names[0], 1) in answers  # a sibling is reported even if the step failed before the sibling started
+    assert (names[0], 1) in answers  # the second answer is reported even if it had not started
     for name, prompt in zip(names[1:], given[1:], strict=True):
         if (name, 0) not in failed:
             assert answers[name].tokens == alone(model, prompt, greedy(6)).tokens
@@ -384,7 +387,7 @@ def test_interrupt_propagates_and_the_engine_continues(model):
     assert finish(engine)[again].tokens == alone(model, prompt, greedy(4)).tokens
 
 
-def test_reset_and_abort_between_steps_keep_other_requests(model):
+def test_cache_reset_and_abort_do_not_affect_later_requests(model):
     engine = make_engine(model)
     first, second = prompts(14, 10, 12)
     name = engine.add(first, greedy(5))

@@ -1,4 +1,4 @@
-"""With any proposer, speculation does not change the answers and accepts correct drafts."""
+"""With any proposer, speculation accepts correct drafts and does not change the answers."""
 
 import os
 from dataclasses import replace
@@ -25,12 +25,12 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def draft(checkpoint):
-    """Return a model with another architecture and shape, and with the same vocabulary."""
+    """Return a draft model that has the vocabulary of `model`, but another architecture and shape."""
     return load_model(checkpoint("qwen3")[0], ops=InvariantOps())
 
 
 class RandomProposer:
-    """Proposes random parts of the correct answer, some with a wrong token."""
+    """Proposes a random number of the correct next tokens. Half of the proposals have one token replaced."""
 
     models = ()
 
@@ -63,7 +63,7 @@ def test_drafts_never_change_an_answer(model, draft):
         seed=st.integers(0, 10**6),
         proposer_name=st.sampled_from(sorted(proposers)),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([52, 64, 256]),  # at least the longest request: 38 + 15 tokens, without the last token
+        room=st.sampled_from([52, 64, 256]),  # the longest request stores 52 tokens: 38 + 15 without the last one
         max_step_tokens=st.sampled_from([4, 32]),
         prefix_caching=st.booleans(),
     )
@@ -90,7 +90,7 @@ def test_drafts_never_change_an_answer(model, draft):
     check()
 
 
-def steps_alone(engine, prompt, params):
+def answer_of(engine, prompt, params):
     name = engine.add(prompt, params)
     return finish(engine)[name]
 
@@ -98,18 +98,18 @@ def steps_alone(engine, prompt, params):
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
 def test_draft_by_the_same_model_is_always_accepted(model, block_tokens, temperature):
-    """Also check prefix hits and partial block copies, which include the KV of the draft model."""
+    """Prefix hits and copies of partial blocks must include the KV of the draft model."""
     engine = make_engine(model, 256 // block_tokens, block_tokens, proposer=DraftProposer(model, 4))
     params = SamplingParams(temperature=temperature, seed=1, ignore_eos=True, max_tokens=21)
     long, short = prompts(1, 37, 21, shared=[23, 23])
-    cold = steps_alone(engine, long, params)
+    cold = answer_of(engine, long, params)
     assert cold.num_cached == 0
     for prompt, hit in ((long, 56), (short, 20), (long + cold.tokens[:9], 61)):
-        answer = steps_alone(engine, prompt, params)
+        answer = answer_of(engine, prompt, params)
         assert answer.num_cached >= hit // block_tokens * block_tokens
         assert answer.num_steps == 5  # one step for the first token, then four steps of five tokens
         assert answer.tokens == alone(model, prompt, params).tokens
-    copied = steps_alone(engine, [*long[:30], 7, 8, 9], params)
+    copied = answer_of(engine, [*long[:30], 7, 8, 9], params)
     assert copied.num_cached == 30
     assert copied.num_steps == 5
     assert engine.explain("request-0").num_cached_tokens == 0
@@ -133,7 +133,7 @@ def test_ngram_proposer_finds_repeated_text(model):
 def test_drafts_stop_at_the_end_of_the_context(model, length):
     (prompt,) = prompts(3, length)
     engine = make_engine(model, 70, 4, max_step_tokens=256, proposer=DraftProposer(model, 4))
-    answer = steps_alone(engine, prompt, greedy(100))
+    answer = answer_of(engine, prompt, greedy(100))
     assert len(answer.tokens) == 256 - length
     assert answer.tokens == alone(model, prompt, greedy(100)).tokens
 
@@ -144,14 +144,14 @@ def test_drafts_need_no_more_blocks_than_the_answer(model, num_blocks):
     (prompt,) = prompts(4, 6)
     plain = make_engine(model, num_blocks, 4)
     guessing = make_engine(model, num_blocks, 4, proposer=DraftProposer(model, 4))
-    actual, expected = (steps_alone(engine, prompt, greedy(100)) for engine in (guessing, plain))
+    actual, expected = (answer_of(engine, prompt, greedy(100)) for engine in (guessing, plain))
     assert actual.tokens == expected.tokens
     assert actual.reason is FinishReason.LENGTH
     assert guessing.explain("request-0").num_preempted <= 1
 
 
 class Failing(Model):
-    """A draft model that fails when it drafts, but not when a step of the engine fills its cache."""
+    """A draft model that fails to compute logits. Engine steps can still fill its cache, but drafting fails."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
@@ -165,18 +165,18 @@ def test_failing_proposer_warns_and_answers_continue(model, draft):
     engine = make_engine(model, proposer=DraftProposer(Failing(draft), 2))
     (prompt,) = prompts(5, 9)
     with pytest.warns(RuntimeWarning, match="the draft model failed"):
-        answer = steps_alone(engine, prompt, greedy(6))
+        answer = answer_of(engine, prompt, greedy(6))
     assert answer.tokens == alone(model, prompt, greedy(6)).tokens
 
 
-def test_draft_model_limits_vocabulary_and_context(model):
+def test_small_draft_model_raises_or_limits_the_context(model):
     other = Model(replace(model.config, vocab_size=100), model.weights)
     with pytest.raises(ArgumentError, match="100 tokens, but the model has 199"):
         make_engine(model, proposer=DraftProposer(other))
     short = Model(replace(model.config, max_positions=64), model.weights, InvariantOps())
     engine = make_engine(model, proposer=DraftProposer(short))
     (prompt,) = prompts(6, 50)
-    answer = steps_alone(engine, prompt, greedy(100))
+    answer = answer_of(engine, prompt, greedy(100))
     assert len(answer.tokens) == 14
     assert answer.tokens == alone(model, prompt, greedy(14)).tokens
     with pytest.raises(RangeError, match="may have at most 64"):
@@ -195,7 +195,7 @@ def test_n_answers_are_the_same_with_and_without_drafts(model, draft):
     assert actual[0] == actual[1] == actual[2]
 
 
-def test_drafts_respect_penalties_logprobs_and_min_tokens(model):
+def test_drafts_work_with_penalties_and_logprobs_and_min_tokens(model):
     (prompt,) = prompts(8, 10)
     for params in (
         greedy(20, penalties=Penalties(frequency=1.5, presence=0.5, repetition=1.3)),
@@ -204,7 +204,7 @@ def test_drafts_respect_penalties_logprobs_and_min_tokens(model):
     ):
         expected = alone(model, prompt, params)
         engine = make_engine(model, proposer=RandomProposer(1, [prompt + expected.tokens]))
-        actual = steps_alone(engine, prompt, params)
+        actual = answer_of(engine, prompt, params)
         assert actual.tokens == expected.tokens
         assert actual.logprobs == expected.logprobs
         assert actual.num_steps < expected.num_steps

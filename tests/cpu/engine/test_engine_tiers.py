@@ -1,4 +1,4 @@
-"""The cache never changes an answer: with a host tier, tiny pools, every write policy and failing copies."""
+"""No answer depends on the cache: on a host tier, a disk tier, tiny pools, write policies or failing copies."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
     talks = conversations(random, 5)
     expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
-    if overlaps_compute:  # as on a GPU, saves start after the forward pass was launched and are polled while it runs
+    if overlaps_compute:  # as on a GPU, saves start after the launch of the forward pass and are polled during it
         engine.tiers._controller.overlaps_compute = True
         engine._choose._to_list = polling(engine)
     assert talk(engine, talks) == expected
 
 
 def polling(engine: Engine):
-    """Return a `to_list` that polls transfers until no copy is in flight, as on a GPU."""
+    """Return a `to_list` that first polls transfers until no copy is in flight, as on a GPU."""
 
     def to_list(tokens: torch.Tensor) -> list[int]:
         while engine.tiers.poll_while_waiting():
@@ -105,14 +105,13 @@ def test_poll_while_waiting_ignores_store_transfers(model, tmp_path):
     engine.add([1] * 21, greedy(1))
     while engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks < 5:
         engine.step()
-    engine.tiers.submit(engine.manager.plan())  # blocks on the host are stored
+    engine.tiers.submit(engine.manager.plan())  # write the blocks in host memory to the disk
     assert engine.manager.transfers.num_blocks(Route.HOST_TO_STORE, "disk") > 0
     assert not engine.tiers.poll_while_waiting()
     engine.close()
 
 
-def test_saves_start_after_compute_and_loads_before(model):
-    """A save is submitted after its step has computed. A load that the step needs is submitted before."""
+def test_step_submits_loads_before_compute_and_saves_after(model):
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -140,7 +139,7 @@ def test_saves_start_after_compute_and_loads_before(model):
 
 
 def test_saves_are_polled_after_compute_and_when_idle(model):
-    """A step without rows polls saves at once, because a request may wait until a save has freed blocks."""
+    """A step without rows polls saves at once, because a waiting request can need the blocks that a save frees."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -235,8 +234,8 @@ def test_host_hits_are_counted(model):
     assert all(engine.explain(str(i)).num_cached_tokens >= 20 for i in range(6))
 
 
-def test_draft_blocks_are_moved_with_the_main_blocks(model):
-    """The model drafts for itself. The cache group of the draft is saved and loaded with the main group."""
+def test_blocks_of_draft_and_main_model_move_together(model):
+    """The draft model is the main model itself. The blocks of both cache groups are saved and loaded together."""
     import random
 
     talks = conversations(random.Random(5), 4)
@@ -262,7 +261,7 @@ def test_disk_and_restart_never_change_an_answer(
     expected = talk(make(model, 400, None, caching=False), talks)
     folder = tmp_path_factory.mktemp("disk")
     disk = StoreConfig("disk", saving, wait, is_shared=is_shared)
-    for _ in range(2):  # the second engine reads the disk that the first engine wrote
+    for _ in range(2):  # the second engine reads blocks that the first engine wrote
         store = DiskStore(folder, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, num_blocks, HostConfig(num_host), disk=disk, stores={"disk": store})
         assert talk(engine, talks) == expected

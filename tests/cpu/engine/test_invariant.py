@@ -1,4 +1,4 @@
-"""Batch-invariant mode: bit-identical logits for any chunks and batches."""
+"""In batch-invariant mode, a sequence has bit-identical logits in any chunks and in any batch."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_invariant_ops_require_float32(checkpoint):
         Driver(model, 1, 8).step({0: [1, 2]})
 
 
-def test_invariant_ops_refuse_rows_that_differ_by_position():
+def test_invariant_ops_refuse_operation_that_depends_on_row():
     ops = InvariantOps()
     scale = torch.linspace(1, 2, 16)[:, None]
     with pytest.raises(UnavailableError, match="computes different bits in rows 0 and 1"):

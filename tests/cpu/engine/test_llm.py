@@ -45,7 +45,7 @@ def test_llm_answers_correctly_and_caches_the_prompt():
     assert again.num_cached_tokens >= 32
 
 
-def test_llm_answers_prompts_in_order_with_own_params(llm):
+def test_llm_generate_uses_separate_params_for_each_prompt(llm):
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (3, 1, 2)]
     answers = llm.generate(["One", "Two", "Three"], params)
     assert [len(each[0].token_ids) for each in answers] == [3, 1, 2]
@@ -54,7 +54,7 @@ def test_llm_answers_prompts_in_order_with_own_params(llm):
         llm.generate(["One", "Two"], params[:1])
 
 
-def test_llm_single_prompt_may_be_text_or_tokens(llm):
+def test_llm_accepts_single_prompt_as_text_or_token_ids(llm):
     tokens = llm.tokenizer.encode("Once upon")
     assert llm.generate("Once upon", GREEDY)[0][0].text == llm.generate(tokens, GREEDY)[0][0].text
 
@@ -72,7 +72,7 @@ def test_llm_invalid_prompt_cancels_all_requests(llm):
     assert not llm.engine.has_work()
 
 
-def test_llm_used_by_threads_answers_each_correctly(llm):
+def test_llm_answers_concurrent_threads_correctly(llm):
     prompts = [f"The number {number} is" for number in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     expected = [each[0].token_ids for each in llm.generate(prompts, params)]
@@ -89,7 +89,7 @@ def test_llm_used_by_threads_answers_each_correctly(llm):
 
 
 class InterruptsMain:
-    """A constraint that allows all but special tokens, and interrupts the main thread at the third token."""
+    """A constraint that forbids special tokens and interrupts the main thread at the third token."""
 
     def __init__(self):
         self.num_tokens = 0
@@ -103,7 +103,7 @@ class InterruptsMain:
         self.num_tokens += 1
 
 
-def test_llm_interrupted_cancels_its_requests(llm):
+def test_llm_generate_cancels_its_requests_on_interrupt(llm):
     expected = llm.generate("Once upon", GREEDY)
     interrupts = SamplingParams(max_tokens=400, constraint=InterruptsMain)
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -132,7 +132,7 @@ def test_llm_in_forked_child_raises(llm):
     os.waitpid(child, 0)
 
 
-def test_llm_closed_refuses_calls(tiny_model):
+def test_closed_llm_refuses_calls(tiny_model):
     instance = LLM(tiny_model, EngineConfig(16, CacheConfig(16)))
     instance.close()
     with pytest.raises(ClosedError, match="this LLM was closed"):
@@ -158,7 +158,7 @@ def runner(llm):
     instance.close()
 
 
-def test_runner_streams_on_other_threads(runner):
+def test_runner_streams_answers_to_several_threads_at_once(runner):
     texts = ["Once upon a time", "The sky is"]
 
     def collect(text: str) -> str:
@@ -170,7 +170,7 @@ def test_runner_streams_on_other_threads(runner):
     assert all(one_by_one)
 
 
-def test_runner_stream_closed_early_aborts_the_request(runner):
+def test_closing_a_runner_stream_early_aborts_the_request(runner):
     stream = runner.stream("Once upon a time", ENDLESS, request_id="left")
     next(stream)
     stream.close()
@@ -178,8 +178,8 @@ def test_runner_stream_closed_early_aborts_the_request(runner):
     assert runner.call(lambda engine: engine.manager.stats.num_allocations).result() == 0
 
 
-def test_runner_cancelled_submit_does_not_end_the_engine(runner):
-    """Regression: a cancelled future in the queue of the runner ended the engine."""
+def test_cancelled_submit_does_not_stop_the_runner(runner):
+    """Regression: a cancelled future in the queue of the runner stopped the runner."""
     holding, may_continue = threading.Event(), threading.Event()
 
     def hold(_: Engine) -> None:
@@ -215,7 +215,7 @@ def test_runner_call_error_does_not_end_streams(runner):
     stream.close()
 
 
-def test_runner_engine_failure_ends_streams_and_calls(runner):
+def test_engine_failure_ends_streams_and_calls_of_runner(runner):
     def broken(_: float) -> None:
         raise OSError("the power is off")
 
@@ -229,7 +229,7 @@ def test_runner_engine_failure_ends_streams_and_calls(runner):
         runner.call(lambda engine: engine.has_work())
 
 
-def test_runner_engine_failure_fails_waiting_calls(llm):
+def test_engine_failure_fails_calls_queued_in_runner(llm):
     errors = []
     engine = Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(64)))
     runner = EngineRunner(engine, errors.append)

@@ -60,7 +60,7 @@ def test_model_in_half_precision_is_close_to_float32(checkpoint, dtype):
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def test_before_layer_runs_before_the_cache_is_read(checkpoint):
+def test_before_layer_callback_precedes_use_of_the_layer_cache(checkpoint):
     model = load_model(checkpoint("llama")[0])
     cache, seen = model.new_cache(4, 4), []
     batch = ForwardBatch.build([SequenceInput([5, 6], 0, [2])], 4, torch.device("cpu"))
@@ -77,7 +77,7 @@ def test_before_layer_runs_before_the_cache_is_read(checkpoint):
     assert not cache[[0, 1, 3]].any()
 
 
-def test_forward_returns_only_the_logit_rows(checkpoint):
+def test_forward_returns_only_rows_that_need_logits(checkpoint):
     model = load_model(checkpoint("llama")[0])
     cache = model.new_cache(8, 4)
     (prompt,) = prompts(10)
@@ -91,7 +91,7 @@ def test_forward_returns_only_the_logit_rows(checkpoint):
     assert model.forward(batch, cache).shape == (4, 64)
 
 
-def test_forward_batch_layout_is_flat():
+def test_forward_batch_concatenates_sequences():
     inputs = [SequenceInput([1, 2, 3], 2, [7, 4], 0), SequenceInput([9], 4, [1, 5, 0])]
     batch = ForwardBatch.build(inputs, 4, torch.device("cpu"))
     assert batch.input_ids.tolist() == [1, 2, 3, 9]
@@ -122,7 +122,7 @@ def test_forward_batch_without_sequences_raises():
         ForwardBatch.build([], 4, torch.device("cpu"))
 
 
-def test_forward_wrong_cache_or_position_raises(checkpoint):
+def test_forward_with_wrong_cache_or_position_raises(checkpoint):
     model: Model = load_model(checkpoint("llama")[0])
     batch = ForwardBatch.build([SequenceInput([1], 0, [0])], 4, torch.device("cpu"))
     with pytest.raises(ArgumentError, match=r"\[blocks, 3, 2, block tokens, 2, 16\]"):

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a split model equals the whole model, on threads and in processes. Also failures of ranks."""
+"""A tensor-parallel model gives the same answers as the whole model. An engine with a failed rank raises."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BLOCK = 4
 
 
 def model_of(config: ModelConfig, seed: int = 1) -> Model:
-    """Return a model with biases and norms that differ between heads."""
+    """Return a model in which the biases and norms of the heads differ."""
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=seed)
     random = torch.Generator().manual_seed(seed)
     for layer in weights.layers:
@@ -62,7 +62,7 @@ DRAFT_MODEL = model_of(DRAFT, 2)
 
 
 class AllReduce:
-    """An all_reduce over threads, in place of a process group."""
+    """An all_reduce between threads, used instead of a process group."""
 
     def __init__(self, num_ranks: int) -> None:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
@@ -201,7 +201,7 @@ def test_arrived_is_false_after_load_failed_on_one_rank():
     assert manager.allocate(hold, 2 * BLOCK) is None
     loads = manager.overlap(hold)
     assert loads
-    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # rank 1 reports first, and fails
+    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # rank 1 reports first, a failed load
     transfers = tiers.begin_step(manager.plan(), loads)
     assert not transfers.arrived()
     settle(ranks=(0,))
@@ -221,7 +221,7 @@ def children() -> list[psutil.Process]:
 
 
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
-    """Return an engine with a host tier, and with a disk tier if `folder` is given. It loads every cached block."""
+    """Return an engine that never recomputes cached blocks. It has a host tier, and a disk tier in `folder`."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
@@ -252,25 +252,25 @@ def requests() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(requests) -> list[Answer]:
-    """Return the answers of one rank without a cache."""
+    """Return the answers of an engine with one rank and without prefix caching."""
     engine = Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False)))
     answers = answers_of(engine, requests)
     engine.close()
     return answers
 
 
-def test_two_ranks_give_same_answers_as_one_from_all_tiers(requests, expected, tmp_path):
+def test_two_ranks_with_all_tiers_answer_like_one_rank(requests, expected, tmp_path):
     engine = engine_of(2, tmp_path, draft=True)
     try:
         (child,) = children()
         assert_equal(answers_of(engine, requests), expected)
-        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # the device has room for two requests
+        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # some blocks were evicted to the host
         host = engine.manager.stats.tiers[1]
         assert host.hit_tokens > 0
         states = {state.name: state for state in engine.tiers.states()}
         alone = sum(model.new_cache(1, BLOCK).nbytes for model in (MODEL, DRAFT_MODEL))
         assert states["device"].block_bytes == alone
-        assert all(each.num_bytes % alone == 0 for each in engine.tiers.traffic())  # the bytes of all ranks are counted
+        assert all(each.num_bytes % alone == 0 for each in engine.tiers.traffic())  # traffic is the sum over all ranks
         assert states["disk"].used_bytes > 0
         tiers = engine.tiers
         tiers.sleep()
@@ -298,7 +298,7 @@ def test_two_ranks_give_same_answers_as_one_from_all_tiers(requests, expected, t
     engine.close()  # a second close has no effect
 
 
-def test_stored_blocks_can_be_read_with_other_rank_counts(requests, expected, tmp_path):
+def test_stored_blocks_are_readable_with_any_number_of_ranks(requests, expected, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
@@ -307,7 +307,7 @@ def test_stored_blocks_can_be_read_with_other_rank_counts(requests, expected, tm
             assert_equal(actual, expected)
             num_cached.append(sum(answer.num_cached for answer in actual))
             engine.tiers.save_all()
-            if num_ranks == 2:  # the last engine must read blocks that only these two ranks stored
+            if num_ranks == 2:  # later engines can only read blocks that two ranks stored
                 engine.tiers.reset(clear_stores=True)
                 assert_equal(answers_of(engine, requests), expected)
                 engine.tiers.save_all()
@@ -319,7 +319,7 @@ def test_stored_blocks_can_be_read_with_other_rank_counts(requests, expected, tm
     assert not children()
 
 
-def test_block_unreadable_on_one_rank_is_a_miss_on_all(requests, expected, tmp_path):
+def test_block_unreadable_on_one_rank_is_a_miss_on_all_ranks(requests, expected, tmp_path):
     engine = engine_of(1, tmp_path, kv_shards=2)
     answers_of(engine, requests)
     engine.tiers.save_all()
@@ -385,7 +385,7 @@ def test_ranks_listen_on_loopback_only_and_ignore_strangers(requests, expected, 
     assert not list(tmp_path.glob("kvtier-ranks-*"))
 
 
-def test_killed_rank_raises_engine_error_permanently(requests):
+def test_engine_raises_in_every_step_after_a_rank_was_killed(requests):
     engine = engine_of(2)
     (child,) = children()
     for prompt in requests:
@@ -401,7 +401,7 @@ def test_killed_rank_raises_engine_error_permanently(requests):
     assert not children()
 
 
-def test_hung_rank_raises_within_the_timeout(requests):
+def test_engine_raises_if_a_rank_hangs_longer_than_timeout(requests):
     engine = engine_of(2, rank_timeout_seconds=3.0)
     (child,) = children()
     engine.add(requests[0], greedy(50))
@@ -444,13 +444,13 @@ def test_interrupt_in_a_step_raises_keyboard_interrupt(requests, monkeypatch):
     assert not children()
 
 
-def test_rank_start_failure_has_the_reason_and_leaves_no_process(tmp_path):
+def test_rank_start_failure_names_reason_and_leaves_no_process(tmp_path):
     (tmp_path / "shard-3-of-4").write_text("not a folder")
     with pytest.raises(EngineError, match=r"rank 1 failed: .*shard-3-of-4"):
         engine_of(2, tmp_path)
     assert not children()
     (tmp_path / "shard-3-of-4").unlink()
-    engine = engine_of(1, tmp_path)  # the folders are not locked
+    engine = engine_of(1, tmp_path)  # the failed start left no folder locked
     engine.close()
 
 

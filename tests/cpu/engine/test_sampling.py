@@ -1,4 +1,4 @@
-"""The sampler compared with numpy and with the logits processors of transformers, and for different batches."""
+"""The sampler agrees with numpy and with the logits processors of transformers, and does not depend on the batch."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def rows(count, seed=0, scale=3.0, vocab=VOCAB):
 
 
 def reference_distribution(logits, params):
-    """Return the probability of each token that is kept, computed token by token from the most likely."""
+    """Return the probability of each token that the filters keep. The most likely tokens are visited first."""
     scaled = logits.double().numpy() / max(params.temperature, 1e-300)
     order = np.argsort(-scaled, kind="stable")
     order = order[: params.top_k or len(order)]
@@ -48,7 +48,7 @@ PARAMS = [
     SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.02),
     SamplingParams(top_k=1),
     SamplingParams(top_p=1e-9),
-    SamplingParams(top_p=5e-324),  # 1 / p is infinite
+    SamplingParams(top_p=5e-324),  # 1 / top_p is infinite
     SamplingParams(top_p=5e-324, top_k=5),
     SamplingParams(temperature=5e-324),
     SamplingParams(min_p=5e-324),
@@ -74,7 +74,7 @@ def as_dict(params):
 
 
 @pytest.mark.parametrize("params", PARAMS[1:6], ids=str)
-def test_reference_filter_equals_transformers(params):
+def test_reference_keeps_the_same_tokens_as_transformers(params):
     from transformers import generation
 
     logits = rows(20, seed=3)
@@ -102,7 +102,7 @@ def test_greedy_sample_is_the_argmax():
 
 
 def test_native_sample_equals_torch():
-    """With an additional token of probability 0, torch samples the rows: native code does not accept their length."""
+    """The rows of `wide` have one more token, of probability 0. Native code refuses this length, so torch is used."""
     random = np.random.default_rng(5)
     for vocab in (16, 64, 1008, 4096):
         logits = rows(60, vocab, scale=random.uniform(0.1, 6), vocab=vocab)
@@ -125,22 +125,22 @@ def test_native_sample_equals_torch():
             params = [dataclasses.replace(each, seed=each.seed + 60) for each in params]
 
 
-@given(seed=st.integers(0, 1000), mates=st.integers(0, 6), place=st.integers(0, 6))
+@given(seed=st.integers(0, 1000), num_others=st.integers(0, 6), place=st.integers(0, 6))
 @settings(max_examples=30, deadline=None)
-def test_sample_does_not_depend_on_the_batch(seed, mates, place):
+def test_sample_does_not_depend_on_the_batch(seed, num_others, place):
     params = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=seed, logprobs=2)
     logits = rows(1, seed)
     alone = sample(logits.clone(), [RequestSampler(params, [1, 2])])[0]
-    place = min(place, mates)
+    place = min(place, num_others)
     others = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.5), SamplingParams(top_k=3, logprobs=5)] * 2
-    requests = [RequestSampler(each) for each in others[:mates]]
+    requests = [RequestSampler(each) for each in others[:num_others]]
     requests.insert(place, RequestSampler(params, [1, 2]))
-    batch = rows(mates, seed + 1)
+    batch = rows(num_others, seed + 1)
     mixed = torch.cat([batch[:place], logits, batch[place:]])
     assert sample(mixed, requests)[place] == alone
 
 
-def test_sample_depends_on_seed_and_index():
+def test_sample_is_reproducible_and_depends_on_answer_index():
     params = SamplingParams(seed=7)
     logits = rows(1, scale=0.1).expand(20, -1)
 
@@ -152,7 +152,7 @@ def test_sample_depends_on_seed_and_index():
     assert stream(0) != stream(1)
 
 
-def test_penalties_equal_transformers_and_the_formula():
+def test_penalties_match_transformers_and_expected_values():
     from transformers.generation import RepetitionPenaltyLogitsProcessor
 
     prompt, output = [3, 4, 4, 9], [7, 3, 7]
@@ -176,7 +176,7 @@ def test_penalties_equal_transformers_and_the_formula():
     torch.testing.assert_close(actual[0], logits[0] - change)
 
 
-def test_min_tokens_forbids_early_end_tokens():
+def test_end_tokens_are_forbidden_before_min_tokens():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
     request = RequestSampler(params, eos_token_ids=[2])
     for position in range(3):
@@ -293,7 +293,7 @@ def test_penalties_at_the_limits_keep_logits_finite(repetition, scale, vocab):
     assert not request.error
 
 
-def test_penalties_keep_non_finite_scores():
+def test_penalties_keep_non_finite_logits():
     request = RequestSampler(SamplingParams(penalties=Penalties(2.0, 1.0, 1.0)), range(8))
     request.accept(0)
     logits = torch.tensor([-torch.inf, torch.inf, torch.nan, *[1.0] * 5])
@@ -315,7 +315,7 @@ def test_invalid_sampling_options_raise():
     stops=st.lists(st.text("ab#\n", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(1, 5), min_size=1),
 )
-def test_stop_checker_in_pieces_equals_whole_text(text, stops, cuts):
+def test_stop_checker_on_pieces_equals_search_in_whole_text(text, stops, cuts):
     checker, shown, at, is_stopped = StopChecker(stops), "", 0, False
     for cut in cuts * 40:
         released, is_stopped = checker.feed(text[at : at + cut])
@@ -332,7 +332,7 @@ def test_stop_checker_in_pieces_equals_whole_text(text, stops, cuts):
         assert not any(stop in shown for stop in stops)
 
 
-def test_stop_checker_releases_text_that_cannot_match():
+def test_stop_checker_releases_text_that_can_no_longer_match():
     checker = StopChecker(["User:"])
     assert checker.feed("Hello Us") == ("Hello ", False)
     assert checker.feed("a") == ("Usa", False)

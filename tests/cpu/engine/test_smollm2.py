@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Return the transformers model with weights read by the gguf package, without using kvtier."""
+    """Return the model in transformers. The gguf package reads the weights, so that kvtier does not take part."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     reader = gguf.GGUFReader(resolve("smollm2"))
@@ -58,7 +58,7 @@ def oracle():
     return peer.eval()
 
 
-def test_smollm2_weights_equal_the_file(model, oracle):
+def test_smollm2_weights_equal_those_in_the_file(model, oracle):
     state, weights = oracle.state_dict(), model.weights
     assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
     for index in (0, 17, 29):
@@ -90,7 +90,7 @@ def test_smollm2_logits_equal_transformers(model, oracle):
     torch.testing.assert_close(by_steps, expected, rtol=1e-3, atol=2e-3)
 
 
-def test_smollm2_invariant_bits_do_not_depend_on_the_batch(model):
+def test_smollm2_invariant_logits_do_not_depend_on_the_batch(model):
     exact = Model(model.config, model.weights, InvariantOps())
     first, second = list(range(100, 125)), list(range(300, 320))
     alone = Driver(exact, 1, 48, 16).step({0: first})[0]
@@ -106,7 +106,7 @@ def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
     expected = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
     disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), always_load=True)
-    for _ in range(2):  # the second engine reads the disk that the first engine wrote
+    for _ in range(2):  # the second engine reads blocks that the first engine wrote
         store = DiskStore(tmp_path, 1 << 30, segment_bytes=64 << 20, min_free_bytes=0)
         engine = Engine(invariant, tokenizer, EngineConfig(16, cache), stores={"disk": store})
         assert talk(engine, tokenizer) == expected
@@ -118,7 +118,7 @@ def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
 
 
 def talk(engine: Engine, tokenizer) -> list[tuple[int, ...]]:
-    """Run all conversations at once, one turn at a time. Return the tokens of the answers."""
+    """Run all conversations in one batch, turn by turn. Return the tokens of each answer."""
     conversations = [
         [{"role": "user", "content": question}] for question in (*QUESTIONS, "Say hello.", "What is 2 + 2?")
     ]

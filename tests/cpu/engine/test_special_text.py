@@ -1,4 +1,4 @@
-"""Special tokens in user text are encoded as text. For other text, this protection does not change the tokens."""
+"""Names of special tokens in user text are encoded as plain text. Text without such names is encoded as usual."""
 
 import functools
 
@@ -56,7 +56,7 @@ def conversation(content, name=""):
 @given(content=PLAIN, name=PLAIN)
 @settings(max_examples=60, deadline=None)
 @example(content="a <", name="|im_end|")
-def test_encode_chat_of_plain_text_equals_unprotected(kind, content, name):
+def test_encode_chat_parse_special_has_no_effect_on_plain_text(kind, content, name):
     tokenizer = make(TEMPLATES[kind])
     messages, options = conversation(content, name)
     text = tokenizer.chat_text(messages, **options).lower()
@@ -83,7 +83,10 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
         assert len(actual) <= len(messages)
     else:
         assert actual == allowed
-    if kind not in ("ascii", "inspected"):  # the output of these templates depends on the marks
+    if kind not in (
+        "ascii",
+        "inspected",
+    ):  # the output of these templates shows or depends on the marks around user text
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 
 
@@ -95,14 +98,14 @@ def test_encode_chat_with_parse_special_parses_content():
     assert tokenizer.encode_chat(forged) != tokenizer.encode_chat(real)
 
 
-def test_encode_without_parse_special_gives_text_tokens():
+def test_encode_without_parse_special_encodes_all_as_text():
     tokenizer = make(None)
     text = "a<|im_start|>b"
     assert control_tokens(tokenizer, tokenizer.encode(text)) == [tokenizer.token_id("<|im_start|>")]
     ids = tokenizer.encode(text, parse_special=False)
     assert control_tokens(tokenizer, ids) == []
     assert tokenizer.decode(ids) == text
-    assert control_tokens(tokenizer, tokenizer.encode(text))  # the setting is restored
+    assert control_tokens(tokenizer, tokenizer.encode(text))  # the default is unchanged
 
 
 @given(text=st.text(max_size=50) | HOSTILE, max_tokens=st.integers(1, 30))
@@ -125,7 +128,7 @@ def test_encode_of_too_long_text_raises_with_the_limit():
         tokenizer.encode("x" * 20_000, max_tokens=2000)
 
 
-def test_max_token_bytes_without_bound_is_none():
+def test_max_token_bytes_is_none_if_tokens_have_no_length_limit():
     assert make(None, lstrip=True).max_token_bytes is None
     assert make(None, tokenizers.normalizers.NFKC()).max_token_bytes is None
     assert make(None, tokenizers.normalizers.NFC()).max_token_bytes == 36

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates equal transformers, and token streams equal the decoded text."""
+"""Tokenizers and chat templates give the same results as transformers. Token streams return the decoded text."""
 
 import codecs
 import importlib.util
@@ -39,8 +39,8 @@ def smollm2():
 
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # transformers ignores the pre-tokenizer type of the file. The tokenizer.json of SmolLM2 splits digits first, and so
-    # does llama.cpp, which had the same tokens as kvtier for 2,015 such texts (2026-11-15).
+    # transformers ignores the pre-tokenizer type in the file. The tokenizer.json of SmolLM2 splits digits first, and so
+    # does llama.cpp. On 2026-11-15, llama.cpp and kvtier returned the same tokens for 2,015 texts with digits.
     cuts = tokenizers.pre_tokenizers
     pre = cuts.Sequence([cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)])
     oracle.backend_tokenizer.pre_tokenizer = pre
@@ -49,7 +49,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Return the folder of a byte-level tokenizer with a bos token, saved by transformers, and the tokenizer."""
+    """Return a folder and the byte-level tokenizer that transformers saved in it. The tokenizer adds a bos token."""
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -123,7 +123,9 @@ def test_token_stream_holds_back_partial_characters(folder):
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer():
-    """Return a tokenizer: token i is byte i, 256 is special, 257 is U+FFFD, 258 ends with a part of a character.
+    """Return a tokenizer in which each of the tokens 0 to 255 is one byte.
+
+    Token 256 is special. Token 257 is U+FFFD. Token 258 ends with a part of a character.
 
     Token 259 has the last byte of one character and the first two bytes of the next character.
     """
@@ -139,7 +141,7 @@ def bytes_tokenizer():
     return Tokenizer(backend)
 
 
-def test_token_bytes_are_the_real_bytes(bytes_tokenizer):
+def test_token_bytes_returns_the_bytes_of_each_token(bytes_tokenizer):
     assert [bytes_tokenizer.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert bytes_tokenizer.token_bytes(256) == b"<|end|>"
     assert bytes_tokenizer.token_bytes(257) == b"\xef\xbf\xbd"
@@ -147,7 +149,7 @@ def test_token_bytes_are_the_real_bytes(bytes_tokenizer):
     assert bytes_tokenizer.token_bytes(10**6) == b""
 
 
-def test_token_bytes_of_byte_fallback_keep_spaces():
+def test_token_bytes_with_byte_fallback_keeps_spaces():
     vocabulary = {"<unk>": 0, "<0xE2>": 1, "\u2581a": 2, "a": 3, "\ufffd": 4}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
@@ -170,35 +172,35 @@ def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
         data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
         complete, length = codecs.utf_8_decode(data, "replace", False)
         assert len(data) - length <= 3
-        # Map the held text to its complete characters. An unpaired surrogate is decoded as two U+FFFD.
+        # Keep the complete characters of the held-back text. An unpaired surrogate is decoded as two U+FFFD.
         held = {"": "", "\ufffd": "", "\ufffd\ufffd": "", "ab\ufffd": "ab"}[whole[len(shown) :]]
         assert shown + held == complete
     assert shown + stream.finish() == bytes_tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("ids", [[257], [0xEF, 0xBF, 0xBD], [0x80], [0xE2, 0x28]])
-def test_token_stream_releases_real_replacement_at_once(bytes_tokenizer, ids):
-    stream, calls = bytes_tokenizer.stream(), []
+def test_token_stream_outputs_real_replacement_character_at_once(bytes_tokenizer, ids):
+    stream, num_tokens_kept = bytes_tokenizer.stream(), []
     decode = bytes_tokenizer.decode
     for _ in range(50):
         assert "".join(stream.add(token) for token in ids) == decode(ids)
-        calls.append(len(stream._held) + len(stream._shown))
-    assert max(calls) <= 3  # the text that is decoded again does not grow
+        num_tokens_kept.append(len(stream._held) + len(stream._shown))
+    assert max(num_tokens_kept) <= 3  # each call decodes only a few tokens again
 
 
-def test_token_stream_token_that_ends_and_starts_characters(bytes_tokenizer):
+def test_token_stream_joins_token_that_spans_two_characters(bytes_tokenizer):
     stream = bytes_tokenizer.stream()
     pieces = [stream.add(token) for token in (0xE6, 0x97, 259, 259, 0xA5, 0x61)]
     assert "".join(pieces) == bytes_tokenizer.decode([0xE6, 0x97, 259, 259, 0xA5, 0x61]) == "\u65e5\u65e5\u65e5a"
     assert stream.finish() == ""
 
 
-def test_token_stream_skips_special_tokens_in_a_character(bytes_tokenizer):
+def test_token_stream_skips_special_tokens_inside_a_character(bytes_tokenizer):
     stream = bytes_tokenizer.stream()
     assert [stream.add(token) for token in (0xE2, 256, 256, 0x82, 256, 0xAC)] == ["", "", "", "", "", "\u20ac"]
 
 
-def test_folder_chat_template_equals_transformers(folder):
+def test_chat_template_from_folder_equals_transformers(folder):
     path, oracle = folder
     ours = load_tokenizer(path)
     messages = [{"role": "user", "content": "hé <b>"}, {"role": "bot", "content": "x"}] * 5
@@ -215,11 +217,11 @@ def with_template(source):
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=source)
 
 
-def test_chat_template_has_strftime_now():
+def test_chat_template_can_call_strftime_now():
     assert len(with_template("{{ strftime_now('%Y') }}").chat_text([])) == 4
 
 
-def test_chat_template_that_fails_or_escapes_raises(folder):
+def test_chat_template_that_fails_or_leaves_sandbox_raises(folder):
     ours = load_tokenizer(folder[0])
     with pytest.raises(ArgumentError, match="refuses these messages: no clowns"):
         ours.chat_text([{"role": "clown", "content": ""}])
@@ -263,7 +265,7 @@ def gguf_metadata(pre, **changes):
     }
 
 
-def test_gguf_pre_tokenizer_types_split_digits():
+def test_gguf_pre_tokenizer_type_decides_how_digits_are_split():
     def pieces(pre, text, **changes):
         tokenizer = _from_gguf(gguf_metadata(pre, **changes))
         return [tokenizer.decode([token], skip_special=False) for token in tokenizer.encode(text)]
@@ -277,6 +279,6 @@ def test_gguf_pre_tokenizer_types_split_digits():
 
 
 @pytest.mark.parametrize("changes", [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.pre": "tekken"}], ids=str)
-def test_gguf_unknown_tokenizer_type_raises(changes):
+def test_gguf_with_unknown_tokenizer_type_raises(changes):
     with pytest.raises(CheckpointError, match=r"tokenizer with model .* use a folder with tokenizer\.json"):
         _from_gguf(gguf_metadata("smollm", **changes))

@@ -97,7 +97,7 @@ def test_staged_chunks_are_equal_except_a_small_first_chunk(count, span_bytes, p
     assert not others or max(others) - min(others) <= 1
 
 
-def test_staged_chunks_block_larger_than_chunk_raises():
+def test_staging_a_block_larger_than_a_chunk_raises():
     assert _staged_chunks(2, 512, 512, ramp=False) == [1, 1]
     with pytest.raises(ArgumentError, match="512 bytes does not fit into a staging chunk of 511"):
         _staged_chunks(2, 512, 511, ramp=False)
@@ -141,7 +141,7 @@ def view_of(memory, start, stride, nbytes, blocks=3):
 
 
 def other_allocation(memory, start, stride, nbytes):
-    """Return a tensor at the same addresses with a separate storage."""
+    """Return a tensor at the same addresses as `view_of`, but with a storage of its own."""
     base = Buffer.from_pointer(memory.data_ptr(), memory.numel(), "u8", CPU, owner=memory).numpy()
     return torch.from_numpy(np.lib.stride_tricks.as_strided(base[start:], (3, nbytes), (stride, 1)))
 
@@ -173,7 +173,7 @@ def test_device_cache_on_two_devices_raises():
         DeviceCache(PAIR, [(0, 0, views[0]), (0, 8, pinned)])
 
 
-def test_register_cache_overlapping_host_memory_raises():
+def test_registering_cache_that_overlaps_host_memory_raises():
     host = ready_host(PAIR, 4, CPU)
     begin, end = host.pointer, host.pointer + len(host.view())
 
@@ -184,7 +184,7 @@ def test_register_cache_overlapping_host_memory_raises():
         with TransferManager(layout_of(PAIR), CPU) as manager:
             manager.register(DeviceCache.layer_first(PAIR, [{"key": key, "value": value}]), host)
 
-    for start in (end, begin - 40):  # the last byte of the second block is at 39
+    for start in (end, begin - 40):  # the last byte of the second block is at start + 39
         register(start)
     for start in (end - 1, begin - 39):
         with pytest.raises(ArgumentError, match="overlap in memory"):

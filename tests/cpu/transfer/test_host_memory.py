@@ -1,4 +1,4 @@
-"""HostMemory: growth in the background, lifetime and freeing. NUMA nodes of GPUs from nvidia-smi and sysfs."""
+"""HostMemory grows in the background and can be freed at any time. nvidia-smi or sysfs tells the NUMA node of a GPU."""
 
 import gc
 import os
@@ -104,7 +104,7 @@ def test_host_memory_free_stops_growth(stuck):
         host.block_view()
 
 
-def test_host_memory_growth_stops_without_references(stuck):
+def test_host_memory_growth_stops_when_last_reference_is_dropped(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
     seen = weakref.ref(host)
     stuck.reached.wait(60)
@@ -131,7 +131,7 @@ def test_host_memory_free_invalidates_all_but_held_blocks(device):
     assert set(held.tolist()) == {3}  # a held block keeps the memory alive
 
 
-def test_host_memory_is_released_with_its_last_user():
+def test_host_memory_is_released_when_last_block_is_dropped():
     host = HostMemory(GROUP, 2, background=False)
     memory = weakref.ref(host._memory)
     held = host.block(1)
@@ -192,7 +192,7 @@ def test_host_memory_slots_and_view_contain_the_blocks():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Give host memory a condition that reports waiting threads, and a clock that only the test advances."""
+    """Patch host memory with a condition that reports waiting threads, and with a clock that only the test advances."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     names = SimpleNamespace(Condition=WatchedCondition, Thread=threading.Thread)
     monkeypatch.setattr("kvtier.transfer.host_memory.threading", names)
@@ -201,7 +201,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["grown", "out of memory", "freed", "timeout"])
-def test_wait_ready_ends_with_growth_or_at_its_timeout(stuck, watched, end):
+def test_wait_ready_ends_when_growth_ends_or_after_the_timeout(stuck, watched, end):
     host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
     stuck.refuses = end == "out of memory"
     waiters = [host._changed.start_waiter(lambda each=each: host.wait_ready(each, 1.0)) for each in (2, None)]
@@ -274,7 +274,7 @@ def test_node_of_gpu_falls_back_to_sysfs(tmp_path):
     assert host_pages.node_of_gpu("0000:00:00.0", lambda _address: "", tmp_path)[0] is None
 
 
-def test_mapped_memory_bind_returns_the_reason_of_failure():
+def test_mapped_memory_bind_returns_the_reason_for_a_failure():
     memory = MappedMemory(1 << 20)
     assert memory.bind(0) is None or "refused" in memory.bind(0)
     assert "refused" in memory.bind(63)

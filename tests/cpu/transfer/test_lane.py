@@ -43,7 +43,7 @@ def wait_for_status(transfer, status):
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=6), st.sampled_from(["h2d", "d2h"]))
 @settings(max_examples=25, deadline=None)
-def test_lane_runs_urgent_first_then_bulk_in_submission_order(requests, direction):
+def test_lane_runs_urgent_transfers_before_bulk_transfers(requests, direction):
     manager, mover, _ = stepped(max_urgent_bytes=3 * SIZE)
     with manager:
         submitted, at = [], 2
@@ -122,7 +122,7 @@ def test_idle_lane_runs_transfers_queued_later():
 # ---- loads of several slices ----
 
 
-def test_bulk_load_layers_are_done_with_their_last_slice():
+def test_layers_of_bulk_load_are_done_after_their_last_slice():
     manager, mover, _ = stepped(form="layer-first", min_layer_groups=2, group_piece_bytes=1 << 30)
     with manager:
         compiled = manager.compile("h2d", [0, 1, 2, 3, 4], [5, 6, 7, 8, 9], layer_wise=True)
@@ -140,7 +140,7 @@ def test_bulk_load_layers_are_done_with_their_last_slice():
         assert arrival_ms(load, 0) < arrival_ms(load, 3) <= 1e3 * report.seconds
 
 
-def test_report_waits_for_every_slice():
+def test_report_is_made_after_every_slice_has_ended():
     manager, mover, _ = stepped()
     with manager:
         save = manager.save([0, 1], [0, 1])
@@ -160,7 +160,7 @@ def test_report_waits_for_every_slice():
 # ---- closing ----
 
 
-def test_close_cancels_the_queue_and_stops_every_thread():
+def test_close_cancels_queued_transfers_and_stops_every_thread():
     before = {*threading.enumerate()}
     manager, mover, _ = stepped()
     with manager:
@@ -184,7 +184,7 @@ def test_close_cancels_the_queue_and_stops_every_thread():
     assert {each for each in threading.enumerate() if not each.name.startswith("Thread-")} <= before
 
 
-def test_manager_closes_on_exit_or_without_references():
+def test_transfer_manager_closes_on_exit_and_when_dropped():
     managers = [stepped()[0] for _ in range(2)]
     caches = [manager._caches["main"][0] for manager in managers]
     with managers[0]:

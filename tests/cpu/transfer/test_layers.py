@@ -22,19 +22,19 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("stream_waits", [True, False])
-def test_wait_for_a_pending_layer_returns_once_submitted(clock, stream_waits):  # noqa: ARG001
+def test_wait_for_a_pending_layer_returns_after_its_submission(clock, stream_waits):  # noqa: ARG001
     changed = WatchedCondition()
     counter = LayerDoneCounter(GROUPS, changed)
     with new_stream() as copies, new_stream() as compute:
         waiter = changed.start_waiter(lambda: counter.wait(4, compute if stream_waits else None, timeout=1.0))
         counter.submitted(1, copies.record())
         waiter.result(30)
-        copies.synchronize()  # a wait with a stream does not wait for the copies
+        copies.synchronize()  # counter.wait() with a stream returns before the copies end
         assert counter.is_done(3)
         assert not counter.is_done(1)
 
 
-def test_wait_for_a_pending_layer_raises_once_failed():
+def test_wait_for_a_pending_layer_raises_after_its_failure():
     changed = WatchedCondition()
     counter = LayerDoneCounter(GROUPS, changed)
     waiter = changed.start_waiter(lambda: counter.wait(1, timeout=3600))
@@ -63,7 +63,7 @@ def test_wait_on_the_host_returns_when_the_copy_ends():
 
 
 @pytest.mark.parametrize("wait_all", [True, False])
-def test_wait_for_a_pending_layer_raises_at_its_deadline(clock, wait_all):
+def test_wait_for_a_pending_layer_raises_after_the_timeout(clock, wait_all):
     changed = WatchedCondition()
     counter = LayerDoneCounter(GROUPS, changed)
     wait = counter.wait_all if wait_all else lambda timeout: counter.wait(1, timeout=timeout)
@@ -76,7 +76,7 @@ def test_wait_for_a_pending_layer_raises_at_its_deadline(clock, wait_all):
 
 
 @pytest.mark.parametrize("wait_all", [True, False])
-def test_wait_for_a_submitted_layer_raises_at_its_deadline(wait_all):
+def test_wait_for_a_submitted_layer_raises_after_the_timeout(wait_all):
     counter = LayerDoneCounter(GROUPS)
     wait = counter.wait_all if wait_all else lambda timeout: counter.wait(4, timeout=timeout)
     with new_stream() as copies, held_back(copies):
@@ -105,7 +105,7 @@ def test_wait_all_makes_a_stream_wait_for_every_layer():
 @pytest.mark.parametrize("submitted", [False, True])
 @pytest.mark.parametrize("reached", [False, True])
 @pytest.mark.parametrize("failed", [False, True])
-def test_layer_is_done_when_reached_without_an_error(submitted, reached, failed):
+def test_layer_is_done_if_its_event_is_reached_without_error(submitted, reached, failed):
     counter = LayerDoneCounter(GROUPS)
     with new_stream() as copies, held_back(copies):
         if submitted:

@@ -1,4 +1,4 @@
-"""Block ids of transfers. Native code and its numpy twins return the same orders and the same copies."""
+"""Native code and numpy code sort the block ids of a transfer in the same order and return the same copies."""
 
 import numpy as np
 import pytest
@@ -130,7 +130,7 @@ def test_sort_moves_copies_the_ids():
     st.integers(0, 1),
     st.sampled_from(Direction),
 )
-def test_block_copies_equal_the_numpy_twin(host, random, run, near_gap, far_gap, direction):
+def test_native_block_copies_equal_those_of_numpy(host, random, run, near_gap, far_gap, direction):
     device = (
         sorted(random.sample(range(40), len(host))) if random.random() < 0.5 else random.sample(range(40), len(host))
     )

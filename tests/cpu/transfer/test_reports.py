@@ -74,7 +74,7 @@ def test_wait_returns_when_the_transfer_deadline_passes():
         mover.open()
 
 
-def test_wait_raises_at_its_own_timeout_and_not_before(clock):
+def test_transfer_wait_raises_only_after_its_own_timeout(clock):
     transfers, mover, _ = stepped()
     with transfers:
         save = transfers.save([0], [0])
@@ -124,7 +124,7 @@ def test_failed_status_takes_precedence_over_cancelled():
     assert [type(each.error) for each in report.failures[1:]] == [CancelledTransferError] * 4
 
 
-def test_report_has_time_strategy_and_number_of_copies():
+def test_report_has_duration_and_strategy_and_number_of_copies():
     times = []
 
     class TimedMover:

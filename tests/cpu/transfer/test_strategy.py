@@ -1,4 +1,4 @@
-"""The price of each strategy for a made-up calibration. A price is link time plus the slowdown of the model."""
+"""Prices of strategies with a made-up calibration. A price is the link time plus the time that the model loses."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_cheapest_strategy_depends_on_the_size_of_parts(parts, best):
     assert cheapest(TransferShape(GPU, PINNED, 64 * MIB, parts, 32)) == best
 
 
-def test_kernel_is_cheapest_without_slowdown_of_the_model():
+def test_kernel_is_cheapest_if_it_does_not_slow_down_the_model():
     harmless = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.0, "gather": 0.0}})
     shape = TransferShape(GPU, PINNED, 64 * 4096, 64, 64)
     assert cheapest(shape, harmless) == "kernel"
@@ -62,7 +62,7 @@ def test_prices_are_times_plus_losses():
 
 def test_prices_of_each_strategy_follow_from_the_calibration():
     table = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.25, "gather": 0.5}})
-    for nbytes in (2 * MIB, 64 * MIB):  # below and above the first chunk
+    for nbytes in (2 * MIB, 64 * MIB):  # smaller and larger than the first chunk
         shape = TransferShape(GPU, PINNED, nbytes, 2048, 32)
         times, prices = _prices(shape, ALL, table)
         over_link = table.estimate_us(LINK, 2048, nbytes)
@@ -82,7 +82,7 @@ def test_prices_of_each_strategy_follow_from_the_calibration():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("sides", [(GPU, PINNED), (PINNED, GPU)], ids=str)
-def test_choose_without_driver_is_direct_with_reasons(sides):
+def test_choose_without_driver_returns_direct_and_reasons(sides):
     choice = choose(TransferShape(*sides, MIB, 64, 1))
     assert (choice.strategy, choice.path) == ("direct", "loop")
     reasons = {each.partition(": ")[0]: each.partition(": ")[2] for each in choice.why.split("; ")}
@@ -104,7 +104,7 @@ def test_strategy_choice_has_reason_and_estimate():
 
 
 @pytest.mark.parametrize("forced", [None, "direct", "kernel", "staged"])
-def test_choose_between_host_memories_is_direct(forced):
+def test_choose_between_host_memories_returns_direct(forced):
     choice = choose(TransferShape(CPU, CPU, MIB, 64, 1), forced)
     assert choice.strategy == "direct"
     assert choice.path in ("host", "loop")

@@ -88,7 +88,7 @@ def test_swap_all_layers_uses_one_batch(device):
 
 @given(group=groups())
 @settings(max_examples=30, deadline=None)
-def test_swap_with_block_view_of_host_memory(group):
+def test_swap_copies_between_cache_and_view_of_host_memory(group):
     host = ready_host(group, 5, CPU, piece_bytes=group.slot_bytes * 2)
     expected = host_bytes(host)
     layer, spec, span = list(group.tensors())[-1]
@@ -102,7 +102,7 @@ def test_swap_with_block_view_of_host_memory(group):
     assert np.array_equal(host_bytes(host), expected)
 
 
-def test_swap_buffer_uses_the_block_size_of_the_other_side():
+def test_swap_of_a_buffer_uses_block_size_of_the_other_side():
     host = Buffer(40, "u8")
     host.numpy()[:] = np.arange(40)
     cache = torch.zeros(4, 10, dtype=torch.uint8)
@@ -166,7 +166,7 @@ def test_swap_can_copy_one_source_to_two_destinations():
     assert host.flatten().tolist() == [6, 0, 6]
 
 
-def test_swap_mismatched_or_scattered_blocks_raise():
+def test_swap_of_mismatched_or_scattered_blocks_raises():
     cache = torch.zeros(4, 8, dtype=torch.uint8)
     with pytest.raises(ArgumentError, match="8 and of 9"):
         swap_cache_per_layer(cache, torch.zeros(4, 9, dtype=torch.uint8), [0], [0], "d2h")
@@ -178,7 +178,7 @@ def test_swap_mismatched_or_scattered_blocks_raise():
         swap_cache_all_layers([cache], [cache, cache], [0], [0], "d2h")
 
 
-def test_swap_host_slot_out_of_range_raises():
+def test_swap_with_host_slot_out_of_range_raises():
     from kvtier.layout import CacheGroup
 
     group = CacheGroup.mla("main", 1, 64, "u8", 64)

@@ -61,7 +61,7 @@ def device(request):
 
 
 def managed(group, device, *, form="layer-first", num_blocks=12, num_slots=17, seed=0, config=None, **options):
-    """Return a manager of one group with random bytes on both sides, the tensors, and the host memory."""
+    """Return a manager of one group, its device tensors and its host memory. Both sides contain random bytes."""
     manager = TransferManager(layout_of(group), device, config, **options)
     cache, views = filled_cache(group, num_blocks, form, device, seed)
     host = ready_host(group, num_slots, device, seed, piece_bytes=group.slot_bytes * 5)
@@ -101,7 +101,7 @@ def test_transfer_round_trip_is_exact_for_every_tensor(device, data, group, form
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_transfer_of_some_layers_keeps_the_others(device, form):
+def test_transfer_of_some_layers_keeps_the_other_layers(device, form):
     manager, views, host = managed(SMALL, device, form=form)
     expected, span = host_bytes(host), SMALL.span(range(1, 3))
     part = slice(span.offset, span.offset + span.nbytes)
@@ -144,7 +144,7 @@ def test_adjacent_blocks_in_a_pinned_piece_are_one_copy(device):
     group = CacheGroup.mla("main", 2, 128, "u8", 16)  # a block has 4,096 bytes, so a slot has no padding
     manager, _, _ = managed(group, device, form="block-first", num_blocks=17)
     with manager:
-        assert manager.save(range(17), range(17)).wait(60).num_copies == 4  # pieces of 5 slots
+        assert manager.save(range(17), range(17)).wait(60).num_copies == 4  # one copy per piece of 5 slots
         assert manager.save(range(4, -1, -1), range(4, -1, -1)).wait(60).num_copies == 1
         assert manager.save([0, 2, 4], [0, 2, 4]).wait(60).num_copies == 3
 
@@ -153,7 +153,7 @@ def test_adjacent_blocks_in_a_pinned_piece_are_one_copy(device):
 
 
 class FaultyMover:
-    """A mover that fails a random share of the copies, and all copies that touch an address in `broken`."""
+    """A mover that raises for a random share of the copies, and for all copies that touch an address in `broken`."""
 
     def __init__(self, share=0.0, seed=0):
         self.broken, self._share, self._random, self._lock = [], share, random.Random(seed), threading.Lock()
@@ -196,7 +196,7 @@ def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
                 blocks, kept = zip(*saved.moved, strict=True)
                 loaded = manager.load(blocks, kept, urgent=not urgent, layer_wise=turn % 2 == 0).wait(60)
                 num_failed[0] += len(saved.failures) + len(loaded.failures)
-                for failure in loaded.failures:  # the block is undefined until a load succeeds
+                for failure in loaded.failures:  # the bytes of the block are undefined until a load succeeds
                     while manager.load([failure.device_id], [failure.host_id]).wait(60).failures:
                         num_failed[0] += 1
         except BaseException as error:
@@ -322,14 +322,14 @@ def wait_for_slices(transfer, count):
         assert transfer._changed.wait_for(lambda: len(transfer._ends) >= count, 60)
 
 
-def test_cancel_drops_queued_slices_and_finishes_submitted_ones():
+def test_cancel_drops_queued_slices_but_not_submitted_slices():
     gate, manager, views, host = blocked_manager()
     before, source = host_bytes(host), device_bytes(SMALL, views)
     with manager:
         save = manager.save(range(8), range(8))
         wait_for_slices(save, 2)
         assert save.cancel()
-        assert save.report is None  # two slices are in flight and may still write
+        assert save.report is None  # two slices are in flight and can still write
         gate.set()
         report = save.wait(60)
         assert report.status is TransferStatus.CANCELLED
@@ -341,7 +341,7 @@ def test_cancel_drops_queued_slices_and_finishes_submitted_ones():
         assert np.array_equal(host_bytes(host), before)
 
 
-def test_late_transfer_reports_the_blocks_not_moved():
+def test_late_transfer_reports_blocks_that_were_not_moved():
     gate, manager, _, _ = blocked_manager()
     with manager:
         ahead = manager.save(range(4), range(4))
@@ -375,7 +375,7 @@ def test_poll_only_urgent_keeps_bulk_reports_for_later(device):
         assert [report.id for report in manager.poll()] == [save.id]
 
 
-def test_waited_for_transfers_need_no_poll(device):
+def test_transfers_that_were_waited_for_need_no_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         for _ in range(20):
@@ -393,7 +393,7 @@ def test_empty_load_has_all_layers_done(device):
         assert load.wait(60).moved == ()
 
 
-def test_close_cancels_the_queue_and_refuses_new_transfers():
+def test_close_cancels_queued_and_refuses_new_transfers():
     gate, manager, _, _ = blocked_manager()
     save = manager.save(range(8), range(8))
     wait_for_slices(save, 2)
@@ -430,7 +430,7 @@ def test_manager_release_drops_tensors_and_keeps_host_blocks(device):
         assert np.array_equal(host_bytes(host), kept)
 
 
-def test_register_twice_or_mismatched_raises():
+def test_registering_a_second_or_mismatched_cache_raises():
     manager, _, host = managed(SMALL, CPU)
     cache, _ = filled_cache(SMALL, 3, "layer-first", CPU, 0)
     other = CacheGroup.attention("main", 5, 2, 8, "bf16", 4)
@@ -469,7 +469,7 @@ def test_block_first_cache_has_one_segment_per_block():
     assert len(DeviceCache.layer_first(SMALL, views).part(range(4))) == 1  # adjacent parts are joined
 
 
-def test_register_cache_in_host_memory_raises():
+def test_registering_a_cache_inside_host_memory_raises():
     host = HostMemory(SMALL, 8, background=False)
     whole = host._memory.tensor.view(8, SMALL.slot_bytes)[:, : SMALL.block_bytes]
     with TransferManager(layout_of(SMALL), CPU) as manager, pytest.raises(ArgumentError, match="overlap in memory"):
@@ -496,7 +496,7 @@ def test_queued_save_completes_after_host_memory_free():
     expected = device_bytes(SMALL, views)[:8]
     with manager:
         save = manager.save(range(8), range(8))
-        wait_for_slices(save, 2)  # the other six are queued and have no tables yet
+        wait_for_slices(save, 2)  # the other six slices are queued and have no tables yet
         freed = threading.Thread(target=host.free)
         freed.start()
         with host._changed:
@@ -526,7 +526,7 @@ def test_layers_arrive_in_groups_and_in_order(device):
             load.layers.wait(4)
 
 
-def test_stream_compute_starts_when_its_layer_arrives():
+def test_compute_on_a_stream_starts_when_its_layer_arrives():
     gates = [threading.Event(), threading.Event()]
     calls = iter(range(9))
 
@@ -607,7 +607,7 @@ def test_block_checksums_equal_crc32(device):
         assert block_checksums(host, [0, 9])[9] != expected[9]
 
 
-def test_block_checksums_without_compiler_are_the_same(monkeypatch):
+def test_block_checksums_without_compiler_equal_native_checksums(monkeypatch):
     from kvtier.native_code import Native
 
     host = ready_host(SMALL, 4, CPU)
@@ -619,7 +619,7 @@ def test_block_checksums_without_compiler_are_the_same(monkeypatch):
 # ---- devices ----
 
 
-def test_transfer_keeps_the_current_device(device):
+def test_transfer_keeps_the_current_cuda_device(device):
     manager, views, host = managed(SMALL, device, form="layer-first")
     before = torch.cuda.current_device() if device.is_device else None
     expected = host_bytes(host)

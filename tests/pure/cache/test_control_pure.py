@@ -76,7 +76,7 @@ def test_drop_of_absent_prompt_keeps_other_prompts(chain):
     assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
-def test_drop_of_prompt_only_in_store_keeps_shared_blocks():
+def test_drop_of_prompt_found_only_in_store_keeps_shared_blocks():
     lab = lab_with_two_prompts()
     lab.evict("device")
     lab.evict("host")
@@ -87,7 +87,7 @@ def test_drop_of_prompt_only_in_store_keeps_shared_blocks():
     assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
-def test_drop_after_reset_removes_only_that_prompt():
+def test_drop_after_reset_removes_only_the_given_prompt():
     lab = lab_with_two_prompts()
     lab.serve(prompt(5, 3))
     lab.manager.reset()
@@ -212,7 +212,7 @@ def test_pinned_prompt_is_not_evicted_until_unpin():
     assert [lab.num_in(tier, prompt(1, 3)) for tier in ("device", "host")] == [0, 0]
 
 
-def test_pin_keeps_slots_over_reset_until_unpin():
+def test_pin_keeps_slots_during_reset_until_unpin():
     lab = lab_with_two_prompts()
     pin = lab.manager.pin(with_system(1))
     lab.manager.reset()
@@ -227,7 +227,7 @@ def test_pin_keeps_slots_over_reset_until_unpin():
 # ---- tiers ---------------------------------------------------------------------------------------------------------
 
 
-def test_quota_limits_blocks_of_its_tenant_in_each_tier():
+def test_quota_limits_blocks_of_one_tenant_in_each_tier():
     lab = Lab(20, host=HostConfig(20))
     lab.control.set_quota("device", b"small", 5)
     lab.control.set_quota("host", b"small", 4)

@@ -21,7 +21,7 @@ def report_damage(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
     lab.manager.check()
 
 
-def test_damaged_host_block_misses_and_blocks_before_it_hit():
+def test_damaged_host_block_is_a_miss_but_earlier_blocks_hit():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)

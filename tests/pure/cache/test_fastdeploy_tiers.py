@@ -63,7 +63,7 @@ def test_loaded_blocks_become_evictable_after_request_ends():
     assert lab.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 9
 
 
-def test_manager_defines_every_method_its_callers_use():
+def test_manager_defines_every_method_that_callers_use():
     for where, name in ((kvtier.scheduler.scheduler.Scheduler, "self.manager"), (CacheAdmin, "manager")):
         called = {
             node.attr
@@ -84,7 +84,7 @@ def test_prompt_with_other_image_misses_in_all_tiers():
     assert lab.serve(cat).num_cached_tokens == 4 * BLOCK
 
 
-def test_config_field_is_defined_in_one_class():
+def test_each_config_field_is_defined_in_only_one_class():
     """Only size, policy, saving and free share may occur in the configs of several tiers."""
     per_tier = {"num_blocks", "policy", "saving", "free_share"}
     places: dict[str, list[str]] = {}
@@ -106,7 +106,7 @@ def test_manager_does_not_change_its_config():
         config.num_blocks = 9
 
 
-def test_step_that_preempts_request_also_saves_its_blocks():
+def test_step_that_preempts_a_request_also_saves_the_blocks():
     lab = Lab(6, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
     requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
@@ -148,7 +148,7 @@ def test_pickled_request_does_not_contain_tree():
 
 
 def test_reset_cancels_queued_planned_and_running_saves():
-    """A save that was queued, planned or in flight before a reset must not write or free a slot afterwards."""
+    """After a reset, saves that were queued, planned or in flight must neither write nor free a slot."""
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(max_blocks=2)), stores=[disk()])
     allocation = lab.start(prompt(1, 8))
     lab.compute(allocation)
@@ -165,7 +165,7 @@ def test_reset_cancels_queued_planned_and_running_saves():
 
 
 @pytest.mark.parametrize("stores", [0, 1, 2])
-def test_num_leases_does_not_depend_on_stores(stores):
+def test_num_leases_does_not_depend_on_number_of_stores(stores):
     lab = Lab(20, stores=[disk(f"store{i}") for i in range(stores)])
     lab.serve(prompt(1, 4))
     allocation = lab.start(prompt(1, 4))

@@ -44,7 +44,7 @@ def test_prefetch_waits_for_all_pages_of_store_inventory():
     assert [len(page.present) // 32 for page in pages] == [2, 2, 1, 0]
     for page in pages[:-1]:
         lab.manager.apply(Report(0, 0, lookups=(page,)))
-        assert not lab.plan().transfers  # more pages may follow
+        assert not lab.plan().transfers  # more pages can follow
     assert lab.manager.stores["disk"].num_known == 5
     lab.manager.apply(Report(0, 0, lookups=pages[-1:]))
     assert [transfer.num_blocks for transfer in lab.plan().transfers] == [5]
@@ -130,7 +130,7 @@ def test_prefetch_reads_missing_blocks_from_next_store():
 
 
 def test_prefetch_of_blocks_in_memory_is_retried_after_eviction():
-    """A waiting request does not hold blocks that are already in memory. If they are evicted, it fetches them again."""
+    """A waiting request does not hold blocks that are already in memory. It fetches evicted blocks again."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
     waiting = lab.fetched(prompt(1, 6))
@@ -203,7 +203,7 @@ def test_concurrent_prefetches_of_same_blocks_share_transfer(longer):
     assert two.num_fetched == ({"disk": longer} if longer else {})
 
 
-def test_waiting_for_another_prefetch_evicts_nothing():
+def test_prefetch_that_waits_for_another_evicts_no_block():
     lab = lab_with_stored(prompt(1, 5), prompt(2, 5), num_blocks=20, host=HostConfig(10))
     lab.serve(prompt(2, 5))
     lab.evict("device")
@@ -217,7 +217,7 @@ def test_waiting_for_another_prefetch_evicts_nothing():
     assert two.is_over
 
 
-def test_prefetch_ends_if_prefetch_of_same_blocks_fails():
+def test_prefetch_ends_if_another_prefetch_of_its_blocks_fails():
     """The first prefetch found no block but still has a lease. The second prefetch must not wait for the first."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
@@ -299,7 +299,7 @@ def test_partial_prefetch_uses_blocks_before_first_gap():
     assert lab.control.tier("host").pool.num_used == 2  # the blocks after the gap were freed
 
 
-def test_store_index_forgets_missing_blocks_but_not_failed_reads():
+def test_store_index_forgets_missing_but_not_unreadable_blocks():
     lab = lab_with_stored(prompt(1, 4))
     known = lab.manager.stores["disk"]
     lab.manager.end_prefetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
@@ -314,7 +314,7 @@ def test_store_index_forgets_missing_blocks_but_not_failed_reads():
 
 
 def test_retried_prefetch_counts_as_one_refused_load():
-    """A retried prefetch decides twice but counts as one refusal, so that a trial load follows after 31 requests."""
+    """A retried prefetch decides twice, but counts as one refused load. A trial load follows after 31 refused loads."""
     lab = lab_with_stored(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
@@ -464,7 +464,7 @@ def test_prefetch_ended_by_reset_ignores_later_reports():
     assert fetch.num_fetched in ({}, {"near": 0, "far": 0})
 
 
-def test_report_from_old_epoch_frees_only_its_own_slots():
+def test_report_from_old_epoch_frees_only_slots_of_old_transfer():
     lab = lab_with_stored(prompt(1, 5))
     old = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 0
@@ -482,7 +482,7 @@ def test_report_from_old_epoch_frees_only_its_own_slots():
     lab.start(prompt(1, 5), new)
 
 
-def test_block_dropped_during_store_write_is_not_known():
+def test_block_dropped_during_store_write_is_unknown_afterwards():
     lab = lab_with_stored()
     lab.compute(allocation := lab.start(prompt(1, 4)))
     lab.manager.finish(allocation)
@@ -550,7 +550,7 @@ def test_block_lost_on_one_rank_counts_as_not_fetched():
     lab.start(prompt(1, 5), fetch)
 
 
-def test_fetch_starts_after_all_ranks_answered_probe():
+def test_fetch_starts_after_all_ranks_have_answered_the_probe():
     lab = Lab(20, stores=[disk(is_shared=True)], num_ranks=2)
     for worker in lab.workers:
         worker.stores["disk"].update(store_contents(prompt(1, 5)))

@@ -311,7 +311,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def fields(config: StoreConfig):
-    """Return all fields except the name, in order."""
+    """Return all fields except the name, in the order of the constructor."""
     return (
         config.saving,
         config.wait,
