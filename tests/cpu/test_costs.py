@@ -20,7 +20,6 @@ EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "los
 def table(**paths):
     """Build a table for one direction. Each path has a fixed cost and a cost per piece of 4 KiB.
 
-
     The cost of larger pieces is proportional to their size.
     """
     rows = {

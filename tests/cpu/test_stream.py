@@ -482,7 +482,6 @@ class Place:
 class StreamsMachine(RuleBasedStateMachine):
     """Drive up to three streams from one thread, so that the model can predict order and errors.
 
-
     Each task checks that all tasks before it in the model have run and that all gates before it are open. Then the task
     appends its number to the log.
     """

@@ -126,7 +126,6 @@ def bytes_tokenizer():
     """Return a tokenizer in which each of the tokens 0 to 255 is one byte.
 
     Token 256 is special. Token 257 is U+FFFD. Token 258 ends with a part of a character.
-
     Token 259 has the last byte of one character and the first two bytes of the next character.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
