@@ -406,7 +406,7 @@ def test_memory_used_by_stream_is_freed_after_event():
 
 
 def test_memory_used_by_failed_stream_is_freed(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", bool)  # ignore a report of the error: only the memory is tested
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # ignore a report of the error, because only the memory is tested
     pool = Pool()
 
     def fail() -> None:

@@ -74,7 +74,7 @@ def test_extending_guide_config_contains_the_sqlite_store():
 
 
 def test_extending_guide_policy_has_hits_in_replay(capsys, monkeypatch):
-    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # so that "lfu" is removed after the test
+    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # monkeypatch removes "lfu" after the test
     exec(compile(POLICY, "docs/extending.md", "exec"), {})
     rates = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
     assert [name for name, _, _ in rates] == ["lru", "lfu"]

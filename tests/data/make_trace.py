@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests python tests/data/make_trace.py
 
-The trace is generated from SPEC. Its hit-rate curve has a similar shape as the curve of the Mooncake conversation trace
+The trace is generated from SPEC. Its hit-rate curve is similar to the curve of the Mooncake conversation trace
 (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces). Both traces have long prompts and few turns. With small
 caches, LRU has far fewer hits than the optimum. A test checks that SPEC still generates the committed file.
 

@@ -63,7 +63,7 @@ def test_drafts_never_change_an_answer(model, draft):
         seed=st.integers(0, 10**6),
         proposer_name=st.sampled_from(sorted(proposers)),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([52, 64, 256]),  # the longest request stores 52 tokens: 38 + 15 without the last one
+        room=st.sampled_from([52, 64, 256]),  # the longest request stores 52 tokens (38 + 15 - 1)
         max_step_tokens=st.sampled_from([4, 32]),
         prefix_caching=st.booleans(),
     )

@@ -1,4 +1,4 @@
-"""No answer depends on the cache: on a host tier, a disk tier, tiny pools, write policies or failing copies."""
+"""Host and disk tiers never change an answer, even with tiny pools, any write policy and failing copies."""
 
 from __future__ import annotations
 

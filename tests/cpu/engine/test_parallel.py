@@ -1,4 +1,4 @@
-"""A tensor-parallel model gives the same answers as the whole model. An engine with a failed rank raises."""
+"""A tensor-parallel engine gives the same answers as an engine with one rank, and raises if a rank fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HostMemory grows in the background and can be freed at any time. nvidia-smi or sysfs tells the NUMA node of a GPU."""
+"""HostMemory grows in the background and can be freed at any time. The NUMA node is read from nvidia-smi or sysfs."""
 
 import gc
 import os
