@@ -41,7 +41,7 @@ class DType:
 
     @property
     def item_bytes(self) -> int:
-        """Size of the smallest addressable unit, which is one element or one byte of packed elements."""
+        """Size of the smallest addressable unit: one element, or one byte of packed elements."""
         return max(1, self.bits // 8)
 
     def nbytes(self, count: int) -> int:
@@ -108,7 +108,7 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
 
 
 def _numpy_name(name: object) -> str:
-    """Return numpy's name of a type, or a description that matches no type name if numpy lacks the type."""
+    """Return numpy's name of a type. If numpy lacks the type, return a text that is not the name of any type."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

@@ -6,14 +6,14 @@ KvtierError
 │   └── DTypeError (TypeError)       wrong element type
 ├── StateError (RuntimeError)        the object's state does not allow the call
 │   └── ClosedError                  the object is closed
-├── UnavailableError (RuntimeError)  the machine or the environment lacks something
+├── UnavailableError (RuntimeError)  the machine lacks a feature, package or device
 ├── OutOfMemoryError (MemoryError)   an allocation failed
 ├── CopyError (RuntimeError)         a copy failed
 ├── LoadError (RuntimeError)         cached blocks could not be loaded to the device
 ├── EngineError (RuntimeError)       the engine cannot continue
 ├── TransferError (RuntimeError)     a transfer of blocks is incomplete
 │   ├── CancelledTransferError       the transfer was cancelled
-│   └── TransferTimeoutError (TimeoutError)  a transfer, or a wait for it, timed out
+│   └── TransferTimeoutError (TimeoutError)  a transfer or the wait for a transfer timed out
 │       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
 ├── StoreError (RuntimeError)        a store could not be opened or closed
 │   └── StoreInUseError              another process has the store open
@@ -21,7 +21,7 @@ KvtierError
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version
 
-A message describes the problem with numbers, and the remedy.
+Each message states the problem, the relevant numbers and the remedy.
 """
 
 
@@ -50,7 +50,7 @@ class ClosedError(StateError):
 
 
 class UnavailableError(KvtierError, RuntimeError):
-    """The machine or the Python environment lacks something."""
+    """The machine or the Python environment lacks a feature, a package or a device."""
 
 
 class OutOfMemoryError(KvtierError, MemoryError):
@@ -74,7 +74,7 @@ class CancelledTransferError(TransferError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A transfer, or a wait for it, timed out."""
+    """A transfer or the wait for a transfer timed out."""
 
 
 class LayerSwapTimeoutError(TransferTimeoutError):

@@ -30,8 +30,8 @@ def distrust(path: Path) -> str:
     """Return the reason to distrust a path that other users could have changed. Empty if the path is trusted.
 
     The path and all parent folders must belong to this user or root, and only the owner may have write permission. A
-    parent folder with the sticky bit, such as /tmp, may be writable, because its users cannot replace each other's
-    entries. A symbolic link is rejected, so callers pass resolved folders.
+    parent folder with the sticky bit, such as /tmp, may be writable, because users cannot replace each other's entries
+    there. A symbolic link is rejected, so callers must resolve the path first.
     """
     trusted = (0, os.geteuid())
     for each in (path, *path.parents):

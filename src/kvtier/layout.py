@@ -144,7 +144,7 @@ class CacheGroup:
         return replace(self, layers=(*self.layers, *layers))
 
     def of_rank(self, num_ranks: int) -> CacheGroup:
-        """Return the part of this group on each of `num_ranks` ranks, which has all layers and a share of the heads."""
+        """Return the part of this group that one of `num_ranks` ranks stores: all layers, with a share of the heads."""
         layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
         return replace(self, layers=layers)
 
@@ -171,7 +171,7 @@ class CacheGroup:
         if layers is None:
             return range(self.num_layers)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
-            raise RangeError(f"{layers} are not consecutive layers of group {self.name!r}, which has {self.num_layers}")
+            raise RangeError(f"{layers} are not consecutive layers of group {self.name!r} ({self.num_layers} layers)")
         return layers
 
     def span(self, layers: range | None = None) -> Span:
@@ -199,7 +199,7 @@ class CacheGroup:
         """Split layers into consecutive runs of about equal size.
 
         There is one run per `piece_bytes` bytes of a block, but at least `min_groups` runs and at most one per layer.
-        The model waits for the first run. It is therefore not larger than an equal share, unless it is a single layer.
+        The model waits for the first run. This run is therefore at most an equal share, unless it is a single layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes
@@ -208,7 +208,7 @@ class CacheGroup:
         start, done = chosen.start, 0
         for index in chosen:
             size = self.layers[index].nbytes
-            # If the layer would make the run exceed its share, it begins the next run.
+            # A layer that would make the run exceed its share begins the next run.
             if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
                 groups.append(range(start, index))
                 start = index

@@ -105,12 +105,10 @@ class Plan:
         return bool(self.transfers or self.probes or self.drops)
 
     def only(self, transfer_ids: Collection[int]) -> Plan:
-        """Return a plan with only these transfers."""
         transfers = tuple(each for each in self.transfers if each.id in transfer_ids)
         return replace(self, transfers=transfers, probes=(), drops=())
 
     def without(self, transfer_ids: Collection[int]) -> Plan:
-        """Return the plan without these transfers."""
         if not transfer_ids:
             return self
         return replace(self, transfers=tuple(each for each in self.transfers if each.id not in transfer_ids))

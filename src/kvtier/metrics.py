@@ -29,7 +29,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(?<!_bucket)(?<!_sum)(?<!_count)")
 _LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
 
-# 1, 2 and 5 in every decade, from 10 us (the copy of one block) to 500 s (the wait of a prompt).
+# 1, 2 and 5 in every decade, from 10 us (for copies of one block) to 500 s (for waiting prompts).
 SECONDS = tuple(float(f"{digit}e{decade}") for decade in range(-5, 3) for digit in (1, 2, 5))
 
 
@@ -47,7 +47,7 @@ class Counter:
             self.value += amount
 
     def raise_to(self, total: float) -> None:
-        """Set the counter to a total from elsewhere. A total below the current value has no effect."""
+        """Set the counter to a total that was counted elsewhere. A total below the current value has no effect."""
         with self._lock:
             self.value = max(self.value, total)
 
@@ -118,7 +118,7 @@ class Family(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *values: str) -> Series:
-        """Return the series for these label values, which are in the order of the labels."""
+        """Return the series for these label values. The values must be in the order of the labels."""
         if len(values) != len(self.labels):
             raise ArgumentError(f"{self.name} has the labels {self.labels}, got {values}")
         with self._lock:
@@ -151,7 +151,6 @@ class Registry:
     def histogram(
         self, name: str, text: str, labels: Sequence[str] = (), bounds: Sequence[float] = SECONDS
     ) -> Family[Histogram]:
-        """Declare a histogram with these upper bounds."""
         Histogram(bounds)  # raises now if the bounds are invalid, not at the first value
         return self._declare(Family("histogram", name, text, tuple(labels), lambda: Histogram(bounds)))
 

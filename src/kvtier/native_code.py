@@ -28,7 +28,7 @@ _SECONDS = 120  # compiler timeout
 
 @dataclass(frozen=True, slots=True)
 class Native(Generic[Code]):
-    """The compiled functions, or None and the reason."""
+    """The compiled functions, or None and the reason why there are none."""
 
     code: Code | None
     reason: str
@@ -70,7 +70,7 @@ def load(
 
 
 def _load_cached(path: Path, make: Callable[[Path], Code]) -> Code | None:
-    """Load the library of an earlier process. Return None if it does not exist, is not trusted or is incomplete."""
+    """Load the library from the cache. Return None if it does not exist, is not trusted or is incomplete."""
     if not path.exists() or distrust(path):
         return None
     try:

@@ -221,7 +221,7 @@ def test_wrap_big_endian_array_raises(name):
 @pytest.mark.parametrize("foreign", [ml_dtypes.uint2, ml_dtypes.uint4, ml_dtypes.float4_e2m1fn])
 def test_wrap_unpacked_ml_dtypes_raises_and_names_buffer_pack(foreign):
     array = np.zeros(4, foreign)
-    with pytest.raises(DTypeError, match=r"one \w+ per byte, but kvtier packs \d; copy with Buffer\.pack"):
+    with pytest.raises(DTypeError, match=r"1 \w+ per byte, but kvtier has \d per byte; copy with Buffer\.pack"):
         Buffer.wrap(array)
     assert Buffer.pack(array, foreign.__name__).size == 4
 

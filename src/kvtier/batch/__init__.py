@@ -1,4 +1,4 @@
-"""A pipeline of batches. Modules implement the ops of a batch, and several batches may be in flight."""
+"""A pipeline that keeps several batches in flight. Modules implement the ops of a batch."""
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Environment, Key, Module, check_modules
 from kvtier.batch.executor import InlineExecutor, ThreadExecutor

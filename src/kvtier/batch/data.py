@@ -34,7 +34,7 @@ class BatchOp(Enum):
     | UPDATE  | kUpdate  | batch -> request cache                             | host          | engine   |
     | REMOVE  | kDel     | request cache -> session                           | host          | engine   |
 
-    ADD and REMOVE run once per request. The six ops between them run once per step, for a batch.
+    ADD and REMOVE run once per request. The six ops between them run once per step, for the whole batch.
     """
 
     ADD = "add"
@@ -53,7 +53,7 @@ class BatchOp(Enum):
 
     @property
     def per_batch(self) -> bool:
-        """True if the op runs once per step for a batch. False if the op runs once per request."""
+        """True if the op runs once per step, for the whole batch. False if the op runs once per request."""
         return self not in (BatchOp.ADD, BatchOp.REMOVE)
 
 
@@ -118,10 +118,10 @@ _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 
 
 class BatchData:
-    """The slot of one phase, which holds one batch from SETUP to UPDATE and is then reused.
+    """A slot of the pipeline. The slot holds one batch from SETUP to UPDATE and is then reused.
 
     `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine records `ready` after
-    the copies of SETUP are enqueued. The executor records `done` after all of its work is enqueued.
+    the copies of SETUP are enqueued. The executor records `done` after the work of the device ops is enqueued.
     """
 
     def __init__(self, phase: int) -> None:
@@ -172,7 +172,7 @@ class BatchData:
         self.state = "begun"
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment of an op. The executor's three ops share one environment, as do FETCH and UPDATE."""
+        """Return the environment of an op. The executor's three ops share one, and FETCH and UPDATE share another."""
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
@@ -192,14 +192,14 @@ class BatchData:
         self.state = _AFTER[op]
 
     def abandon(self) -> None:
-        """Free the slot after an error, in any state."""
+        """Free the slot after an error. This is allowed in any state."""
         self.state = "free"
 
 
 BATCH = Key("batch", BatchData)
-"""Key of the step's BatchData, which is in every environment of the batch."""
+"""Key of the step's BatchData. Every environment of the batch has this entry."""
 COPY = Key("copy", BatchCopy)
-"""Key of the op's BatchCopy, which runs after all modules."""
+"""Key of the op's BatchCopy. Its copies run after the op has run in all modules."""
 
 
 class Module:
@@ -219,13 +219,13 @@ class Module:
         """Enqueue copies of the step's inputs from host to device."""
 
     def prepare(self, env: Environment) -> None:
-        """Enqueue copies on the device that reorder per-sequence state for this batch. They run after all modules."""
+        """Enqueue device-to-device copies that reorder the per-sequence state for this batch."""
 
     def forward(self, env: Environment) -> None:
         """Run the model or sampler on the device."""
 
     def unprep(self, env: Environment) -> None:
-        """Save the data for FETCH on the device, before the next batch overwrites it."""
+        """Save the data for FETCH in other device memory, because the next batch overwrites the data."""
 
     def fetch(self, env: Environment) -> None:
         """Enqueue copies of the results from device to host."""
@@ -238,7 +238,7 @@ class Module:
 
 
 def check_modules(modules: Sequence[Module], given: Sequence[Key[Any]]) -> None:
-    """Raise ArgumentError if a module reads an entry that is neither given nor written, or if one is written twice."""
+    """Raise ArgumentError if a module reads an entry that nothing produces, or if an entry has two producers."""
     producers: dict[str, str] = {key.name: "the pipeline" for key in given}
     for module in modules:
         for key in sorted(module.writes, key=str):

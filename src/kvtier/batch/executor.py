@@ -30,7 +30,7 @@ class Streams:
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
-        """Make the executor's stream current. It waits for `ready` before the block, and records `done` afterwards."""
+        """Make the executor's stream current. The stream waits for `ready` first and records `done` after the block."""
         if self._executor is not None:
             self._executor.wait(batch.ready)
         with _current(self._executor):
@@ -39,7 +39,6 @@ class Streams:
             self._executor.record(batch.done)
 
     def record_ready(self, batch: BatchData) -> None:
-        """Record `ready` after the work that SETUP enqueued."""
         if self._engine is not None:
             self._engine.record(batch.ready)
 
@@ -112,7 +111,7 @@ class ThreadExecutor:
 
 
 class InlineExecutor:
-    """Runs each batch on the caller's thread when it is submitted."""
+    """Runs each batch on the thread that submits the batch."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

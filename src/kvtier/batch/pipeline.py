@@ -53,7 +53,7 @@ class Ticket:
         self.status = TicketStatus.WAITING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if the request was in an earlier batch. Its next row is then resumed, not new."""
+        """True if the request was in an earlier batch. A row of such a request is resumed, not new."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -98,7 +98,8 @@ class Ticket:
 class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows share one RowOrder.
 
-    Generating rows precede all others. In both groups, old rows keep their order and precede resumed and new rows.
+    The rows of generating requests precede all other rows. In both groups, rows of the previous batch keep their order
+    and precede resumed and new rows.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -132,10 +133,10 @@ class Pipeline:
     """Runs the host ops of batches on the caller's thread and the device ops on the executor.
 
         step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
-        step t+1         SETUP ──ready──> ...          up to `phases` in flight; results lag by phases - 1 steps
+        step t+1         SETUP ──ready──> ...          up to `phases` batches in flight; results lag by phases - 1 steps
 
     Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in a module fails only the
-    requests of its batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
+    requests in one batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
     flight then do not run, their requests return to WAITING, and all rows of the next batch are new.
     """
 
@@ -194,7 +195,7 @@ class Pipeline:
     ) -> None:
         """Submit a batch with these requests. If all phases are in use, collect the oldest batch.
 
-        Requests not in `tickets` are preempted and may be resumed later. Retiring requests in `tickets` are ignored.
+        All other requests are preempted and can be resumed later. Retiring requests in `tickets` are ignored.
         """
         self._check_open()
         chosen, tokens = dict.fromkeys(tickets), tuple(tokens)
@@ -224,7 +225,7 @@ class Pipeline:
             self.collect()
 
     def collect(self) -> bool:
-        """Process the results of the oldest batch in flight; returns False if no batch is in flight."""
+        """Process the results of the oldest batch in flight. Return False if no batch is in flight."""
         if not self.num_in_flight:
             return False
         batch = self._executor.collect()
@@ -298,7 +299,7 @@ class Pipeline:
             self._broken_at = batch.sequence
 
     def _run_op(self, op: BatchOp, batch: BatchData) -> None:
-        """Run an op of all modules, and then the copies that they added. If a module raises, discard the copies."""
+        """Run an op in all modules, and then the copies that they added. If a module raises, discard the copies."""
         batch.check(op)
         env = batch.environment(op)
         copy, method = env.at(COPY), op.value
@@ -354,7 +355,7 @@ class Pipeline:
             raise error
 
     def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
-        """Release a batch whose device ops failed, or were skipped because an earlier batch failed."""
+        """Release a batch whose device ops failed or were skipped. They are skipped after an earlier batch failed."""
         self._streams.settle("executor")
         error, failed_itself = batch.error, batch.failed_itself
         batch.abandon()

@@ -22,7 +22,7 @@ class TimelineSpan:
     track: str
     """Thread or stream of the op: "engine", "executor", "engine stream" or "executor stream"."""
     phase: int
-    """For ADD and REMOVE, `phase` and `step` are -1, because these ops belong to no batch."""
+    """-1 for ADD and REMOVE, because these ops belong to no batch. `step` is then -1 too."""
     step: int
     num_rows: int
     start: float = 0.0
@@ -53,7 +53,7 @@ class Timeline:
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
     ) -> Iterator[TimelineSpan]:
-        """Record the time of the block, even if it raises, and the time of the work that it enqueues on `stream`."""
+        """Record the time of the block, even if the block raises, and the time of the work it enqueues on `stream`."""
         origin, begin = self._origin(stream), _mark(stream)
         span = TimelineSpan(name, track, phase, step, num_rows, time.perf_counter())
         try:
@@ -78,13 +78,13 @@ class Timeline:
             recorded = tuple(self._on_streams)
         spans = []
         for span, origin, origin_time, begin, end in recorded:
-            with contextlib.suppress(Exception):  # Stream.synchronize raises the error
+            with contextlib.suppress(Exception):  # Stream.synchronize reports errors of failed work
                 start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
                 spans.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
         return tuple(spans)
 
     def save(self, path: str | Path) -> int:
-        """Write the trace file; returns the number of spans in the file."""
+        """Write the trace file. Return the number of spans in the file."""
         spans = (*self.spans, *self.stream_spans())
         zero = min((span.start for span in spans), default=0.0)
         tracks = {track: number for number, track in enumerate(sorted({span.track for span in spans}))}
@@ -97,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return the reference event of a placement and its host time. The first call records the event and waits."""
+        """Return the reference event of a placement and the event's host time. The first call records the event."""
         if stream is None:
             return None
         with self._lock:

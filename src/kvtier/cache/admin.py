@@ -1,4 +1,4 @@
-"""CacheAdmin: operations that an operator runs on a cache. They change the index and queue transfers."""
+"""CacheAdmin: operations for the operator of a cache. They change the index and put transfers into queues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.messages import KEY_BYTES
 
 
 class CacheAdmin:
-    """Operations on whole prompts and whole tiers. Call them between two steps, in the manager's thread."""
+    """Operations on whole prompts and whole tiers. Call them in the manager's thread, never during a step."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
@@ -24,7 +24,7 @@ class CacheAdmin:
         return tiers[name]
 
     def save(self, chain: Chain) -> None:
-        """Queue a prompt's blocks and all their descendants for copies to lower tiers, whatever the write policy."""
+        """Queue copies of a prompt's blocks and their descendants to lower tiers. The write policy is ignored."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
         below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []
@@ -34,30 +34,30 @@ class CacheAdmin:
                 queue.jobs.append(WritebackJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
-        """Queue all blocks in memory for copies to lower tiers. Called before the process exits."""
+        """Queue copies of all blocks in memory to lower tiers. Called before the process exits."""
         tree = self._manager.tree
         for node in [node for node in tree.nodes() if not node.children]:
             self.save(Chain.of_node(tree.namespace, node))
 
     def plan_saves(self, now: float) -> bool:
-        """Plan queued copies, even if the write policy would wait; returns True if jobs are left in the queues."""
+        """Plan queued copies, even if the write policy would wait. Return True if jobs remain in the queues."""
         for queue in self._manager.queues:
             queue.plan(now, flush=True)
         return any(queue.jobs for queue in self._manager.queues)
 
     def demote(self, chain: Chain) -> int:
-        """Free the device slots of a prompt's blocks that are also on the host; returns the number of freed slots."""
+        """Free the device slots of those blocks of a prompt that are also on the host. Return the number of slots."""
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
 
     def drop(self, chain: Chain) -> int:
-        """Drop a prompt's full blocks and all their descendants from every tier; returns the number of dropped blocks.
+        """Drop a prompt's full blocks and all their descendants from every tier. Return the number of dropped blocks.
 
             system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
                     └─ other prompts                     kept
 
         Blocks that other prompts share are kept. A store drops only the descendants whose keys are in memory. It keeps
-        all other descendants, which can be matched again only after the prompt was computed again.
+        all other descendants, but they cannot be matched until the prompt is computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -77,11 +77,11 @@ class CacheAdmin:
             store.clear()
 
     def set_quota(self, tier: str, salt: bytes, num_blocks: int | None) -> None:
-        """Limit the number of slots in a tier that one tenant's salt may use; None removes the limit."""
+        """Limit the number of slots in a tier for one tenant, identified by its salt. None removes the limit."""
         self.tier(tier).set_quota(salt, num_blocks, self._manager.tree.nodes())
 
     def vacate(self, tier: str, first_slot: int = 0) -> None:
-        """Remove all blocks from the slots of a tier, from `first_slot` on. No request or transfer may be in flight."""
+        """Remove all blocks from a tier's slots from `first_slot` on. Requests or transfers in flight are an error."""
         manager = self._manager
         if manager.transfers.in_flight or manager.stats.num_allocations:
             raise StateError(
@@ -91,14 +91,14 @@ class CacheAdmin:
         manager.tree.vacate(self.tier(tier), first_slot, detached)
 
     def resize(self, tier: str, num_blocks: int) -> None:
-        """Change the number of slots in a tier and drop the blocks in removed slots. Nothing may be in flight."""
+        """Change the number of slots in a tier. `vacate` drops the blocks in removed slots."""
         if num_blocks < 1:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
         self.vacate(tier, num_blocks)
         self.tier(tier).pool.resize(num_blocks)
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
-        """Return the node of the chain's last block in the tree, and the number of blocks up to this block."""
+        """Find the last block of the chain that is in the tree. Return its node and the number of blocks up to it."""
         tree = self._manager.tree
         node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
         if node is None or not stop or chain.namespace != tree.namespace:
@@ -112,13 +112,13 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Return the number of leading blocks on a node's path that other chains in memory share."""
+    """Return the number of leading blocks on a node's path that also belong to other chains in memory."""
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
     return node.start
 
 
 def _keys_after(node: Node, num_blocks: int) -> bytes:
-    """Return the keys of all blocks after the first `num_blocks` blocks of a node's path, including descendants."""
+    """Return the keys of a node's blocks after the first `num_blocks` blocks of the path, and of all descendants."""
     rest = node.keys[(num_blocks - node.start) * KEY_BYTES :]
     return rest + b"".join(child.keys for child in node.descendants())

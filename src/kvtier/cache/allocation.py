@@ -1,4 +1,4 @@
-"""Allocation, which holds the KV blocks of one request, and the statistics of the cache manager."""
+"""Allocation (the KV blocks of one request) and CacheStats (the statistics of the cache manager)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Instruction to copy the first `num_tokens` tokens of one device block to another before the step computes."""
+    """Instruction to copy the first `num_tokens` tokens of one device block to another device block before a step."""
 
     source: int
     target: int
@@ -23,7 +23,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of one tier. For a store, `num_used` counts the blocks that the store is known to have."""
+    """Statistics of one tier. For a store, `num_used` counts the blocks whose keys are recorded (see StoreIndex)."""
 
     name: str
     num_blocks: int
@@ -31,7 +31,7 @@ class TierStats:
     num_used: int
     num_evictable: int
     hit_tokens: int
-    """Number of tokens in requests whose KV was found in this tier."""
+    """Number of prompt tokens whose KV was found in this tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Allocation:
     is_loading: bool = field(init=False, default=False)
     """True while blocks are in flight to the device; see CacheManager.is_ready."""
     loads: tuple[int, ...] = field(init=False, default=())
-    """Ids of the loads in flight. Empty if some of the blocks are loaded for another allocation."""
+    """Ids of the loads in flight. Empty if a load for another allocation transfers some of the blocks."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached tokens that were found in the tier."""
     num_cached_tokens: int = field(init=False)
@@ -61,7 +61,7 @@ class Allocation:
     """Lease on the source block of `copy`, held until the first step is published."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
-    """Decision to load or to compute the blocks that were only in lower tiers. None if no decision was needed."""
+    """Decision to load or to compute the blocks that are only in lower tiers. None if there are no such blocks."""
 
     def __post_init__(self) -> None:
         self.num_cached_tokens = self.lease.num_matched_tokens

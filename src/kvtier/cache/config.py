@@ -29,7 +29,7 @@ class CacheConfig:
     """Load cached blocks even if computing them is expected to be faster."""
     owns_device: bool = True
     """False if another engine owns the device blocks. In this case the host is the first tier, and
-    CacheManager.foreign moves blocks between the host and the device of the other engine."""
+    CacheManager.foreign copies blocks between the host and the other engine's device memory."""
     secret: bytes = field(default=b"", repr=False)
     """Key for the token digests in stored blocks, at most 64 bytes. All engines that share a store need the same key.
     Without a key, anyone who can read the store can test whether a guessed prompt is in the store."""
@@ -41,13 +41,14 @@ class CacheConfig:
             self._check_without_device()
         if self.partial_scan < 0 or not 0 <= self.free_share < 1:
             raise RangeError(
-                f"partial_scan must be at least 0 and free_share in [0, 1), got {self.partial_scan}, {self.free_share}"
+                f"partial_scan must be at least 0, and free_share must be in [0, 1), got {self.partial_scan} and "
+                f"{self.free_share}"
             )
         if len(self.secret) > 64:
             raise RangeError(f"a secret has at most 64 bytes, got {len(self.secret)}")
         names = [store.name for store in self.stores]
         if names and self.host is None:
-            raise ArgumentError(f"reads from {', '.join(names)} go through host memory; give the cache a host tier")
+            raise ArgumentError(f"a cache with stores ({', '.join(names)}) needs a host tier for reads from the stores")
         if len({*names}) < len(names):
             raise ArgumentError(f"stores need different names, got {names}")
 
@@ -59,7 +60,7 @@ class CacheConfig:
             )
         if self.host.saving.write is not WritePolicy.THROUGH or self.host.saving.blocks_per_second < math.inf:
             raise ArgumentError(
-                f"with owns_device=False, the host needs the policy write_through and no rate limit, got "
+                f"with owns_device=False, the host tier needs the policy write_through without a rate limit, got "
                 f"{self.host.saving.write.value} and {self.host.saving.blocks_per_second:g} blocks per second"
             )
 
@@ -72,17 +73,17 @@ class WritePolicy(Enum):
     SELECTIVE = "write_through_selective"
     """Copy a block after it was reused `min_uses` times."""
     BACK = "write_back"
-    """Copy blocks when few slots are free in the tier above, in the order in which their requests finished."""
+    """Copy blocks when few slots are free in the tier above. The oldest finished requests come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritebackConfig:
-    """Policy and limits of copies to a lower tier."""
+    """Write policy and limits for copies to a lower tier."""
 
     write: WritePolicy = WritePolicy.THROUGH
     min_uses: int = 1
     max_blocks: int = 256
-    """Maximum number of blocks in flight. The limit keeps saves from delaying loads."""
+    """Maximum number of blocks in flight. Without this limit, saves would delay loads."""
     low_share: float = 0.25
     """With write_back, blocks are copied while less than this share of the tier above is free."""
     blocks_per_second: float = math.inf
@@ -91,7 +92,7 @@ class WritebackConfig:
     def __post_init__(self) -> None:
         if self.max_blocks < 1 or self.min_uses < 1 or self.blocks_per_second <= 0:
             raise RangeError(
-                f"max_blocks and min_uses must be at least 1 and blocks_per_second above 0, got "
+                f"max_blocks and min_uses must be at least 1, and blocks_per_second must be above 0, got "
                 f"{self.max_blocks}, {self.min_uses} and {self.blocks_per_second}"
             )
         if not 0 <= self.low_share <= 1:
@@ -135,8 +136,8 @@ class StoreConfig:
     wait: WaitPolicy = WaitPolicy.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False
-    """True if other processes write to the store. A shared store is searched for the keys of each request. The keys of
-    any other store are listed once, and later writes are recorded."""
+    """True if other processes write to the store. Then the store is searched for the keys of each request. Otherwise
+    the keys in the store are listed once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
     """Maximum number of blocks in flight from the store."""
     max_known: int = 1 << 22
@@ -147,6 +148,6 @@ class StoreConfig:
             raise RangeError(f"a store needs a name other than 'device' and 'host', got {self.name!r}")
         if self.wait_seconds < 0 or self.max_fetching_blocks < 1 or self.max_known < 1:
             raise RangeError(
-                f"wait_seconds must be at least 0, max_fetching_blocks and max_known must be at least 1, got "
+                f"wait_seconds must be at least 0, and max_fetching_blocks and max_known must be at least 1, got "
                 f"{self.wait_seconds}, {self.max_fetching_blocks} and {self.max_known}"
             )

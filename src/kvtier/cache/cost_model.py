@@ -1,4 +1,4 @@
-"""CostModel: predicts the times to load and to compute blocks from measurements, and selects the faster way."""
+"""CostModel: decides whether to load or to compute blocks, based on times that it predicts from measurements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtier.messages import Route
 
 _DECAY = 1 - 1 / 40  # per sample; slow enough for a stable fit, fast enough to follow changes of the speed
 _BATCH_SAMPLES = 16
-_MIN_PIVOT = 1e-7  # a matrix with a smaller pivot counts as singular; its diagonal is 1 before elimination
+_MIN_PIVOT = 1e-7  # smaller pivots count as 0; the limit is absolute because the diagonal is scaled to 1
 _TRY_AFTER = 32  # consecutive refused loads before a trial load, because the link may have become faster
-_CONFIRM_SHARE = 0.7  # a trial that takes at least this share of the expected time confirms the old measurements
+_CONFIRM_SHARE = 0.7  # a trial confirms the old measurements if it takes at least this share of the old time
 Matrix = list[list[float]]
 Link = tuple[Route, str]
 """A route and the name of its store. The name is empty for the routes between device and host."""
@@ -46,8 +46,8 @@ class LoadDecision:
 class OnlineLeastSquares:
     """Fits seconds = fixed cost + sum(cost * amount) by least squares, with exponential decay of old samples.
 
-    Costs are never negative. With too few samples, several solutions are equally good. In this case `in_doubt`, which
-    is min or max, selects one of the solutions' predictions.
+    Costs are never negative. With too few samples, several solutions are equally good. In this case `in_doubt` (min or
+    max) selects one of the predictions.
     """
 
     def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:
@@ -65,7 +65,7 @@ class OnlineLeastSquares:
             self._add_samples()
 
     def predict(self, amounts: Sequence[float]) -> float | None:
-        """Return the expected seconds, or None before the first sample. The fit may lack the newest samples."""
+        """Return the expected seconds, or None before the first sample. The fit may not include the newest samples."""
         if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):
             self._add_samples()
         if not self._num_samples:
@@ -91,7 +91,7 @@ class OnlineLeastSquares:
         squares = [[value / (scale[i] * scale[j]) for j, value in enumerate(row)] for i, row in enumerate(sums)]
         products = [value / scale[i] for i, value in enumerate(self._products.tolist())]
         solutions = _solutions(squares, products, used)
-        explained = [_dot(products, costs) for costs in solutions]  # part of the sum of squares that the costs explain
+        explained = [_dot(products, costs) for costs in solutions]  # explained part of the sum of squares
         enough = max(explained) * (1 - 1e-6)
         return [
             [cost / unit for cost, unit in zip(costs, scale, strict=True)]
@@ -112,7 +112,7 @@ def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[
 def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> list[float] | None:
     """Return the best non-negative costs of the used amounts, or None if the amounts are collinear.
 
-    If the equations yield negative costs, at least one of these is 0 in the best solution, so each is set to 0 in turn.
+    If the equations yield negative costs, at least one of these costs is 0 in the best solution. Try 0 for each.
     """
     solved = _solve_equations([[squares[i][j] for j in used] + [products[i]] for i in used])
     if solved is None:
@@ -131,8 +131,8 @@ def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> l
 def _solve_equations(rows: Matrix) -> list[float] | None:
     """Solve up to three linear equations, or return None if the matrix is nearly singular.
 
-    A row ends with its right-hand side. The matrix is symmetric with ones on its diagonal. A fit takes 26 us in Python
-    and 81 us with numpy (dev, 2026-11-16).
+    The last entry of a row is its right-hand side. The matrix is symmetric with ones on the diagonal. A fit takes 26 us
+    in Python and 81 us with numpy on the development machine.
     """
     for k, upper in enumerate(rows):
         if upper[k] < _MIN_PIVOT:
@@ -157,8 +157,8 @@ class CostModel:
     def __init__(self) -> None:
         self._transfers: dict[Link, OnlineLeastSquares] = {}
         self._doubted: dict[Link, OnlineLeastSquares] = {}
-        """Old measurements of links whose speed a trial load measures again."""
-        self._compute = OnlineLeastSquares(2, in_doubt=max)  # an overestimate favours a load, which measures the link
+        """Old measurements of links that a trial load measures again."""
+        self._compute = OnlineLeastSquares(2, in_doubt=max)  # too high a time favours loads, and loads measure the link
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
@@ -184,7 +184,7 @@ class CostModel:
     def decide(self, num_blocks: dict[Link, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
         """Decide whether to load or to compute. `num_blocks` counts the blocks on each link, including queued blocks.
 
-        Set `again` for a repeated decision on the same request, so that the request counts as refused only once.
+        Set `again` for a repeated decision on one request, so that the request counts only once as a refused load.
         """
         times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
@@ -192,7 +192,7 @@ class CostModel:
         is_faster = load is None or compute is None or load <= compute
         self._num_refused = 0 if is_faster else self._num_refused + (not again)
         is_trial = self._num_refused >= _TRY_AFTER
-        if is_trial:  # an unused link is not measured, so forget its speed and measure again
+        if is_trial:  # a link without loads is not measured, so measure its speed again
             self._num_refused = 0
             self._doubted |= {link: self._transfers.pop(link) for link in num_blocks if link in self._transfers}
         return LoadDecision(is_faster or is_trial, num_tokens, load, compute)

@@ -2,9 +2,9 @@
 
     start ──> blocks are READING in the source and WRITING in the target ──(results of all ranks)──> READY or removed
 
-Each transfer holds a lease until it ends. The lease keeps the source and target slots from being evicted or reused,
-even if the request ends or the cache is reset. A reset removes the blocks from the tree. When a transfer from before
-the reset ends, its slots are freed and none of its blocks becomes readable.
+Each transfer holds a lease until the transfer ends. The lease keeps the source and target slots from being evicted or
+reused, even if the request ends or the cache is reset. A reset removes the blocks from the tree. If a transfer began
+before a reset, its end frees its slots and makes no block readable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PendingTransfer:
     waiting_for: set[int]
     """Ranks that have not reported a result."""
     arrived: Mask
-    """Blocks that no rank reported as failed. After the last result, these blocks are readable in the target."""
+    """1 for each block that no rank reported as failed. After the last result, these blocks become readable."""
     seconds: float = 0.0
     """Duration on the slowest rank."""
     num_bytes: int = 0
@@ -119,7 +119,7 @@ class TransferTracker:
         target: Slots | str,
         keys: bytes = b"",
     ) -> int:
-        """Plan a transfer of a path's blocks from block `first` on; returns the transfer's id.
+        """Plan a transfer of a path's blocks from block `first` on. Return the transfer's id.
 
         `source` and `target` are slots in a tier, slots on a device that another engine owns (cache/foreign.py), or the
         name of a store. If the target is a tier, the blocks must be WRITING there (see `begin_write` and `graft`). The
@@ -149,13 +149,13 @@ class TransferTracker:
         return self._tiers.get(end.tier), end.tier, slot_bytes(end.ids)
 
     def probe(self, store: str, keys: bytes = b"") -> int:
-        """Plan a lookup of keys in a store; returns the probe's id. Without `keys`, the store lists all its keys."""
+        """Plan a lookup of `keys` in a store, or of all keys if `keys` is empty. Return the probe's id."""
         self._probes.append(Probe(next(self._ids), store, keys))
         self._unanswered[self._probes[-1].id] = set(range(self.num_ranks))
         return self._probes[-1].id
 
     def on_probe_result(self, rank: int, probe_id: int) -> bool:
-        """Record a rank's answer to a probe; returns True if this answer was the last one."""
+        """Record a rank's answer to a probe. Return True if all ranks have now answered."""
         waiting_for = self._unanswered.get(probe_id, set())
         waiting_for.discard(rank)
         return not waiting_for and self._unanswered.pop(probe_id, None) is not None
@@ -170,9 +170,9 @@ class TransferTracker:
         return Plan(next(self._plan_ids), self.epoch, planned, probes, drops)
 
     def apply(self, rank: int, result: TransferResult) -> PendingTransfer | None:
-        """Apply a rank's result; returns the transfer if every rank has reported it, otherwise None.
+        """Apply a rank's result. Return the transfer if every rank has reported a result, otherwise None.
 
-        A block has arrived if it arrived on every rank. The caller must release the lease of a returned transfer.
+        A block counts as arrived if it arrived on every rank. The caller must release the lease of a returned transfer.
         """
         pending = self.in_flight.get(result.transfer_id)
         if pending is None or rank not in pending.waiting_for:
@@ -215,7 +215,7 @@ class TransferTracker:
 
 
 def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the runs [first, stop) of a value in a mask. The first entry of the mask has the index `start`."""
+    """Yield the runs [first, stop) of `value` in a mask. The first entry of the mask has the index `start`."""
     first = mask.find(value)
     while first >= 0:
         stop = mask.find(1 - value, first)
@@ -225,7 +225,6 @@ def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int
 
 
 def mask_and(one: Mask, other: Mask) -> Mask:
-    """Return the bitwise AND of two masks."""
     if 0 not in other:
         return one
     return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

@@ -5,8 +5,8 @@ The manager uses no torch, I/O, threads or clock; the caller passes the time as 
     prefetch -> Prefetch ─┐
                   match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort
 
-If there are lower tiers, `plan` returns transfers to execute, and `apply` applies their results. A copied block is
-readable only after all ranks have reported the copy. A block whose copy failed is a miss.
+If there are lower tiers, `plan` returns transfers to execute, and `apply` processes the results. A copied block is
+readable only after all ranks have reported success. A block whose copy failed is a miss.
 
 Inside another engine (`owns_device=False`), the host is the first tier. `match` leases host blocks, and `foreign` loads
 and saves device blocks. `allocate` and `publish` raise an error, because the other engine manages its device blocks.
@@ -64,7 +64,7 @@ class CacheManager:
         listener: Listener | None = None,
         ghost: GhostCache | None = None,
     ) -> None:
-        """`num_host_ready` is the number of host slots that are usable now, by default all. Reports add the rest."""
+        """`num_host_ready` is the number of host slots that are usable now (default: all). Reports add more slots."""
         self.config = config
         tiers: list[Tier] = []
         free_shares: list[tuple[Tier, float]] = []
@@ -85,7 +85,7 @@ class CacheManager:
         self.cost_model = CostModel()
         """Predicts times for the decision to load or to recompute. The scheduler records the times of steps here."""
         self.decisions = {"load": 0, "recompute": 0}
-        """Number of requests that loaded their blocks from lower tiers, and of requests that recomputed the blocks."""
+        """Number of requests by decision: to load blocks from lower tiers, or to recompute these blocks."""
         self.num_damaged = 0
         """Number of host blocks that the scrubber found corrupt."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
@@ -106,7 +106,7 @@ class CacheManager:
         self._hit_tokens = dict.fromkeys((*(tier.name for tier in tiers), *self.stores), 0)
 
     def _make_queues(self, tiers: list[Tier]) -> tuple[list[WritebackQueue], list[WritebackQueue]]:
-        """Return the list of queues for copies to the host, which may be empty, and the list of queues for stores."""
+        """Return two lists: at most one queue for copies to the host, and one queue per store."""
         host, stores, to_host = self.config.host, self.stores.values(), []
         if host is None:
             return [], []
@@ -121,7 +121,7 @@ class CacheManager:
     # ---- life of a request -----------------------------------------------------------------------------------------
 
     def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Prefetch | None:
-        """Begin to fetch a prompt's blocks from stores to the host; returns None if there is no store.
+        """Begin to fetch a prompt's blocks from stores to the host. Return None if there is no store.
 
         The caller waits until `is_prefetched` is True, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
@@ -134,7 +134,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch blocks again that were evicted from memory meanwhile; returns True if the request should wait."""
+        """Fetch blocks again that were evicted after the prefetch. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -152,7 +152,7 @@ class CacheManager:
     ) -> Allocation:
         """Lease the longest cached prefix. The last token never matches, because its logits must be computed.
 
-        Without `may_load`, only blocks on the device match. The caller must still end `prefetch` after the match.
+        If `may_load` is False, only blocks on the device match. The caller must end `prefetch` after this call.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
@@ -169,7 +169,7 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If there are too few slots, release the source of the block copy and try again. This lowers `num_cached_tokens`.
+        If slots are short, release the source of the block copy and try once more. This lowers `num_cached_tokens`.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -190,13 +190,13 @@ class CacheManager:
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """True if every matched block is on the device. Raises LoadError if a load failed; the caller must abort."""
+        """True if every matched block is on the device. After a LoadError, the caller must abort the request."""
         self._must_be_open(allocation)
         if not allocation.is_loading:
             return True
         states = self._device_states(allocation.lease)
         if ABSENT in states:
-            raise LoadError("loading cached blocks failed; compute them instead")
+            raise LoadError("loading cached blocks failed; compute the blocks instead")
         if WRITING in states:
             return False
         allocation.is_loading, allocation.loads = False, ()
@@ -206,7 +206,7 @@ class CacheManager:
     def overlap(self, allocation: Allocation) -> tuple[int, ...]:
         """Return the ids of an allocation's loads in flight, so that a step can start early and wait layer by layer.
 
-        Return an empty tuple if no load is in flight, or if some of the blocks are loaded for other requests. The
+        Return an empty tuple if no load is in flight, or if loads for other requests transfer some of the blocks. The
         results of the step are valid only if `is_ready` returns True after the step.
         """
         self._must_be_open(allocation)
@@ -243,7 +243,7 @@ class CacheManager:
             self._release_source(allocation)
 
     def extend(self, allocation: Allocation, tokens: TokenIds) -> None:
-        """Append generated tokens to the chain. The next step computes their KV."""
+        """Append generated tokens to the chain. The next step computes the KV of these tokens."""
         self._must_be_open(allocation)
         allocation.chain.append(tokens)
 
@@ -252,11 +252,11 @@ class CacheManager:
         self._end(allocation, used=True, now=now)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled, preempted or not scheduled. A scheduled request counts as a use."""
+        """End a request that was cancelled, preempted or not scheduled. A scheduled request still counts as a use."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:
-        """Return the first block that did not match, and the reason."""
+        """Return the first block that did not match, and the reason for the miss."""
         return self.tree.explain(allocation.lease)
 
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
@@ -297,7 +297,7 @@ class CacheManager:
         return is_due or bool(self.transfers.in_flight) or self.transfers.has_plan
 
     def apply(self, report: Report) -> list[PendingTransfer]:
-        """Apply a rank's report; returns the transfers that this report completed."""
+        """Apply a rank's report. Return the transfers that are now complete on all ranks."""
         if not 0 <= report.rank < self.transfers.num_ranks:
             raise ArgumentError(f"invalid rank {report.rank} in a report; there are {self.transfers.num_ranks} ranks")
         completed = []
@@ -328,7 +328,7 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Number of device blocks. An operator may change it at run time."""
+        """Number of device blocks. It changes if an operator resizes the device tier."""
         return self._device.pool.num_slots
 
     @property
@@ -369,7 +369,7 @@ class CacheManager:
         return (chain.num_tokens - 1) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block, or nothing if there is no host tier and all are READY."""
+        """Return the device state of each matched block. Without a host tier, return b"", because all are READY."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -377,7 +377,7 @@ class CacheManager:
     def _match_below(
         self, allocation: Allocation, missing: int, may_load: bool, prefetch: Prefetch | None, now: float
     ) -> Allocation:
-        """Decide whether to load the matched blocks that are not on the device. If not, match again without them."""
+        """Decide whether to load the matched blocks that are not on the device. If not, match only device blocks."""
         block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
         if may_load and not self.config.always_load:
@@ -428,7 +428,7 @@ class CacheManager:
         return None
 
     def _load(self, lease: Lease, states: bytes, slots: Slots) -> tuple[int, ...]:
-        """Start loading the blocks that are ABSENT on the device into reserved slots; returns the transfer ids."""
+        """Start to load the blocks that are ABSENT on the device into reserved slots. Return the transfer ids."""
         host, at, ids = self.tree.tiers[-1], 0, []
         for first, stop in mask_runs(states.translate(IS_ABSENT), 0):
             sources = Slots(host.name, block_slots(lease, host, first, stop))
@@ -447,7 +447,7 @@ class CacheManager:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Record the time of a completed transfer and queue further copies of its blocks, before its lease ends."""
+        """Record the time of a completed transfer and queue copies of its blocks to the next tier."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:
             for queue in self._store_queues if 1 in done.arrived else ():

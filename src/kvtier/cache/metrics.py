@@ -1,4 +1,4 @@
-"""CacheMetrics: the Prometheus metrics of a cache. They are updated whenever the registry is rendered."""
+"""CacheMetrics: the Prometheus metrics of a cache. Each rendering of the registry updates the metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier.storage import StoreStats
 
 
 class Counted(Protocol):
-    """A store, or a group of stores, with statistics."""
+    """Interface for a store or a group of stores that provides statistics."""
 
     @property
     def stats(self) -> StoreStats: ...
 
 
 class CacheMetrics:
-    """Declares a cache's metrics in a registry and updates them. Create one instance per manager."""
+    """Declares and updates the metrics of a cache in a registry. Create one instance per manager."""
 
     def __init__(self, manager: CacheManager, stores: Mapping[str, Counted], registry: Registry) -> None:
         self._manager = manager

@@ -4,8 +4,8 @@
                 └────────── nothing to fetch, no room, or computing is faster ─────────────────────^
 
 A prefetch that fetches blocks holds a lease on its path until its request has matched the path or was cancelled. A
-prefetch with nothing to fetch holds no lease, because waiting requests must not keep memory from running requests. Its
-blocks in memory may be evicted before the request starts. In this case `retry` fetches the blocks from a store.
+prefetch with nothing to fetch holds no lease, because waiting requests must not hold memory that running requests need.
+Without a lease, blocks can be evicted before the request starts. In this case `retry` fetches the blocks from a store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Prefetch:
     lease: Lease | None
     """Lease on the path in memory, including blocks in flight. None if there was nothing to fetch."""
     wanted: int
-    """Number of blocks that the request could use."""
+    """Number of blocks that the request can use if all of them are cached."""
     started: float
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""
@@ -45,9 +45,9 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Fetches each block to the host from the first store that has the block.
+    """Fetches each block to the host from the first store that contains the block.
 
-    With `speeds`, blocks are not fetched if computing them is expected to be faster.
+    With `speeds`, a prefetch fetches no blocks if computing the blocks is expected to be faster.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Prefetcher:
         return [prefetch.lease for prefetch in self._open if prefetch.lease is not None]
 
     def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Prefetch:
-        """Begin to fetch those blocks of a chain that are not in memory."""
+        """Begin to fetch the blocks of a chain that are not in memory."""
         lease = self._tree.match(chain, now=now, max_blocks=max_blocks, retention=retention)
         chain.take_keys(lease.node)
         prefetch = Prefetch(chain, lease, max_blocks, now)
@@ -83,9 +83,9 @@ class Prefetcher:
         return prefetch
 
     def retry(self, prefetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
-        """Fetch again if memory has only `num_found` blocks and a store has more; returns True if the request waits.
+        """Fetch again if memory has only `num_found` blocks and a store has more. Return True if the request must wait.
 
-        There is only one retry, because other requests may evict the blocks again and delay the request forever.
+        A second retry is refused, because repeated evictions and retries could delay the request forever.
         """
         if prefetch.is_retry or prefetch.lease is not None or num_found >= prefetch.wanted:
             return False
@@ -114,7 +114,7 @@ class Prefetcher:
         self._release(prefetch)
 
     def advance(self, now: float) -> None:
-        """Continue the prefetches that waited for a probe, for room or for the transfer of another request."""
+        """Continue the prefetches that waited for a probe, for free slots or for a transfer for another request."""
         for prefetch in self._open:
             if not prefetch.is_over and not prefetch.waiting_for:
                 before = prefetch.lease
@@ -132,7 +132,7 @@ class Prefetcher:
             prefetch.waiting_for.discard(probe_id)
 
     def reset(self) -> None:
-        """Stop all waiting for prefetches, because a reset keeps their blocks from becoming readable."""
+        """Mark all prefetches as over, because blocks in flight do not become readable after a reset."""
         for prefetch in self._open:
             prefetch.is_over = True
 
@@ -148,7 +148,7 @@ class Prefetcher:
         if prefetch.waiting_for:
             return
         first = lease.num_blocks
-        # The node of the next block, if the tree has one.
+        # The node of the next block, if the tree contains the block.
         node = (
             lease.node.children.get(prefetch.chain.key_at(first)) if lease.stopped and first < prefetch.wanted else None
         )
@@ -180,7 +180,7 @@ class Prefetcher:
     def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
         """Reserve host slots for `num_blocks` blocks, or for as many blocks as fit.
 
-        Return None if the blocks do not all fit and other prefetches hold host blocks. The caller should wait, because
+        Return None if not all blocks fit and other prefetches hold host blocks. The caller should then wait, because
         other prefetches release their blocks when their requests start.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
@@ -205,7 +205,7 @@ class Prefetcher:
         return prefetch.lease
 
     def _find(self, keys: list[bytes]) -> list[tuple[StoreIndex, int]]:
-        """Return the stores that have the leading keys, each with the number of consecutive keys to read from it."""
+        """Split the leading keys among the stores. Return pairs of a store and the number of keys to read from it."""
         parts: list[tuple[StoreIndex, int]] = []
         at = 0
         while at < len(keys):
@@ -249,7 +249,7 @@ class Prefetcher:
 
 
 def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Return the number of tokens in `num_blocks` blocks by origin, which is a store of the prefetch or the host."""
+    """Return the number of tokens in `num_blocks` blocks by origin. An origin is the host or a store."""
     origins: dict[str, int] = {}
     for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens

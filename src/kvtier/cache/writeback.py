@@ -4,9 +4,9 @@ WritebackQueue   queues blocks for copies to the next tier and limits the number
 HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
-Device eviction never waits for a copy. If an evicted block has no copy on the host, it is a miss. The host copy stays
-after a load, so that a second device eviction needs no new copy. A store keeps blocks by key, outside the tree, and
-evicts blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
+Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. The host copy stays after
+a load, so that a second device eviction needs no new copy. A store keeps blocks by key, outside the tree, and evicts
+blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WritebackQueue:
     """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
     `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. If a tier has fewer
-    slots than there are jobs, the blocks of the oldest jobs are no longer in the tier.
+    slots than there are jobs, the tier no longer contains the blocks of the oldest jobs.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class WritebackQueue:
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
         """Handle blocks of a leased path that became readable in the tier above.
 
-        With write_through, start copies now if the queue is empty. Other policies queue the blocks if `queue` is set.
+        With write_through, start copies if the queue is empty, otherwise queue the blocks. Other policies ignore the
+        blocks, unless `queue` is set.
         """
         if stop <= first or not lease.node.attached:
             return
@@ -77,7 +78,7 @@ class WritebackQueue:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
-        """Queue the blocks of a finished request if the policy is write_back, because they are evicted next."""
+        """Queue the blocks of a finished request if the policy is write_back. Such blocks are evicted first."""
         if self._config.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
@@ -89,7 +90,7 @@ class WritebackQueue:
         return bool(self.jobs) and self._above.num_free < self._config.low_share * self._above.num_slots
 
     def plan(self, now: float, *, flush: bool = False) -> None:
-        """Start as many copies as the limits allow. With `flush`, start them even if the write policy would wait."""
+        """Start as many copies as the limits allow. With `flush`, start copies even if the write policy would wait."""
         if self._config.blocks_per_second < math.inf:
             limit = max(1.0, self._config.blocks_per_second)
             elapsed = 0.0 if self._refilled_at is None else max(0.0, now - self._refilled_at)
@@ -107,7 +108,7 @@ class WritebackQueue:
             self._tree.release(lease, used=False)
 
     def _start(self, job: WritebackJob, lease: Lease, room: int) -> int:
-        """Start copies of at most `room` blocks of a job and requeue the rest; returns the number of started copies."""
+        """Start copies of at most `room` blocks of a job and requeue the rest. Return the number of started copies."""
         started, rest = self._target.save(job, lease, room)
         if rest is not None:
             self.jobs.appendleft(rest)
@@ -130,7 +131,7 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Copy the blocks of a job that are only on the device; returns the number of copies and the rest of the job.
 
-        If all blocks on the host are leased, the rest of the job is dropped, and None is returned in its place.
+        If all blocks on the host are leased, the rest of the job is dropped, and the second result is None.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -170,13 +171,13 @@ class _Copies:
 
 
 class StoreIndex:
-    """Records the keys that one store is known to have, and starts writes to the store."""
+    """Records the keys in one store, as far as they are known, and starts writes to the store."""
 
     def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, transfers: TransferTracker) -> None:
         self.config = config
         self._tree, self._host, self._transfers = tree, host, transfers
-        self._known: dict[bytes, _Copies] = {}  # keys in the store or in flight to it, newest last
-        self._looked_up: dict[int, _Copies] = {}  # ranks -> instance that looked-up keys share
+        self._known: dict[bytes, _Copies] = {}  # keys that are stored or being written, newest last
+        self._looked_up: dict[int, _Copies] = {}  # ranks -> instance for all looked-up keys with these ranks
         self._all_ranks = (1 << transfers.num_ranks) - 1
         self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # by transfer id
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)
@@ -251,7 +252,7 @@ class StoreIndex:
         copies.ranks = self._all_ranks
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write the job's blocks that the store lacks; returns the number of started writes and the rest of the job."""
+        """Write the job's blocks that the store lacks. Return the number of started writes and the rest of the job."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None
@@ -266,7 +267,7 @@ class StoreIndex:
                 number = self._transfers.start(Route.HOST_TO_STORE, shared, low, sources, name, b"".join(own))
                 copies = _Copies()
                 self._writes[number] = own, copies
-                self._remember(dict.fromkeys(own, copies))  # right after _are_new, while the table is in the CPU cache
+                self._remember(dict.fromkeys(own, copies))  # _are_new has just loaded the table into the CPU cache
                 started += count
             if low + count < high:
                 return started, replace(job, first=low + count)

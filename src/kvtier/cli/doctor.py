@@ -31,7 +31,7 @@ _BLOCKS = {  # examples for which transfer strategies are shown
     "DeepSeek MLA, 16 tokens": CacheGroup.mla("main", 61, 576, "bf16", 16),
 }
 _NUM_BLOCKS = 512
-_OPTIONAL = {  # optional modules, and the extra that installs each
+_OPTIONAL = {  # optional module -> extra that installs the module
     "cuda.bindings": "cuda",
     "ml_dtypes": "numpy",
     "redis": "redis",

@@ -104,11 +104,11 @@ def _ask(options: argparse.Namespace) -> str:
 
 
 def _text(given: str) -> str:
-    """Return an argument decoded as UTF-8, whatever the locale is. Raises ArgumentError if it is not valid UTF-8."""
+    """Return a command-line argument decoded as UTF-8 in every locale. Raise ArgumentError for invalid UTF-8."""
     try:
         given.encode()
         return given
-    except UnicodeEncodeError:  # it contains surrogates, which stand for bytes that the locale could not decode
+    except UnicodeEncodeError:  # surrogates in the text stand for bytes that the locale could not decode
         pass
     try:
         return os.fsencode(given).decode("utf-8")

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, because an error at interpreter exit could not be handled
+                sys.stdout.flush()  # here, because errors at interpreter exit cannot be handled
     except KvtierError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Command line parser with settings from a file and the environment, and a progress bar.
+"""A command line parser that also reads settings from a file and the environment. Also a progress bar.
 
 Precedence: flag > environment (KVTIER_PORT) > TOML file ([serve] port = 8001) > default
 """
@@ -46,7 +46,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Appends default values to help texts, except empty values and 0."""
+    """Appends the default value to each help text, unless the value is empty or 0."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands = Any
-"""Type of the result of `Parser.add_subparsers`, which argparse does not export."""
+"""Type of the result of `Parser.add_subparsers`. argparse does not export this type."""
 
 
 def add_command(
@@ -139,7 +139,7 @@ def add_command(
 
 
 def read_config(path: str | None, commands: Mapping[str, Parser]) -> tuple[dict[str, Any], str]:
-    """Return the contents and the path of the TOML file; both are empty without a file. Rejects unknown tables."""
+    """Return the contents and the path of the TOML file, or two empty values without a file. Reject unknown tables."""
     path = path or os.environ.get("KVTIER_CONFIG")
     if not path:
         return {}, ""

@@ -128,7 +128,7 @@ def _add_options(command: Parser) -> None:
     option("--model", default="llama-3-8b", help="name of a preset, or .toml or .json file with the keys of a preset")
     option("--gpu", default="h200", help="preset or file")
     option("--gpus", type=int, default=1, metavar="N", help="GPUs per replica (tensor parallel)")
-    option("--machine", metavar="FILE", help="output of `kvtier doctor --json`, for its memory size and link speeds")
+    option("--machine", metavar="FILE", help="output of `kvtier doctor --json`; sets memory size and link speeds")
     option("--device", type=size, default=0, metavar="SIZE", help="device memory for KV; 0: all except the weights")
     option("--disk-type", default="nvme-gen4", metavar="DISK", help="preset or file")
     option("--replicas", type=int, default=1, metavar="N", help="number of replicas; sizes are per replica")

@@ -23,7 +23,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def add(commands: Commands) -> None:
-    text = "Serve a model with an OpenAI-compatible HTTP API. The dashboard is at /, the control API at /control."
+    text = "Serve a model with an OpenAI-compatible HTTP API. The dashboard is at / and the control API is at /control."
     examples = """
     kvtier serve
     kvtier serve --model /models/llama-3-8b --device cuda --dtype bf16 --port 9000
@@ -71,7 +71,7 @@ def _tenants(tables: Any, environ: Mapping[str, str]) -> tuple[Tenant, ...]:
             if key not in known:
                 raise ArgumentError(f"[[tenants]] has no field {key}{suggest(key, known)}")
             kind, what = _KINDS[str(known[key].type)]
-            if type(value) is not kind:  # the value is not shown, since it may be a key
+            if type(value) is not kind:  # the value is not shown, because it may be a secret
                 raise ArgumentError(f"[[tenants]] {key} must be {what}, got a value of type {type(value).__name__}")
         if "name" not in table or "key" not in table:
             raise ArgumentError("every tenant in [[tenants]] needs a name and a key")
@@ -88,7 +88,7 @@ def _start_log(options: argparse.Namespace) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(options.log_level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # kvtier itself logs the start and the stop
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # kvtier logs the start and the stop itself
 
 
 class _JsonFormatter(logging.Formatter):

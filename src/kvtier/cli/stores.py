@@ -1,4 +1,4 @@
-"""`kvtier inspect` and `kvtier verify`: list the contents of a store, and verify its checksums."""
+"""`kvtier inspect` lists the contents of a store. `kvtier verify` verifies its checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
     command = add_command(commands, "inspect", text, examples, inspect, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
     command.add_argument("--objects", action="store_true", help="also list every object")
-    text = "Read all objects in a store and verify their checksums. Quarantines damaged objects and then exits with 1."
+    text = "Verify the checksums of all objects in a store. If objects are damaged, quarantines them and exits with 1."
     examples = "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json"
     command = add_command(commands, "verify", text, examples, verify, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)

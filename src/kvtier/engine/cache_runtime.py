@@ -1,4 +1,4 @@
-"""CacheRuntime: the tiered cache of one engine. Engine steps move blocks with it, and operators manage the tiers.
+"""CacheRuntime: the tiered cache of one engine. Engine steps use it to move blocks. Operators use it to manage tiers.
 
     Engine.step ──> CacheManager.plan ──Plan──> Controller          start transfers
     Engine.step <── CacheManager.apply <──Report── Controller       finish transfers
@@ -34,7 +34,7 @@ from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
-"""Maximum wait for transfers when there is nothing to compute, and therefore the maximum delay of a new request."""
+"""Maximum wait for transfers when there is nothing to compute. A new request is delayed by at most this time."""
 TRAFFIC_SECONDS = 5.0
 """Length of the time window for TierTraffic.bytes_per_second."""
 
@@ -110,7 +110,6 @@ class TierTraffic:
     source: str
     target: str
     num_bytes: int
-    """Bytes moved since the start."""
     bytes_per_second: float
     """Rate over the last TRAFFIC_SECONDS."""
 
@@ -127,7 +126,7 @@ class StepTransfers:
         self._waits = controller.layer_waits(loads) if loads else None
 
     def before_layer(self, group: int) -> Callable[[int], None] | None:
-        """Return a function that waits until a layer of this group is loaded, or None if the step has no loads."""
+        """Return a function that waits for the load of one layer of this group, or None if the step has no loads."""
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def arrived(self) -> bool:
@@ -162,8 +161,8 @@ class CacheRuntime:
         scheduler: Scheduler,
         clock: Callable[[], float],
     ) -> None:
-        """`groups` are the cache groups of this rank. Every other rank has one group, with blocks as large as those of
-        groups[0]."""
+        """`groups` are the cache groups of this rank. Every other rank has one group. Its blocks are as
+        large as the blocks of groups[0]."""
         self._manager = manager
         self._admin = CacheAdmin(manager)
         self._groups = groups
@@ -173,7 +172,7 @@ class CacheRuntime:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.failed: set[int] = set()
-        """Ids of transfers that failed on one rank and that other ranks have not yet reported."""
+        """Ids of transfers that failed on one rank and have not yet finished on all ranks."""
         self.is_asleep = False
         self._moved: Counter[tuple[str, str]] = Counter()
         self._moved_recently: deque[tuple[float, tuple[str, str], int]] = deque()
@@ -227,7 +226,7 @@ class CacheRuntime:
         return self._controller.is_copying
 
     def wait(self) -> None:
-        """Wait at most _POLL_SECONDS for transfers, then apply their reports. For steps without rows to compute."""
+        """Wait at most _POLL_SECONDS for transfers, then apply their reports. Used if a step has no rows to compute."""
         self._controller.wait(_POLL_SECONDS)
         self.poll()
 
@@ -258,14 +257,13 @@ class CacheRuntime:
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns its length in tokens."""
+        """Protect the cached part of a prompt from eviction until `unpin(name)`. Return the number of cached tokens."""
         if name in self._pins:
             raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())
         return pin.num_matched_tokens
 
     def unpin(self, name: str) -> None:
-        """Allow eviction of a pinned prompt again."""
         if name not in self._pins:
             raise ArgumentError(f"no prompt is pinned as {name!r}; pinned names: {', '.join(self._pins) or 'none'}")
         self._manager.unpin(self._pins.pop(name))
@@ -289,7 +287,7 @@ class CacheRuntime:
             self._drain_saves()
 
     def demote(self, chain: Chain) -> int:
-        """Copy a prompt's cached blocks to lower tiers, then evict them. Returns the number of evicted blocks."""
+        """Copy a prompt's cached blocks to lower tiers, then free their device slots. Return the number of blocks."""
         self._admin.save(chain)
         self._drain_saves()
         return self._admin.demote(chain)
@@ -345,7 +343,7 @@ class CacheRuntime:
         if not self.is_asleep:
             return
         if num_blocks is not None:
-            self._drain()  # the host may have written to stores during the sleep
+            self._drain()  # writes from the host to stores may be in flight
             self._admin.resize("device", num_blocks)
         for group in self._groups:
             group.renew(self._manager.tree.tiers[0].pool.num_slots)
@@ -418,7 +416,7 @@ class CacheRuntime:
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
         wanted, free = num_blocks * block_bytes, _free_bytes(device)
-        if tier == "device":  # the old device cache is freed before the new one is allocated, unlike the host cache
+        if tier == "device":  # an old device cache, unlike an old host cache, is freed before the new allocation
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(

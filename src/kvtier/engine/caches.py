@@ -27,7 +27,7 @@ StoreOrUrls = Store | str | Sequence[str]
 def open_caches(
     models: Sequence[Model], config: EngineConfig, max_context: int, namespace: bytes, stores: Mapping[str, StoreOrUrls]
 ) -> tuple[list[DeviceCacheGroup], Controller, Mapping[str, Counted], Ranks | None]:
-    """Open the caches of a model and its draft models. After an error, close what was opened.
+    """Open the caches of a model and its draft models. After an error, close everything that was opened.
 
     Returns the cache groups of this rank, the controller, the stores by name, and the other ranks (None for one rank).
     """
@@ -99,7 +99,7 @@ def _checked(
             checked[name] = tuple(store)
         elif num_ranks > 1:
             raise ArgumentError(
-                f"store {name!r} is already open, but each of the {num_ranks} ranks must open it in its own process; "
+                f"store {name!r} is already open, but all {num_ranks} ranks must open the store themselves; "
                 f"give the URL of the store instead, such as 'disk:/mnt/nvme/kv?bytes=200GiB'"
             )
         else:

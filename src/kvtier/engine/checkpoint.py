@@ -89,7 +89,7 @@ class GgufFile:
         out.copy_(torch.from_numpy(values).view(out.shape))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Return the rotary frequencies, divided by the scaling factors if the file contains them (llama3 scaling)."""
+        """Return the rotary frequencies, divided by the llama3 scaling factors if the file contains such factors."""
         base = config.rope.inverse_frequencies(config.head_dim)
         tensor = self._header.tensors.get("rope_freqs.weight")
         if tensor is None:
@@ -114,11 +114,12 @@ class GgufFile:
             return self._gguf.GGMLQuantizationType(tensor.type)
         except ValueError as error:
             raise CheckpointError(
-                f"{self._path} has a tensor of type {tensor.type}, which the gguf package does not support; upgrade it"
+                f"{self._path} has a tensor of type {tensor.type}, which the gguf package does not support; upgrade "
+                "the package"
             ) from error
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the rows in Hugging Face order, in which the even rows of each q or k head precede the odd rows."""
+        """Return the rows in Hugging Face order: in each head of q and k, even rows precede odd rows."""
         rows = self._stored(self._header.tensors[_gguf_name(name)])
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows

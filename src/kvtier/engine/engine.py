@@ -1,4 +1,4 @@
-"""Engine: runs requests step by step. The scheduler selects the rows of a step, and the pipeline computes them."""
+"""Engine: runs requests step by step. The scheduler selects the rows of a step, and the pipeline computes the rows."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
-    """Number of objects into which a block is split by KV heads when it is stored. 0 means one object per rank. Engines
-    can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
+    """Number of objects in a store for one block. Each contains some of the KV heads. 0 means one object per rank.
+    Engines can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
 
@@ -192,7 +192,7 @@ class Engine:
                 raise
             return outputs
         finally:
-            transfers.submit_deferred()  # does nothing unless the step failed before its forward pass
+            transfers.submit_deferred()  # needed only if the step failed before its forward pass
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:
@@ -324,7 +324,7 @@ class Engine:
 
     def _propose(self, proposer: Proposer) -> None:
         """Draft tokens for generating requests. If the proposer fails, the requests continue without drafts."""
-        # a request whose blocks are being loaded again has an incomplete block table
+        # Requests whose blocks are being loaded again are left out, because their block tables are incomplete.
         running = [request for request in self.scheduler.running if request.is_generating]
         ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
         if not ready:
@@ -343,7 +343,7 @@ class Engine:
                 warnings.warn(f"{request!r}: no draft: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
 
     def _checked(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
-        """Return the draft tokens that fit into output and context. Raises RangeError for an invalid token."""
+        """Return the draft tokens that fit into max_tokens and the context. Raise RangeError for an invalid token."""
         room = request.max_new_tokens - request.num_new_tokens - 1
         room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
         tokens, vocab = tuple(draft[: max(0, room)]), self.model.config.vocab_size

@@ -3,7 +3,7 @@
     tokens of three sequences   a a a a | b | c c        query_starts = [0, 4, 5, 7]
     a: first chunk of a prompt    b: decoding    c: a later chunk, or draft tokens to verify
 
-The batch is prepared on the host with numpy. Its sizes stay on the host, so that reading them needs no wait.
+The batch is prepared on the host with numpy. Its sizes stay on the host and can be read without waiting for the device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class SequenceInput(NamedTuple):
     token_ids: Sequence[int]
     """The new tokens, at least one."""
     num_computed: int
-    """Number of earlier tokens, whose keys and values are in the cache."""
+    """Number of earlier tokens. Their keys and values are in the cache."""
     block_table: Table
     """Blocks of the sequence, in order. They must have room for the computed and the new tokens."""
     num_logits: int = 1
-    """Number of tokens at the end that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens."""
+    """Number of last tokens that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The tensors of a step, on the model's device, and its sizes on the host."""
+    """The inputs of a step as tensors on the model's device, and the sizes of the step on the host."""
 
     input_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset, where KV is stored; on CUDA, -1 stores nothing
+    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset of the KV; on CUDA, -1 stores no KV
     query_starts: torch.Tensor  # [sequences + 1] int32
     context_lens: torch.Tensor  # [sequences] int32: tokens to attend to, including the new tokens
     block_tables: torch.Tensor  # [sequences, longest table] int32, padded with 0
@@ -104,7 +104,8 @@ def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn
     new, room = len(sequence.token_ids), len(sequence.block_table) * block_tokens
     if not new or sequence.num_computed < 0:
         raise ArgumentError(
-            f"sequence {index} must have at least 1 new and 0 computed tokens, got {new} and {sequence.num_computed}"
+            f"sequence {index} needs 1 or more new tokens and 0 or more computed tokens, got {new} and "
+            f"{sequence.num_computed}"
         )
     if sequence.num_computed + new > room:
         raise RangeError(

@@ -70,7 +70,7 @@ class DecodeGraphs:
         step = self._model
         stream = torch.cuda.Stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(stream):  # compile kernels and allocate workspaces, which is impossible in a capture
+        with torch.cuda.stream(stream):  # a first run, because a capture cannot compile kernels or allocate workspaces
             step.logits(step.forward(batch, self._cache))
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One generated text, with its tokens and the reason why it ended."""
+    """One generated text, with its tokens and its finish reason."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -82,12 +82,12 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[list[Completion]]:
-        """Generate n completions for each prompt. By default, shows progress if stderr is a terminal."""
+        """Generate `params.n` completions for each prompt. By default, show progress if stderr is a terminal."""
         prompts = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ArgumentError(
-                f"got {len(prompts)} prompts and {len(each)} sampling parameters; give one, or one for each prompt"
+                f"got {len(prompts)} prompts and {len(each)} SamplingParams; pass one for all prompts, or one for each"
             )
         interrupted = threading.Event()
         work: Future[list[list[Completion]]] | None = None
@@ -150,7 +150,7 @@ class LLM:
         ]
 
     def _run(self, total: int, interrupted: threading.Event) -> dict[tuple[str, int], list[Output]]:
-        """Run the engine and return the outputs by request id and index. Unless `total` is 0, print progress."""
+        """Run the engine. Return the outputs by request id and sequence index. Print progress if `total` is not 0."""
         outputs: dict[tuple[str, int], list[Output]] = {}
         num_done = num_tokens = 0
         while self.engine.has_work() and not interrupted.is_set():
@@ -169,7 +169,7 @@ class LLM:
 
 
 def _use_device(device: torch.device) -> None:
-    """Make a GPU the current device of this thread, for Triton kernels."""
+    """Make a GPU the current device of this thread, because Triton launches kernels on the current device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

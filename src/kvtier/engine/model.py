@@ -2,7 +2,7 @@
 
     cache[block, layer, K or V, token in block, kv_head, head_dim]
 
-A block is contiguous over all layers, so that copy engines can move it in one piece. Attention reads it with strides.
+A block is contiguous over all layers and can be copied in one piece. Attention reads a layer of a block with strides.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Model:
             if before_layer is not None:
                 before_layer(index)
             attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
-            if layer is self.weights.layers[-1]:  # only attention needs the rows without logits
+            if layer is self.weights.layers[-1]:  # after the last attention, only the rows that need logits are used
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             if self._all_reduce is not None:
                 attended = self._all_reduce(attended)
@@ -99,7 +99,7 @@ class Model:
         if cache.shape[1:] != inner:
             raise ArgumentError(
                 f"the cache has shape {list(cache.shape)}; this model needs [blocks, {config.num_layers}, 2, block "
-                f"tokens, {config.num_kv_heads}, {config.head_dim}], which Model.new_cache returns"
+                f"tokens, {config.num_kv_heads}, {config.head_dim}], see Model.new_cache"
             )
         longest = max(batch.contexts)
         if longest > config.max_positions:

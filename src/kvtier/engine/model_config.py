@@ -142,7 +142,7 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, tied_embeddings: bool) -> ModelConfig:
-        """Convert the metadata of a GGUF file, which does not contain `tied_embeddings`."""
+        """Convert the metadata of a GGUF file. `tied_embeddings` is not part of the metadata."""
         name = str(metadata.get("general.architecture"))
         if name not in _ARCHITECTURES.values():
             raise CheckpointError(
@@ -205,7 +205,7 @@ def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
         raise CheckpointError(f"the GGUF model has {values['expert_count']} experts; kvtier supports dense models only")
     rotated = values.get("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise CheckpointError(f"rope.dimension_count is {rotated}; kvtier supports only head_dim, which is {head_dim}")
+        raise CheckpointError(f"rope.dimension_count is {rotated}; kvtier supports only the size of a head, {head_dim}")
     kind = values.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise CheckpointError(f"rope scaling of type {kind!r} is not supported; supported types: none, linear")
@@ -245,6 +245,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; a Hugging Face model folder must contain it") from error
+        raise CheckpointError(f"{path} is missing; a Hugging Face model folder must contain this file") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error

@@ -3,7 +3,7 @@
 SETUP     InputBuilder   builds a ForwardBatch from the rows of the step, on the device
 PREPARE   InputBuilder   copies the blocks in Step.copies
 FORWARD   ModelForward   computes the logits
-FORWARD   Sampler        samples tokens, which the engine reads
+FORWARD   Sampler        samples tokens for the engine
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeviceCacheGroup:
         return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
 
     def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Compute a batch, fill the cache, and return the logits, which are valid until the next step."""
+        """Compute a batch, fill the cache, and return the logits. The logits are valid until the next step."""
         if self._graphs is not None and before_layer is None and self._graphs.takes(batch):
             return self._graphs.logits(batch)
         return self.model.logits(self.model.forward(batch, self.cache, before_layer))
@@ -151,7 +151,7 @@ class Sampler(Module):
     """Samples the next tokens and verifies draft tokens.
 
     A draft token is accepted if it equals the token sampled at its position, so drafts never change the output. After a
-    row has failed, it gets no more samples, and `RequestSampler.error` contains the reason.
+    failure, a row gets no more samples, and `RequestSampler.error` contains the reason.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
@@ -181,7 +181,7 @@ class Sampler(Module):
                 return
 
     def _accept(self, row: Row, sequence: EngineSequence, one: Sample, depth: int) -> bool:
-        """Record a sample. True if it equals the draft token at this depth, so the next position can be sampled."""
+        """Record a sample. True if it equals the draft token at this depth. Then the next position can be sampled."""
         if sequence.sampler.error:
             return False
         try:

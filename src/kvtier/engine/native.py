@@ -1,4 +1,4 @@
-"""Bindings for the CPU kernels in native.c. Without a C compiler, torch computes the same with float32 matrices."""
+"""Bindings for the CPU kernels in native.c. Without a C compiler, torch computes the same results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TOKENS = 16
 """Maximum number of tokens for `EngineNative.linear`. For more tokens, torch with a float32 matrix is faster."""
 _LANES, _BLOCK = 16, 32
 _SOURCES = ("native.c", "native_amx.h", "native_draw.h")
-# Without -ffast-math, which would allow the compiler to reorder sums. Results would depend on the number of tokens.
+# No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
 SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
@@ -110,7 +110,7 @@ class EngineNative:
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Rotate q and k in place and store k and v. qkv is [tokens, heads + 2 kv_heads, multiple of 32]."""
+        """Rotate q and k in place and store k and v. qkv is [tokens, heads + 2 kv_heads, dim], and 32 divides dim."""
         _, _, block_tokens, kv_heads, dim = cache.shape
         block_stride, v_offset, token_stride = cache.stride()[:3]
         sizes = (ctypes.c_long * 8)(

@@ -1,4 +1,4 @@
-"""The operations of a forward pass, on the CPU and in plain torch.
+"""The operations of a forward pass. TorchOps and CpuOps are in this module.
 
 TorchOps       any device: plain torch, the reference for the other classes
 CpuOps         CPU: scaled_dot_product_attention, and native code for steps of a few tokens
@@ -26,7 +26,7 @@ from kvtier.engine.weights import Linear
 
 
 def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
-    """Compute attention for q [tokens, heads, head_dim], one sequence at a time: the reference implementation."""
+    """Compute attention for q [tokens, heads, head_dim], one sequence at a time. Reference implementation."""
     out = torch.empty_like(q)
     group = q.shape[1] // cache.shape[3]
     for rows, table, context in _sequences(batch):
@@ -79,7 +79,7 @@ def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
 
 
 def _visible(rows: slice, context: int, device: torch.device) -> Tensor:
-    """Return the causal mask [queries, context]. The last query sees all tokens, each earlier query one token less."""
+    """Return the causal mask [queries, context]. A query sees the tokens up to its own position."""
     count = rows.stop - rows.start
     return torch.ones(count, context, dtype=torch.bool, device=device).tril(context - count)
 
@@ -99,7 +99,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: boo
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention for one token, without a mask. Query heads of a KV head are computed as queries of one head."""
+    """Compute attention for one token, without a mask. The query heads of a KV head become queries of one head."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])
@@ -174,14 +174,14 @@ class TorchOps:
 
 
 class CpuOps:
-    """The default on the CPU: native code where it supports the input, otherwise torch."""
+    """The default on the CPU. It uses native code for supported inputs and torch for all other inputs."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """For few tokens, memory bandwidth is the limit. Use the packed matrix, which has 1/4 to 1/2 of the bytes."""
+        """Use the packed matrix for few tokens. It has fewer bytes, and memory bandwidth limits steps of few tokens."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

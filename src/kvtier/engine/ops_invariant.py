@@ -1,12 +1,12 @@
-"""Batch-invariant operations on the CPU in float32: the bits of a token depend only on its own sequence.
+"""Batch-invariant operations on the CPU in float32. The result for a token depends only on the token's sequence.
 
-Matrix libraries choose a kernel by the shape of the input, and each kernel has its own order of sums. A token computed
-alone therefore differs in the last bits from the same token in a batch. Here, all calls have the same shapes: matrix
-products use tiles of TILE tokens, and attention uses tiles of TILE queries and KEYS keys. Missing tokens are zeros. The
-query at position p is always row p % TILE of its tile. Masked keys have weight 0 and do not change the result.
+Matrix libraries choose a kernel by the shape of the input, and kernels differ in the order of additions. A token that
+is computed alone therefore differs in the last bits from the same token in a batch. Here, all calls have equal shapes.
+Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing tokens are zeros.
+The query at position p is always row p % TILE of its tile. Masked keys have weight 0 and do not change the result.
 
-This is correct only if the library computes a row independently of the other rows and of its place in the tile.
-`_try_out` tests this for every shape before its first use.
+This is correct only if the library computes a row independently of the other rows and of the row's place in the tile.
+`_try_out` tests this property for every shape before the first use of the shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEYS = 64
 
 
 class InvariantOps:
-    """Operations with bit-identical results for any batch and any chunks of a prompt. Slower than CpuOps."""
+    """Operations with bit-identical results for all batches and chunk sizes. Slower than CpuOps."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
@@ -40,7 +40,7 @@ class InvariantOps:
         return self._by_tiles("norm", weight.shape, lambda tile: self._plain.rms_norm(tile, weight, eps), x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = residual + x  # no tiles, because each element is rounded once for any shape
+        residual = residual + x  # no tiles are needed, because the sum of two elements does not depend on the shape
         return (self.rms_norm(residual, weight, eps), residual)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -105,12 +105,12 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 
 @functools.cache
 def _mask(offset: int, group: int) -> Tensor:
-    """Return True for keys after a query. The first query is `offset` after the first key; each has `group` rows."""
+    """Return a mask of the keys after each query. Query 0 is at key `offset`. Each query has `group` equal rows."""
     return torch.arange(KEYS) > (torch.arange(TILE) + offset).repeat_interleave(group)[:, None]
 
 
 def _try_out(name: str, compute: Callable[[Tensor], Tensor], row_shape: tuple[int, ...]) -> None:
-    """Check that a row has the same result at every place in a tile and with different other rows."""
+    """Check that the result of a row depends neither on its place in a tile nor on the other rows."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(row_shape, generator=generator)
     expected = None

@@ -1,6 +1,6 @@
 """CUDA operations in Triton, with one fused kernel for each operation between matrix products.
 
-Prefill attention works in tiles of queries. Decode attention splits the keys over programs. Both read keys and values
+Prefill attention uses tiles of queries. Decode attention splits the keys among programs. Both read keys and values
 in place from the strided cache of one layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a decode kernel
 depends only on shapes and not on values in device memory. A decode step can therefore be captured in a CUDA graph and
 replayed with other context lengths.
@@ -20,9 +20,9 @@ from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.ops import Heads
 from kvtier.engine.weights import Linear
 
-# Queries and keys of a prefill tile. q, scores and output of head_dim 128 fit into the registers of 8 warps.
+# Number of queries and keys in a prefill tile. For head_dim 128, a tile fits into the registers of 8 warps.
 _QUERY_ROWS, _KEYS = 128, 64
-# Triton unrolls float32 dots into multiply-adds. A kernel with tiles of 128 x 64 would take minutes to compile.
+# Smaller tiles for float32. Triton unrolls float32 dots, and tiles of 128 x 64 would take minutes to compile.
 _QUERY_ROWS_F32, _KEYS_F32 = 32, 32
 _SPLIT_KEYS = 64
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
@@ -89,7 +89,7 @@ def _rotate_and_store(
 
 
 class TritonOps:
-    """Fused Triton kernels: the default on CUDA."""
+    """Fused Triton kernels. The default on CUDA."""
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         return linear(x, w.weight, w.bias)
@@ -161,7 +161,7 @@ def _attend(
     new_top = tl.maximum(top, tl.max(scores, 1))
     seen = new_top
     if MASKED:
-        seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # avoids NaN if a row sees no key of its share
+        seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # avoids NaN if a row sees none of these keys
     weights, kept = tl.exp2(scores - seen[:, None]), tl.exp2(top - seen)
     total = total * kept + tl.sum(weights, 1)
     v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=v_mask, other=0.0)
@@ -198,7 +198,7 @@ def _prefill(
     q = tl.load(q_ptr + place[:, None] * q_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
     position = context - count + token
     last = tl.minimum(context, context - count + (tile + 1) * TOKENS)
-    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # every query of the tile sees all keys before this
+    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # every query sees all keys below this index
     share = tl.cdiv(tl.cdiv(last, SPLITS), KEYS) * KEYS
     least, last = split * share, tl.minimum(last, (split + 1) * share)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -271,7 +271,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. The top of a share without keys is -inf, so its weight is 0."""
+    """Combine the shares of one query head. A share without keys has the top -inf and the weight 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)
@@ -335,7 +335,7 @@ def _run_decode(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> N
 
 
 def _partial(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the weighted sums of values, largest scores and total weights of all shares."""
+    """Allocate three tensors for the shares: weighted sums of values, largest scores, and total weights."""
     tokens, heads, dim = q.shape
     top, total = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
     return torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=q.device), top, total
@@ -347,13 +347,13 @@ def _join(partial: Tensor, top: Tensor, total: Tensor, out: Tensor, padded: int)
 
 
 def num_splits(programs: int, device: torch.device) -> int:
-    """Return the number of shares per sequence: a power of two, for about four programs per multiprocessor."""
+    """Return the number of shares per sequence. It is a power of two that yields about four programs per SM."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return int(min(64, triton.next_power_of_2(max(1, -(-4 * processors // programs)))))
 
 
 def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
-    """Return the number of shares into which the keys of a tile are split, a power of two.
+    """Return the number of shares into which the keys of a tile are split. The number is a power of two.
 
     Splits help if few tokens attend to many keys, for example after a cached prefix, because there are then fewer tiles
     than multiprocessors. Time of one layer with the heads of Llama-3-8B over 32k keys (H200, 2026-11-15):

@@ -1,4 +1,4 @@
-"""Find a model by its path, or in a Python package that contains it. Does not import torch."""
+"""Find a model by its path or by the name of a packaged model. Does not import torch."""
 
 from __future__ import annotations
 

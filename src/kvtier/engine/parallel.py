@@ -1,4 +1,4 @@
-"""Ranks: starts and controls the other processes of a tensor-parallel engine, for rank 0.
+"""Ranks: rank 0 of a tensor-parallel engine uses this class to start and control the processes of the other ranks.
 
     rank 0    scheduler, CacheManager, sampling,       ──Plan, step──>   ranks 1, 2, ..: a share of the model,
               a share of the model and of blocks       <──Reports───     a slice of every block
@@ -41,21 +41,21 @@ _MAIN = "from kvtier.engine.rank_process import main; main({})"
 _SLOW_SECONDS = 600.0
 """Timeout for calls that allocate memory: start, wake and resize_host."""
 _CLOSE_SECONDS = 30.0
-"""Timeout for `close`, which finishes writes to stores."""
+"""Timeout for `close`. Closing finishes the writes to stores."""
 _BLAME_SECONDS = 0.2
-"""Time that rank 0 waits after an error until another rank exits or reports the cause."""
+"""Maximum time that rank 0 waits after an error for another rank to exit or to report the cause."""
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of an engine except 0, and a `Controller` that calls every rank. Used on the engine thread."""
+    """All ranks of an engine except rank 0. This `Controller` calls every rank. Used on the engine thread."""
 
-    overlaps_compute = False  # every rank receives a plan before its step
+    overlaps_compute = False  # plans are sent to all ranks before the step
     is_copying = False
 
     def __init__(self, model: Model, config: RankConfig) -> None:
-        """Start a process for each other rank and send it that rank's share of the model. `config` is for rank 0.
+        """Start the processes of the other ranks and send each process a share of the model. `config` is for rank 0.
 
         `self.model` is the share of rank 0. The caller sets `own` to the controller of the caches of rank 0.
         """
@@ -95,7 +95,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def step(self, step: Step, inputs: Sequence[SequenceInput]) -> Iterator[None]:
-        """Compute a step on the other ranks while the body of the `with` statement computes it on rank 0.
+        """Compute a step on the other ranks while the body of the `with` statement computes the step on rank 0.
 
         Afterwards, `poll` returns the reports of all ranks for the loads of the step.
         """
@@ -166,7 +166,7 @@ class Ranks:
         return [stats[store] for stats in self._call("stats")]
 
     def close(self) -> None:
-        """Close the controller of rank 0 and end the other processes. Idempotent."""
+        """Close the controller of rank 0 and end the processes of the other ranks. Idempotent."""
         try:
             self.own.close()
         finally:

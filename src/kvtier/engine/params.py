@@ -1,4 +1,4 @@
-"""Sampling parameters and outputs of a request. Does not import torch, because the front-end process uses it."""
+"""Sampling parameters and outputs of a request. Does not import torch, because front-end processes do not use torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_LOGPROBS = 1024
 TEMPERATURE = (0.0, 100.0)
 """OpenAI accepts up to 2. At 100, the distribution is nearly uniform for any model."""
 PENALTY = (-2.0, 2.0)
-"""Presence and frequency penalty, as OpenAI, vLLM and SGLang define them."""
+"""Range of the presence and frequency penalties, equal to the range of OpenAI, vLLM and SGLang."""
 REPETITION_PENALTY = (0.01, 100.0)
 """vLLM and SGLang accept up to 2. Checkpoints recommend 1.0 to 1.3. At 100, repetitions are practically excluded, and
 logits below 1e36 stay finite. The lower bound prevents a division by 0, because tiny values are 0 in float32."""
@@ -32,7 +32,7 @@ class Penalties:
     """Penalties for repeated tokens; the defaults have no effect."""
 
     repetition: float = 1.0
-    """Applied to tokens in the prompt or output: positive logits are divided by it, negative logits are multiplied."""
+    """For tokens in the prompt or output, positive logits are divided and negative logits multiplied by this value."""
     presence: float = 0.0
     """Subtracted from the logit of every token that is in the output."""
     frequency: float = 0.0
@@ -55,7 +55,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request, and the conditions that end it."""
+    """Sampling parameters of a request, and the conditions that end the output."""
 
     temperature: float = 1.0
     """0 always selects the most likely token."""
@@ -73,10 +73,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 128
     min_tokens: int = 0
-    """Minimum number of output tokens. End-of-text and stop tokens are not sampled earlier."""
+    """Minimum number of output tokens. End-of-text and stop tokens are not sampled before this number."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report log-probabilities of each sampled token, and of this number of most likely tokens at its position."""
+    """Report the log-probabilities of each sampled token and of this number of most likely tokens. None: no report."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
@@ -101,7 +101,7 @@ class SamplingParams:
         if self.n > 1 and self.is_greedy:
             raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
         if self.constraint is not None and (self.min_tokens or self.ignore_eos):
-            raise ArgumentError("min_tokens and ignore_eos cannot be combined with a constraint, which ends the output")
+            raise ArgumentError("min_tokens and ignore_eos are not allowed with a constraint: it ends the output")
 
     @property
     def is_greedy(self) -> bool:
@@ -183,8 +183,7 @@ class Explanation:
     tokens_from: dict[str, int]
     """Number of cached tokens, by tier."""
     why_loaded: str
-    """Reason why blocks in lower tiers were loaded or recomputed, with numbers. Empty if there were no such blocks."""
+    """Reason why blocks in lower tiers were loaded or recomputed. Empty if there were no such blocks."""
     waited_seconds: float | None
     """Time from arrival to admission."""
     ttft_seconds: float | None
-    """Time from arrival to the first token."""

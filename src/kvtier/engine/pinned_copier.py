@@ -20,8 +20,8 @@ import triton.language as tl
 _NUM_KEPT = 8
 _BLOCK = 1024
 _WORD = 8
-# Interval between polls while blocks are in flight, in which other threads can run. With 20 us or 100 us, a step takes
-# the same time (H200, 2026-11-16).
+# Time to sleep between polls while blocks are in flight, so that other threads can run. A step takes as long with 20 us
+# as with 100 us (H200, 2026-11-16).
 _POLL_SECONDS = 50e-6
 
 
@@ -45,8 +45,8 @@ class _Pinned:
 class PinnedCopier:
     """Copies up to a few MB on the current stream. Used by one thread.
 
-    Pinned memory is kept until its kernel is done, because torch's pool does not track kernels. It is then reused,
-    because allocating memory and an event takes 100 us per decode step (host of the H200, 2026-11-16).
+    Pinned memory is kept until its kernel is done, because torch's pool does not track kernels. Then the memory is
+    reused, because new memory and a new event would take 100 us per decode step (host of the H200, 2026-11-16).
     """
 
     def __init__(self, poll: Callable[[], bool] = lambda: False) -> None:

@@ -93,21 +93,21 @@ def rendezvous(path: str, num_ranks: int) -> Any:
 
 
 def join_group(sharding: Sharding, device: torch.device, store: Any, timeout: float) -> AllReduce:
-    """Join the process group. Every rank must call this. Returns the all_reduce of the group, with this timeout."""
+    """Join the process group. Every rank must call this function. Return the all_reduce of the group."""
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     if device.type == "cuda":  # not yet tested on several GPUs
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # all ranks are on this machine
         options = kind.Options()
     else:
         options = kind._Options()
-        options._devices = [kind.create_device(hostname=_HOST)]  # by default, the address of the host name
+        options._devices = [kind.create_device(hostname=_HOST)]  # gloo's default is the address of the host name
     options._timeout = timedelta(seconds=_MEET_SECONDS)  # for joining; `timeout` is for all_reduce
     group = kind(store, sharding.rank, sharding.num_ranks, options)
     limits: Any = dist.AllreduceOptions()
     limits.timeout = timedelta(seconds=timeout)
 
     def all_reduce(mine: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place if it is contiguous. On CUDA, the stream waits but not the host."""
+        """Sum a tensor over all ranks, in place if it is contiguous. On CUDA, only the stream waits, not the host."""
         if not mine.numel():
             return mine
         total = mine.contiguous()

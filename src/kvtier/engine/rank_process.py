@@ -1,7 +1,7 @@
-"""The process of a rank other than 0, which computes its share of every step and moves its slices of blocks.
+"""The process of a rank other than 0. It computes a share of every step and moves slices of blocks.
 
-The process executes calls from rank 0 and makes no decisions. It ends when rank 0 closes it or dies. It also ends after
-any error, because a rank that has missed a step cannot continue.
+The process executes calls from rank 0 and makes no decisions. It ends when rank 0 dies or closes the engine. It also
+ends after any error, because a rank that has missed a step cannot continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvtier.storage import ShardStores, StoreStats, open_shards
 _POLL_SECONDS = 0.001
 """Interval between polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""Interval between polls without transfers. They are needed because the scrubber may report damaged blocks."""
+"""Interval between polls when no transfer is in flight. The scrubber can report damaged blocks at any time."""
 
 
 def main(descriptor: int) -> None:
@@ -47,7 +47,7 @@ def main(descriptor: int) -> None:
 
 
 class RankWorker:
-    """Executes calls from rank 0 in order. A RankCall contains the name of one of the methods."""
+    """Executes calls from rank 0 in order. A RankCall contains the name of the method to call."""
 
     def __init__(self, link: Connection[Any, Any], stack: contextlib.ExitStack) -> None:
         """`stack` closes the controller and the stores."""
@@ -56,7 +56,7 @@ class RankWorker:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         sharding = config.sharding
-        weights: ModelWeights = receive(link)  # without layers, which follow as separate messages
+        weights: ModelWeights = receive(link)  # the layers follow in separate messages
         weights = replace(weights, layers=tuple(receive(link) for _ in range(config.model.num_layers)))
         weights = with_tensors(weights, lambda tensor: tensor.to(config.device))
         store = rendezvous(receive(link), sharding.num_ranks)
@@ -127,7 +127,7 @@ class RankWorker:
 
 def _read(link: Connection[Any, Any], calls: queue.SimpleQueue[RankCall | Exception]) -> None:
     """Read calls on a separate thread. A pipe holds 200 KB, and plans and reports can be larger. Without this thread,
-    both ends could wait at the same time until the other end reads."""
+    both ends could wait forever for the other end to read."""
     try:
         while True:
             calls.put(receive(link))

@@ -41,7 +41,7 @@ class EngineRunner:
             raise ClosedError("this engine was closed") from self.error
         future: Future[T] = Future()
         self._calls.put((function, future))
-        if self._closed.is_set():  # closed since the first check, so the thread may not read the queue again
+        if self._closed.is_set():  # closed after the first check; perhaps the thread no longer reads the queue
             self._refuse_calls()
         return future
 

@@ -67,7 +67,7 @@ class RequestSampler:
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
-        """Add a sampled token to the counts and the constraint. Call this for every token that `sample` returns."""
+        """Update the counts and the constraint. Call this method for every token that `sample` returns."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
         if self._constraint is not None:
@@ -118,16 +118,16 @@ def sample(
 ) -> list[Sample]:
     """Sample a token for each row of logits ([rows, vocab], float32). Overwrites the logits.
 
-    If the constraint of a row raises or its logits are not finite, the row gets NO_TOKEN and the `error` of its request
-    is set. Other rows are unaffected. The check for finite logits runs on the device. `to_list` copies tokens to the
-    host, and `send` copies bytes to the device. By default, torch makes both copies.
+    A row fails if its constraint raises or its logits are not finite. It then gets NO_TOKEN, and the `error` of its
+    request is set. Other rows are unaffected. The check for finite logits runs on the device. `to_list` copies tokens
+    to the host, and `send` copies bytes to the device. By default, torch makes both copies.
     """
     reports = _logprobs(logits, requests)
     for row, request in enumerate(requests):
         if request.changes_logits:
             try:
                 request.adjust(logits[row])
-            except Exception as error:  # the constraint is code of the caller
+            except Exception as error:  # the caller provides the code of the constraint
                 request.fail(error)
     random = [row for row, request in enumerate(requests) if not request.is_greedy]
     if len(random) == len(requests):
@@ -160,7 +160,7 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    """Sample each row. Rows are grouped by top_k and `is_sorted`, so that rows do not depend on each other."""
+    """Sample each row. Rows with equal top_k and `is_sorted` form a group, so that no row depends on others."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
@@ -207,7 +207,7 @@ def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], sen
             mass = top_p * _running(weights)[:, -1:]
             weights, tokens = _heaviest(mass, top_p, weights)
         dropped = _running(weights) - weights >= mass
-        dropped &= top_p < 1.0  # with top_p = 1, tokens could be dropped only because of rounding
+        dropped &= top_p < 1.0  # with top_p = 1, only rounding errors could drop tokens
         weights = weights.masked_fill(dropped, 0.0)
     if any(each.min_p for each in params):
         weights = weights.masked_fill(weights < min_p, 0.0)  # the most likely token has weight 1
@@ -233,7 +233,7 @@ def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
 
     The returned weights of a row sum to at least `mass`, which is top_p times the row's total. A token is light if its
     weight is below total * (1 - top_p) / vocab_size. The light tokens together weigh less than total * (1 - top_p), so
-    the others reach `mass`. Usually few tokens are not light, and sorting them is cheaper than sorting all tokens.
+    all other tokens reach `mass`. These are usually few, and sorting them is cheaper than sorting all tokens.
     """
     cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # 1 / top_p may be inf; no weight is above 1
     is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)

@@ -1,6 +1,6 @@
-"""Check and compile JSON schemas with llguidance (extra `structured`), and constrain outputs to them.
+"""Check and compile JSON schemas with llguidance (extra `structured`), and constrain outputs to a schema.
 
-Imports numpy and torch only when a constraint is applied, because server processes without them use this module too.
+Imports numpy and torch only to apply a constraint, because this module is also used in processes without torch.
 """
 
 from __future__ import annotations

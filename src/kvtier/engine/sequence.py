@@ -54,7 +54,7 @@ class EngineSequence:
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
     siblings: list[EngineSequence] = field(default_factory=list)
-    """Other sequences of the same request. They start when the prompt is computed, and share its blocks."""
+    """Other sequences of the same request. They start when the prompt is computed, and share the prompt's blocks."""
     ticket: Ticket = field(init=False)
     """Handle of the sequence in the pipeline, set when the sequence starts."""
 
@@ -101,7 +101,7 @@ class EngineSequence:
         )
 
     def _rest(self, *, stopped: bool) -> str:
-        """Return the text held back, then U+FFFD for an incomplete character. Stop strings never match this U+FFFD."""
+        """Return the held-back text, plus U+FFFD for an incomplete character. Stop strings never match this U+FFFD."""
         if stopped or self.stream is None:
             return ""
         rest = self.stream.finish()

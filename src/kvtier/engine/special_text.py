@@ -1,9 +1,9 @@
-"""Find the texts of special tokens in user text, and keep them plain text when a chat template is applied.
+"""Find the texts of special tokens in user text. Keep these texts from becoming special tokens in a chat template.
 
 A template renders special tokens ("<|im_start|>") between the strings of a request. The same text inside a string must
-not become a special token, because users could then open a turn in another role. `hide` replaces the first
-character of the text with a mark, which is a private-use character that templates do not change. `show` restores the
-character after the special tokens of the template have been found.
+not become a special token, because users could then open a turn in another role. `hide` replaces the first character of
+such a text with a mark. A mark is a private-use character that templates do not change. `show` restores the character
+after the special tokens of the template have been found.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # the end of the last private-use pla
 
 
 def show(text: str, marks: Mapping[str, str]) -> str:
-    """Replace marks by their characters. Templates may write marks as JSON escapes (`tojson(ensure_ascii=true)`)."""
+    """Replace marks by the original characters, even in JSON escapes (templates with `tojson(ensure_ascii=true)`)."""
     for mark, char in marks.items():
         text = text.replace(mark, char).replace(json.dumps(mark)[1:-1], char)
     return text
 
 
 class SpecialText:
-    """Finds the texts of special tokens in strings. Ignores case, because templates may change it."""
+    """Finds the texts of special tokens in strings. Ignores case, because a template can change the case."""
 
     def __init__(self, tokens: Collection[str]) -> None:
         ordered = sorted(filter(None, tokens), key=len, reverse=True)
@@ -51,7 +51,7 @@ class SpecialText:
 
     def _positions(self, string: str) -> list[int]:
         """Return the positions of special tokens, and of trailing text that may become a special token."""
-        if not any(char in string for char in self._first):  # a fast test, which avoids the slow search below
+        if not any(char in string for char in self._first):  # a fast test that often saves the slow search below
             return []
         positions = [match.start() for match in self._pattern.finditer(string)]
         end = len(string.rstrip())  # templates may trim strings

@@ -23,7 +23,7 @@ class Proposer(Protocol):
     models: tuple[Model, ...]
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return at most `num_tokens` draft tokens per request. The caches do not yet contain its last token."""
+        """Return at most `num_tokens` draft tokens per request. The caches lack the last token of each request."""
 
 
 class NgramProposer:
@@ -58,7 +58,7 @@ class NgramProposer:
 
 
 class DraftProposer:
-    """Drafts greedily with a small model that has the same vocabulary and uses the same block tables."""
+    """Drafts greedily with a small model. It shares the vocabulary and the block tables of the main model."""
 
     def __init__(self, model: Model, num_tokens: int = 4) -> None:
         if num_tokens < 1:

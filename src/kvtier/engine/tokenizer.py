@@ -59,7 +59,7 @@ _REPLACEMENT = "\ufffd"
 # If a text has more than _USUAL_CHARS per allowed token, its tokens are counted in pieces before the text is encoded.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # name of a byte in tokenizers with byte fallback
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF whose text must not be split
 # Patterns that split text before byte pairs are merged, by the value of tokenizer.ggml.pre in GGUF. None selects the
 # pattern of ByteLevel.
@@ -80,7 +80,7 @@ _PATTERNS: Mapping[str, str | None] = MappingProxyType(
 
 
 class Tokenizer:
-    """A model's tokenizer, with its chat template if it has one."""
+    """The tokenizer of a model, with the chat template if the model has one."""
 
     def __init__(
         self, backend: Backend, *, chat_template: str | None = None, special: Mapping[str, str] | None = None
@@ -102,8 +102,8 @@ class Tokenizer:
         """Encode a text.
 
         add_special: add the tokens that the model expects around a text (often a bos token).
-        parse_special: encode the text of a special token ("<|im_end|>") as that token; otherwise as plain text.
-        max_tokens: raise RangeError before encoding a text that is far too long. The caller checks the exact number.
+        parse_special: encode the text of a special token ("<|im_end|>") as that token, not as plain text.
+        max_tokens: raise RangeError early if a text is far too long. The caller checks the exact number of tokens.
         """
         try:
             size = len(text.encode())
@@ -133,12 +133,12 @@ class Tokenizer:
         return _NFC_SHRINKS * longest if normalizer["type"] == "NFC" else None
 
     def _encode(self, text: str, *, parse_special: bool, add_special: bool = False) -> Encoding:
-        with self._lock:  # the option is a field of the backend, which threads share
+        with self._lock:  # threads share the backend, and the option is a field of the backend
             self._backend.encode_special_tokens = not parse_special
             return self._backend.encode(text, add_special_tokens=add_special)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Raise RangeError if the pieces have more than 2 * max_tokens tokens, because splitting may add tokens."""
+        """Raise RangeError if the pieces have more than 2 * max_tokens tokens. (Splitting a text can add tokens.)"""
         count = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             count += len(self._encode(text[begin : begin + _PIECE_CHARS], parse_special=True))
@@ -150,7 +150,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text. They may be a part of a character."""
+        """Return the bytes of a token inside a text. The bytes may be only part of a character."""
         if token_id not in self._token_bytes:
             self._token_bytes[token_id] = self._find_bytes(token_id)
         return self._token_bytes[token_id]
@@ -163,7 +163,7 @@ class Tokenizer:
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self.decode([token_id], skip_special=False)
-        if _REPLACEMENT not in text:  # decode the token twice, because the first token of a text may lose its space
+        if _REPLACEMENT not in text:  # decode two copies, because the first token of a text may lose its space
             return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id) or ""
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -198,7 +198,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], *, parse_special: bool = False, max_tokens: int | None = None, **options: Any
     ) -> list[int]:
-        """Encode a conversation. `options` are those of chat_text, and `max_tokens` is that of encode.
+        """Encode a conversation. `options` are passed to chat_text. `max_tokens` works as in `encode`.
 
         Special tokens that the template writes are encoded as special tokens. Special tokens in messages, tools and
         variables are encoded as plain text unless parse_special is True.
@@ -235,7 +235,7 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Decodes an output token by token, in whole characters, without special tokens.
+    """Decodes the tokens of an output one at a time into whole characters. Skips special tokens.
 
     Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back. Invalid bytes become U+FFFD at once. Tokens
     are decoded together with the tokens released before them, because the text of a token may depend on the previous
@@ -346,7 +346,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """Return the bytes of the longest token, or None if the tokenizer is not byte-level or a token strips white space.
+    """Return the length of the longest token in bytes. None if tokens are not byte-level or can strip white space.
 
     A character of a byte-level token represents one byte, except in added tokens.
     """

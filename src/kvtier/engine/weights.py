@@ -1,7 +1,7 @@
 """Model weights, and their assembly from a checkpoint.
 
 A checkpoint is a `TensorSource`, which finds tensors by their Hugging Face names. `Assembler` reads each tensor, checks
-its shape against the configuration, and fuses matrices: q, k and v become one matrix, gate and up another.
+its shape against the configuration, and fuses two groups of matrices: (q, k, v) and (gate, up).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Linear:
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
     packed: PackedWeight | None = None
-    """The same matrix in fewer bytes. CpuOps uses it for steps of few tokens, which are limited by memory bandwidth."""
+    """The same matrix in fewer bytes. CpuOps uses it for few tokens, when memory bandwidth limits the speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights of a model, on one device. All have the same dtype except `inverse_frequencies`."""
+    """All weights of a model, on one device. All tensors except `inverse_frequencies` have the same dtype."""
 
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
@@ -161,7 +161,7 @@ class Assembler:
 
 
 class SafetensorsFolder:
-    """Tensors of a Hugging Face folder, in model.safetensors or the shards that model.safetensors.index.json lists."""
+    """Tensors of a Hugging Face folder. They are in model.safetensors, or in shards that an index file lists."""
 
     def __init__(self, folder: Path) -> None:
         try:

@@ -27,13 +27,13 @@ class EventConfig:
     rank: int = 0
     """The data-parallel rank of this engine."""
     int_hashes: bool = True
-    """True to send the last 64 bits of each key, which is vLLM's default, instead of all 32 bytes."""
+    """True to send the last 64 bits of each key (vLLM's default) instead of all 32 bytes."""
     token_ids: bool = True
     """True to send the tokens of stored blocks, for routers that hash prompts."""
     num_kept: int = 10_000
     """Number of messages kept for replay."""
     max_queued: int = 100_000
-    """Maximum number of queued events. Further events are dropped, which leaves a gap in the sequence numbers."""
+    """Maximum number of queued events. Further events are dropped and leave a gap in the sequence numbers."""
 
     def __post_init__(self) -> None:
         if not self.endpoint or self.rank < 0 or min(self.num_kept, self.max_queued) < 1:

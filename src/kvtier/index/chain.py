@@ -1,13 +1,13 @@
 """Chain: the tokens of a sequence, divided into blocks, and the keys of the blocks.
 
-A key identifies a block and its whole prefix, on all machines. Keys are chained:
+A key identifies a block and its whole prefix. Equal blocks have equal keys on all machines. Keys are chained:
 
     root    = SHA-256( "kvtier block key 1\0" | namespace | salt | adapter )
     key[0]  = SHA-256( root     | tokens of block 0 | extras of block 0 )
     key[i]  = SHA-256( key[i-1] | tokens of block i | extras of block i )
 
 Tokens are little-endian int32. All blocks in a namespace have the same number of tokens, so the extras always start at
-the same offset, and different blocks never produce the same input. docs/keys.md has test vectors.
+the same offset, and different blocks never have the same hash input. docs/keys.md has test vectors.
 """
 
 from __future__ import annotations
@@ -253,19 +253,19 @@ class Chain:
         return self.labels[block * width : (block + 1 if stop is None else stop) * width]
 
     def tail(self, block: int, max_tokens: int) -> bytes:
-        """Return the first `max_tokens` tokens of a block as bytes, or fewer if the block has fewer tokens."""
+        """Return at most the first `max_tokens` tokens of a block as bytes."""
         first = block * self.label_bytes
         stop = first + min(max_tokens * TOKEN_BYTES, self.label_bytes)
         tail = self.labels[first:stop]
         return tail + self._tail[: stop - first - len(tail)] if self._tail else tail
 
     def key_at(self, block: int) -> bytes:
-        """Return the token bytes and extras of a block, the key in `Node.children` for a node that begins with it."""
+        """Return the token bytes and extras of a block. Together they are the key of a node that begins with it."""
         label = self.label(block)
         return label + self.extras.get(block, b"") if self.extras else label
 
     def label_view(self, block: int, stop: int) -> memoryview:
-        """Return the token bytes of blocks [block, stop), as a view if they are most of `labels`, or as a copy."""
+        """Return the token bytes of blocks [block, stop): a view if they are most of `labels`, otherwise a copy."""
         width = self.label_bytes
         if 4 * (stop - block) * width >= 3 * len(self.labels):
             return memoryview(self.labels)[block * width : stop * width]
@@ -291,7 +291,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Copy the leading keys of this chain from the path to a node, to avoid computing them again."""
+        """Copy the leading keys of this chain from a node and its ancestors, so that they are not computed again."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

@@ -14,7 +14,7 @@ from kvtier.messages import KEY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks became readable in a tier. `parent` is the key of the block before the first one."""
+    """Consecutive blocks became readable in a tier. `parent` is the key of the block before the first block."""
 
     tier: str
     parent: bytes
@@ -26,7 +26,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Readable blocks left a tier."""
+    """Readable blocks were removed from a tier."""
 
     tier: str
     keys: bytes
@@ -34,7 +34,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared:
-    """Every block left every tier."""
+    """All blocks were removed from all tiers."""
 
 
 Event = BlocksStored | BlocksRemoved | IndexCleared
@@ -42,7 +42,7 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, or the root key for a root. The keys of children are derived from it."""
+    """Return the key of a node's last block, or the root key for a root. Keys of children are derived from this key."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 

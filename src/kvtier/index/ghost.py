@@ -42,7 +42,7 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if a request whose only mark is the newest one has no effect and is a hit for every size."""
+        """True if a request with only the newest mark changes nothing. Such a request is a hit for every size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
@@ -162,8 +162,8 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow]] = {
 # `record` only copies sampled bytes, because Python code that runs once per request is three to five times as slow as
 # the same code in a loop. `_play` processes 4096 requests at once (2026-11-15).
 #
-#   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. w0 consists of three
-#   words   |       w0         |           w1              |         looks, all later words of four. A mark is the hash
+#   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. w0 has three looks.
+#   words   |       w0         |           w1              |         All later words have four. A mark is the hash
 #           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  of all words up to its position.
 STEP_BYTES = 1021  # odd, so that all four bytes of tokens are sampled
 LOOK_BYTES = 4 * STEP_BYTES
@@ -219,7 +219,7 @@ class GhostCache:
             raise RangeError(f"the sampling rate must be in (0, 1], got {rate}")
         unknown = {policy, *policies} - set(SHADOWS)
         if unknown:
-            raise ArgumentError(f"no shadow of {', '.join(sorted(unknown))}; known: {', '.join(sorted(SHADOWS))}")
+            raise ArgumentError(f"no shadow for {', '.join(sorted(unknown))}; known: {', '.join(sorted(SHADOWS))}")
         self.rate = rate
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._real = policy
@@ -267,7 +267,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # Add the larger model error of both shadows, the rounding of sizes to whole marks, and prompts without a mark.
+        # Add the larger of both model errors, the rounding of sizes to whole marks, and the prompts without marks.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left
@@ -314,7 +314,7 @@ class GhostCache:
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """Return the mark at each word, which is a hash of the sum of the prompt's words so far. Modifies `words`."""
+        """Return the mark at each word. A mark is a hash of the sum of the prompt's words so far. Modifies `words`."""
         self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
@@ -344,7 +344,7 @@ class GhostCache:
 
 
 def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> _Words:
-    """Return `counts[i]` words for prompt i. The first word of a prompt consists of three looks, all others of four."""
+    """Return `counts[i]` words for prompt i. The first word of a prompt has three looks. All other words have four."""
     num_looks = -(-num_bytes // STEP_BYTES)
     begins = np.cumsum(num_looks) - num_looks
     padded = b"\0" + looks + b"\0\0\0"
@@ -355,7 +355,7 @@ def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> 
 
 
 def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
-    """Drop requests whose only mark is the first mark of the previous request, because this mark is already newest."""
+    """Drop requests whose only mark is the first mark of the previous request. It is already the newest mark."""
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
     sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
     is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))
@@ -365,7 +365,7 @@ def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
 
 
 def _steepness(positions: Any, rates: Any) -> Any:
-    """Return the steepness of a curve at each point, which is the larger of the slopes to both neighbours."""
+    """Return the steepness of a curve at each point: the larger of the slopes to the two neighbours."""
     order = np.argsort(positions)
     across = np.diff(np.asarray(positions)[order])
     sides = np.abs(np.diff(np.asarray(rates)[order])) / np.maximum(across, 1e-9) * (across > 0)

@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention of a request's blocks. Higher priorities are evicted later, and blocks expire after `ttl` seconds."""
+    """Retention of a request's blocks. A higher priority delays eviction. Blocks expire after `ttl` seconds."""
 
     priority: int = 0
     ttl: float = math.inf
@@ -41,7 +41,7 @@ class Lease:
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
     """Slots of this request's copies of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
-    """Last node that this lease added. New blocks may be appended to this node."""
+    """Last node that this lease added to the tree. The next blocks can be appended to this node."""
     committed: bool = field(init=False, default=False)
     closed: bool = field(init=False, default=False)
 

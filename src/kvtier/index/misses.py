@@ -48,7 +48,7 @@ class MissList:
 
     Eviction removes the end of a node. A later match stops at the first removed block, so one entry per eviction is
     enough. Entries do not identify the prefix of a block. Equal blocks at the same position of different prompts share
-    an entry, which can only lead to a wrong explanation.
+    an entry. The only consequence is a wrong explanation.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
@@ -99,6 +99,6 @@ def _mark_of(node: Node, block: int) -> int:
 
 
 def _mark(label: memoryview, extra: bytes | None) -> int:
-    """Return a CRC of the extras and of the first and last 16 tokens, which is precise enough for an explanation."""
+    """Return a CRC of the extras and of the first and last 16 tokens. This is precise enough for an explanation."""
     mark = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
     return zlib.crc32(extra, mark) if extra else mark

@@ -31,7 +31,7 @@ class BlockState(IntEnum):
 # Plain numbers for hot paths, because access to an enum member takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate. READ_MORE and READ_FEWER add and remove a reader. The others map matching states to 1.
+# Tables for bytes.translate. READ_MORE adds a reader, READ_FEWER removes one, and the others map some states to 1.
 READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
 READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
@@ -85,7 +85,7 @@ class Node:
     All blocks of a node have the same leases and access statistics; otherwise the node would be split. `key` contains
     the token bytes and extras of the first block. The same bytes object is the key in the parent's `children`, so its
     hash is computed only once. `leases` counts the leases that end at this node or below. `below[t]` counts the
-    children that have blocks of tier t in themselves or in their descendants.
+    children whose subtrees have blocks in tier t.
     """
 
     parent: Node | None
@@ -128,7 +128,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks that are READABLE or IS_HELD, depending on `table`, in at least one tier."""
+        """Count the leading blocks whose state in at least one tier is in `table`, which is READABLE or IS_HELD."""
         union = 0
         for held in self.held:
             if held is not None:

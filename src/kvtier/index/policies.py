@@ -120,7 +120,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the least recently used node of recent if recent exceeds its target, otherwise of frequent."""
+        """Return the least recently used node of one list: recent if it exceeds its target, otherwise frequent."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()
@@ -131,7 +131,7 @@ class ARC:
 
 
 class _Ghosts:
-    """Fingerprints of evicted nodes with the number of their blocks, oldest first."""
+    """Fingerprints and block counts of evicted nodes, oldest first."""
 
     def __init__(self) -> None:
         self.blocks_of: OrderedDict[int, int] = OrderedDict()
@@ -164,13 +164,13 @@ class Policy(Protocol):
         """Return True if the node is a candidate."""
 
     def victim(self) -> Node | None:
-        """Return the node to evict from next. The node stays a candidate until it is withdrawn."""
+        """Return the node that loses blocks next. The node stays a candidate until it is withdrawn."""
 
 
 class Ranked:
     """Evicts the candidate with the lowest rank. The rank is computed when a node is offered.
 
-    With `ages`, the rank of the last victim is added to each new rank, so that older nodes are evicted in the end.
+    With `ages`, the rank of the last victim is added to each new rank, so that old nodes are evicted eventually.
     """
 
     def __init__(self, name: str, rank: Callable[[Node], float], *, ages: bool = False) -> None:
@@ -214,12 +214,12 @@ def CostAware(half_tokens: int = 16_384) -> Ranked:
 
 
 class S3FIFO:
-    """New nodes enter a small queue. Nodes used there, or offered again soon after eviction, move to the main queue.
+    """New nodes enter a small queue. Used nodes, and nodes offered again soon after eviction, move to a main queue.
 
     offered --> small --unused--> evicted, recorded in the ghost queue
                   |  used                          | offered again
                   v                                v
-                main <-----------------------------+      used nodes return to the end of main, unused are evicted
+                main <-----------------------------+      used nodes return to the end of main; unused nodes are evicted
     """
 
     name = "S3FIFO"
@@ -255,7 +255,7 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node without unspent uses, in small if small exceeds its share, otherwise in main."""
+        """Return the first node without unspent uses. Search small if small exceeds its share, otherwise main."""
         small, main = self._small, self._main
         while True:
             is_small = small.num_blocks > self.SMALL_SHARE * (small.num_blocks + main.num_blocks)

@@ -30,7 +30,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Result of a failed allocation, which has changed nothing."""
+    """Result of a failed allocation. A failed allocation changes nothing."""
 
     tier: str
     wanted: int

@@ -18,7 +18,7 @@ def tenant_of(salt: bytes) -> bytes:
 
 
 class Candidates:
-    """Nodes to evict from, ordered by priority and then by policy. `num_blocks` counts all evictable blocks."""
+    """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks."""
 
     __slots__ = ("_by_priority", "_in_order", "_new_policy", "num_blocks", "quota")
 
@@ -96,7 +96,7 @@ class Tier:
         return Shortage(self.name, n, max(0, tenant.quota - used), tenant.num_blocks, quota=name)
 
     def victim(self, salt: bytes | None = None) -> Node:
-        """Return the next node to evict from, of any tenant or of the tenant of `salt`. Raise if there is none."""
+        """Return the next candidate, of any tenant or of the tenant of `salt`. Raise if there is no candidate."""
         node = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).victim()
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted as evictable, but no candidate left")
@@ -133,7 +133,7 @@ class Tier:
         held.num_held += count
 
     def take(self, node: Node, first: int, stop: int | None = None, *, cut: bool = False) -> Slots:
-        """Remove blocks [first, stop) of a node; returns their slots, which the caller then owns.
+        """Remove blocks [first, stop) of a node. Return their slots; the caller becomes the owner of the slots.
 
         Set `cut` if the node will be truncated to `first` blocks.
         """
@@ -155,7 +155,7 @@ class Tier:
         return Slots(self.name, slots)
 
     def _lose(self, node: Node, held: Residency, count: int) -> bool:
-        """Subtract `count` from the number of a node's blocks in this tier; returns True if no block is left."""
+        """Subtract `count` from the number of a node's blocks in this tier. Return True if no block is left."""
         if node.leases == 0 and node.attached:
             self._count(node, -count)
         held.num_held -= count
@@ -249,7 +249,7 @@ class Tier:
             above = above.parent
 
     def _lower_above(self, node: Node) -> None:
-        """Handle the removal of the last block of a node and its descendants. The parent may become a candidate."""
+        """Handle the removal of the last block in the subtree of a node. The parent may become a candidate."""
         number, above = self.number, node.parent
         while above is not None:
             above.below[number] -= 1

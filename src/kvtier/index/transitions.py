@@ -1,7 +1,7 @@
 """State transitions of blocks that are transferred between tiers.
 
 A transfer holds a lease on its path until its result is applied, so WRITING and READING blocks are never evicted. The
-nodes of the path may be split during a transfer. Blocks are numbered from the start of the path.
+tree can split nodes of the path during a transfer. Blocks are numbered from the start of the path.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def path_parts(lease: Lease, first: int, count: int) -> list[tuple[Node, int, in
     if first < 0 or count < 0 or stop > lease.num_blocks:
         raise RangeError(f"blocks [{first}, {stop}) are not in a path of {lease.num_blocks} blocks")
     node: Node | None = lease.node
-    if node is not None and node.start <= first < stop:  # one node contains all blocks, which is the usual case
+    if node is not None and node.start <= first < stop:  # usually, one node contains all blocks
         return [(node, first - node.start, stop - node.start, 0)]
     parts = []
     while node is not None and node.start + node.num_blocks > first:

@@ -79,9 +79,10 @@ class RadixTree:
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """Find the cached block after a leased path that best matches the next `max_tokens` tokens of the chain.
+        """Among the cached blocks that follow a leased path, find the best match for the chain's next tokens.
 
-        Return a lease that ends with this block and the number of equal leading tokens, or None if no token is equal.
+        Compare at most `max_tokens` tokens. Return a lease that ends with the best block, and the number of equal
+        leading tokens. Return None if no token is equal.
         """
         lease.must_be_open()
         best, num_tokens = edit.closest_child(lease.node, lease.chain, max_tokens, max_children, now)
@@ -103,7 +104,7 @@ class RadixTree:
         return slots
 
     def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> int:
-        """Make the full computed blocks matchable; returns the number of blocks that are new on the device.
+        """Make the full computed blocks matchable. Return the number of blocks that are new on the device.
 
         If another request has already published a block, the lease keeps its own copy of this block.
         """
@@ -153,11 +154,11 @@ class RadixTree:
             lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
 
     def lease_at(self, chain: Chain, node: Node, retention: Retention = _KEEP) -> Lease:
-        """Lease the path of a chain to an attached node, whatever the blocks' states. The lease has no table."""
+        """Lease the path of a chain to an attached node. Block states are ignored. The lease has no table."""
         return self._lease_of(chain, node, retention, _NO_SLOTS)
 
     def follow(self, lease: Lease, stop: int) -> None:
-        """Extend a lease without slots of its own along the tree, up to block `stop`, whatever the blocks' states."""
+        """Extend a lease along the tree up to block `stop`. Block states are ignored. The lease must not own slots."""
         lease.must_be_open()
         node, block = lease.node, lease.num_blocks
         while block < stop and node.attached:
@@ -194,7 +195,7 @@ class RadixTree:
     # ---- slots and eviction ----------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
-        """Evict n blocks from a tier, or evict none and return a Shortage. With `salt`, evict only from its tenant."""
+        """Evict n blocks from a tier, or evict none and return a Shortage. With `salt`, evict only its tenant's."""
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: the tenant of {salt.hex() or 'no salt'} has no quota")
         available = tier.num_evictable if salt is None else tier.tenants[tenant_of(salt)].num_blocks
@@ -218,7 +219,7 @@ class RadixTree:
         return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Free the slots of a chain and its descendants in a tier, if another tier also holds the blocks.
+        """Remove the blocks of a chain and its descendants from a tier, except blocks that no other tier holds.
 
         Leased blocks stay, and so do the ancestors of blocks that stay. Return the number of freed slots.
         """
@@ -248,7 +249,7 @@ class RadixTree:
                 self._remove_where(tier, node, held.slots >= first_slot)
 
     def invalidate(self, tier: Tier, slots: I32) -> int:
-        """Remove the READY blocks in these slots of a tier; returns the number of removed blocks."""
+        """Remove the READY blocks in these slots of a tier. Return the number of removed blocks."""
         num_removed = 0
         for node in list(self.nodes()):
             held = node.held[tier.number]
@@ -259,12 +260,12 @@ class RadixTree:
         return num_removed
 
     def expire(self, now: float) -> int:
-        """Drop all expired blocks without a lease; returns the number of dropped blocks. Visits every node."""
+        """Visit every node and drop expired blocks without a lease. Return the number of dropped blocks."""
         expired = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Drop a chain's blocks from `first` on and all descendants; returns their number. Leases keep their slots."""
+        """Drop a chain's blocks from `first` on and all descendants. Return their number. Leases keep their slots."""
         node, block = self.roots.get((chain.salt, chain.adapter)), 0
         while node is not None and block < chain.num_blocks:
             node = node.children.get(chain.key_at(block))
@@ -296,7 +297,7 @@ class RadixTree:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def explain(self, lease: Lease) -> Miss:
-        """Return the first block that did not match, and the reason."""
+        """Return the first block that did not match, and the reason for the miss."""
         if lease.stopped is not None:
             return Miss(lease.num_matched, lease.stopped, lease.matched_at)
         return self._misses.explain(lease.chain, lease.num_matched, lease.matched_at)
@@ -506,7 +507,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` blocks of a node from a tier; returns their slots. Truncate the node if necessary."""
+        """Remove the last `count` blocks of a node from a tier. Return their slots. Truncate the node if necessary."""
         if held.num_held == len(held.states):
             first = len(held.states) - count
         else:
@@ -560,7 +561,7 @@ class RadixTree:
         return taken
 
     def _detach(self, node: Node, reason: MissReason) -> int:
-        """Remove a node and its descendants; returns the number of blocks. Leased slots are freed with their leases."""
+        """Remove a node and its descendants. Return the number of blocks. Slots stay in use until their leases end."""
         self._misses.add(node, 0, reason, self.clock)
         for tier in self.tiers:
             tier.unlinked(node)
@@ -586,7 +587,7 @@ class RadixTree:
                 self.roots.pop(above.domain, None)
 
     def _notify_removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
-        """Notify the listener that blocks left a tier. WRITING blocks are omitted, because they were never readable."""
+        """Report removed blocks to the listener, except WRITING blocks, because these were never readable."""
         held = node.held[tier.number]
         if self._listener is None or held is None:
             return

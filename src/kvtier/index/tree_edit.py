@@ -1,6 +1,6 @@
 """Functions that compare, split, join, extend and cut nodes of the radix tree.
 
-RadixTree (kvtier.index.tree) calls these functions. It owns the roots, the tiers and the clock.
+RadixTree (kvtier.index.tree) calls these functions. It owns the roots, the tiers and the logical clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
     """Find the child whose first block shares the most leading tokens with the chain's next block.
 
-    Return the child and the number of shared tokens. Without an exact match, compare the newest `max_children` only.
+    Return the child and the number of shared tokens. Without an exact match, compare only the `max_children` newest.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
@@ -57,7 +57,7 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
 
 
 def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
-    """Split a node after `count` blocks; returns the new node with the upper part.
+    """Split a node after `count` blocks. Return the new node, which contains the upper part.
 
         parent --[ b0 b1 b2 b3 ]-- children          parent --[ b0 b1 ]--[ b2 b3 ]-- children
                       node                                      upper      node
@@ -95,7 +95,7 @@ def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
 
 
 def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
-    """Undo a split by prepending the parent's blocks to the node, which must be the only child."""
+    """Undo a split: prepend the parent's blocks to the node. The node must be the only child."""
     upper = node.parent
     assert upper is not None
     assert upper.parent is not None
@@ -122,7 +122,7 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
     """True if a node and its parent `upper` can be joined without affecting the eviction policies.
 
-    `priority` and `expires` belong to a use of the path, which has updated the node but not yet the parent.
+    `priority` and `expires` belong to a use of the path. The node is already updated, but the parent is not.
     """
     mine, above = node.usage, upper.usage
     return (

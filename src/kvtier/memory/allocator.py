@@ -37,7 +37,7 @@ class Allocator:
 
     `allocate(nbytes)` returns an address, or a tensor that owns the memory. It raises MemoryError or RuntimeError if
     there is no memory. `deallocate(address, nbytes)` frees memory, `trim()` returns cached memory to the system, and
-    `free_bytes()` returns the free memory of the system, or None if unknown. All four may be called by several threads.
+    `free_bytes()` returns the free memory of the system, or None if unknown. All four functions must be thread-safe.
     """
 
     def __init__(

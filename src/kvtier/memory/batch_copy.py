@@ -85,7 +85,7 @@ def check_copy(src: Buffer, n: int, dst: Buffer) -> None:
 
 
 def clear(buffer: Buffer, stream: Stream | None = None) -> None:
-    """Write zero into every element, in the order of `stream` (or the current one)."""
+    """Set every element to zero, in the order of `stream` (default: the current stream)."""
     if buffer.size:
         buffer.fill(0, stream)
 
@@ -127,7 +127,7 @@ class CopyResult:
 
     @property
     def path(self) -> str:
-        """The paths that ran, joined by '+'."""
+        """Names of the paths that were used, joined by '+'."""
         return "+".join(dict.fromkeys(step.path for step in self.steps))
 
     @property
@@ -236,8 +236,9 @@ class BatchCopy:
     ) -> None:
         """Add many copies, given as arrays of addresses. `nbytes` is one number or an array.
 
-        All sources must have one placement, and so must all destinations. By default, each is the placement that the
-        driver reports for the first address. Bounds are not checked. Buffers in `keep` are kept until the copy is done.
+        All sources must have the same placement. All destinations must have the same placement. The defaults are the
+        placements that the driver reports for the first addresses. Bounds are not checked. Buffers in `keep` are kept
+        alive until the copy is done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:
@@ -276,7 +277,7 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge copies added in this block that are adjacent in both source and destination, even if out of order."""
+        """Merge the copies added in this block if they are adjacent in source and destination, in any order."""
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
         self._scope = next(self._scopes)
@@ -290,10 +291,10 @@ class BatchCopy:
     def run(self) -> CopyResult:
         """Run all copies in the order of the current stream, and clear the batch.
 
-        On a stream the copies may still be in flight when this returns. If it raises, the batch is discarded.
+        On a stream, copies may still be in flight when this method returns. An exception discards the batch.
         """
         if self._scope != ALONE:
-            raise StateError("run() inside an open group(): the group is not complete yet, leave it first")
+            raise StateError("run() was called inside an open group(); leave the group first")
         if self._single:
             self._flush_singles()
         chunks, holdings = self._chunks, list(self._holdings.values())

@@ -26,7 +26,7 @@ Scalar = int | float | bool
 
 
 class Buffer:
-    """A flat array of one element type. Slices, views and exports share its memory and keep it alive.
+    """A flat array of one element type. Slices, views and exports share the memory and keep it alive.
 
         Buffer()                              empty, without a type            falsy
         Buffer(dtype="bf16")                  empty, typed                     falsy
@@ -108,7 +108,7 @@ class Buffer:
 
     @classmethod
     def pack(cls, values: Any, dtype: AnyDType | None = None) -> Buffer:
-        """Make a host Buffer of a packed type from an array of ml_dtypes elements, or of their bits as uint8."""
+        """Make a host Buffer of a packed type from an array of ml_dtypes elements or of their codes as uint8."""
         array = np.ascontiguousarray(values).reshape(-1)
         element = dt.dtype(array.dtype) if dtype is None else element_type(dtype)
         if not element.is_packed:
@@ -181,7 +181,7 @@ class Buffer:
         return self.raw_data()
 
     def raw_data(self, offset: int = 0) -> int:
-        """Return the address of element `offset`, 0 to size. A packed element must start on a byte boundary."""
+        """Return the address of element `offset` in [0, size]. A packed element must start on a byte boundary."""
         region = self._open()
         if not 0 <= offset <= self.size:
             raise RangeError(f"offset {offset} is outside 0..{self.size}")
@@ -194,7 +194,7 @@ class Buffer:
     # ---- slices and views ----
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
-        """Return `size` elements from `base` on (without `size`: all elements from `base` on), sharing memory."""
+        """Return a Buffer that shares this memory, with `size` elements from `base` on (default: up to the end)."""
         base = operator.index(base)
         count = self.size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self.size:
@@ -233,7 +233,7 @@ class Buffer:
         return Buffer._make(self._region.borrow(), self._offset_bytes, self.size, self.dtype, self.placement)
 
     def typed(self, dtype: AnyDType) -> Buffer:
-        """Return this Buffer if its elements are of `dtype`, else raise DTypeError."""
+        """Return this Buffer if its elements have the type `dtype`, otherwise raise DTypeError."""
         wanted = element_type(dtype)
         if wanted != self.dtype:
             raise DTypeError(
@@ -244,7 +244,7 @@ class Buffer:
     # ---- elements ----
 
     def at(self, index: int) -> Scalar:
-        """Return element `index`, 0 to size - 1. On a GPU this waits for the current stream."""
+        """Return element `index` in [0, size). On a GPU, this method waits for the current stream."""
         position = operator.index(index)
         if not 0 <= position < self.size:
             raise RangeError(f"index {position} is outside 0..{self.size - 1} of a Buffer of {self.size}")
@@ -281,10 +281,10 @@ class Buffer:
         return self._values(0, self.size)
 
     def fill(self, value: Scalar, stream: Stream | None = None) -> None:
-        """Write `value` into every element, in the order of `stream` (or the current one)."""
+        """Write `value` into every element, in the order of `stream` (default: the current stream)."""
         self._open()
         if not isinstance(value, numbers.Real | np.generic):
-            raise ArgumentError(f"a Buffer of {self.dtype} is filled with a number, got {type(value).__name__}")
+            raise ArgumentError(f"a Buffer of {self.dtype} must be filled with a number, got {type(value).__name__}")
         if self.dtype.is_packed:
             return self._fill_packed(torch_types.encode(self.dtype, float(value)), stream)
         if self.dtype.numpy_name.startswith(("int", "uint")):
@@ -329,18 +329,18 @@ class Buffer:
     # ---- exports ----
 
     def bytes_tensor(self, *, write: bool = False) -> torch.Tensor:
-        """Return the bytes as a uint8 torch tensor sharing this memory. With `write`, raise if this is read-only."""
+        """Return a uint8 torch tensor that shares this memory. With `write`, raise if the Buffer is read-only."""
         region = self._open()
         if write and region.readonly:
             raise ArgumentError("this Buffer wraps read-only memory; copy it into a new Buffer to write")
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:
-        """Return a torch tensor over this memory. Packed integers appear as bytes, fp4 as torch's pairs of fp4."""
+        """Return a torch tensor over this memory. Packed integers appear as bytes. fp4 appears as torch's fp4 pairs."""
         return self.bytes_tensor(write=True).view(torch_dtype(self.dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return this host memory as a numpy array, read-only if the Buffer is. Packed types appear as bytes."""
+        """Return this host memory as a numpy array, read-only for a read-only Buffer. Packed types appear as bytes."""
         array = self._host_bytes("numpy()")
         return array if self.dtype.is_packed else array.view(self.dtype.numpy)
 
@@ -352,7 +352,7 @@ class Buffer:
         return codes.view(self.dtype.numpy)
 
     def memoryview(self) -> builtins.memoryview:
-        """Return the bytes of this host memory. The view is read-only if the Buffer is."""
+        """Return the bytes of this host memory. A read-only Buffer yields a read-only view."""
         return builtins.memoryview(self._host_bytes("memoryview()").data)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:

@@ -29,7 +29,7 @@ def context(
 ) -> Iterator[None]:
     """Use this stream and these allocators (one per placement) inside the block. None keeps the current values.
 
-    Blocks nest. A new thread starts with the defaults. torch's own current stream is not changed.
+    Blocks can be nested. A new thread starts with the defaults. torch's own current stream is not changed.
     """
     given = [] if allocator is None else [allocator] if isinstance(allocator, Allocator) else list(allocator)
     if stream is not None and not isinstance(stream, Stream):
@@ -48,13 +48,14 @@ def context(
 def current_stream(placement: Placement) -> Stream | None:
     """Return the stream for work on memory at `placement`.
 
-    This is the stream of the context, or else torch's current stream on a GPU. None: host work runs immediately.
+    This is the stream of the context. If the context has no stream, work on a GPU uses torch's current stream, and work
+    on the host runs immediately (None).
     """
     return choose_stream(None, placement)
 
 
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
-    """Allocate memory from `allocator` (default: the current one) for use on the current stream.
+    """Allocate memory from `allocator` (default: the current allocator) for use on the current stream.
 
     torch's pool may return memory that pending work on torch's current stream still uses. The current kvtier stream
     is therefore made torch's current stream during the allocation.
@@ -72,7 +73,7 @@ def current_allocator(placement: Placement) -> Allocator:
 
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
-    """Return `stream`, or the current stream for work on memory at `placements`. None: the work runs immediately."""
+    """Return `stream`, or the current stream for `placements`. If both are None, the work runs immediately."""
     stream, devices = stream or _stream.get(), [each for each in placements if each.is_device]
     if stream is None:
         return Stream.wrap(torch.cuda.current_stream(devices[-1].torch)) if devices else None
@@ -87,9 +88,9 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
 def launch(
     task: Callable[[], object], stream: Stream | None, *, on_device: bool, holdings: Iterable[MemoryRef]
 ) -> None:
-    """Run `task` in the order of `stream`. `on_device`: the task accesses GPU memory.
+    """Run `task` in the order of `stream`. `on_device` is True if the task accesses GPU memory.
 
-    On a host stream, the closure of `task` must keep the memory alive. On CUDA, `holdings` stay alive until it is done.
+    On a host stream, the closure of `task` must keep memory alive. On CUDA, `holdings` stay alive until the task ends.
     """
     if stream is None:
         task()
@@ -100,7 +101,7 @@ def launch(
             with torch.cuda.stream(stream.native):
                 task()
         finally:  # if the task fails, a part of its work may be in flight
-            if not is_capturing(stream):  # the caller keeps the memory of a graph, which may be replayed
+            if not is_capturing(stream):  # a captured graph can be replayed, so the caller must keep its memory
                 hold(stream, holdings)
     else:
         run_after(stream, task)

@@ -1,4 +1,4 @@
-"""Copy paths: four ways to copy independent pieces, and the checks that find the paths usable for a job.
+"""Copy paths: four ways to copy independent pieces, and functions that select the usable paths for a job.
 
 host     compiled copier, several threads           host memory only
 loop     one copy after another                     any memory; the only path that keeps the order of pieces
@@ -79,7 +79,7 @@ class Pieces:
 
 
 def why_not(path: PathName, job: CopyContext) -> str | None:
-    """Return the reason that `path` cannot do `job`, or None if it can."""
+    """Return the reason why `path` cannot run `job`, or None if `path` is usable."""
     if not job.on_device:
         if path == "host":
             return None if native().code is not None else native().reason
@@ -87,7 +87,7 @@ def why_not(path: PathName, job: CopyContext) -> str | None:
     if path == "host":
         return "the host copier cannot reach GPU memory"
     if path == "loop":
-        return None  # the driver does it or, without cuda-bindings, torch
+        return None  # the driver copies; if cuda-bindings is missing, torch copies
     try:
         cuda.driver()
         if path == "driver":
@@ -106,7 +106,7 @@ def why_not(path: PathName, job: CopyContext) -> str | None:
 
 
 def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
-    """Return the paths that can do `job`, in order of preference, and the reasons that exclude the others."""
+    """Return the usable paths for `job`, in order of preference, and the reasons that exclude other paths."""
     candidates: tuple[PathName, ...] = ("gather", "driver", "loop") if job.on_device else ("host", "loop")
     refusals = {path: why_not(path, job) for path in candidates}
     usable = [path for path, refusal in refusals.items() if refusal is None]
@@ -131,7 +131,7 @@ def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
 
 
 def run_in_order(job: CopyContext, pieces: Pieces) -> None:
-    """Copy one piece after another. This is also correct for dependent and overlapping pieces, but slow for many."""
+    """Copy one piece after another. Pieces may depend on each other or overlap. Slow for many pieces."""
     columns = zip(*pieces.table.tolist(), strict=True)
     if not job.on_device:
         for src, dst, nbytes in columns:

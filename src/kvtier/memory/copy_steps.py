@@ -1,4 +1,4 @@
-"""Turn collected copies into steps. A step is a set of independent pieces of one direction, with its copy path."""
+"""Turn collected copies into steps. A step is a set of independent pieces with one direction and one copy path."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _runs(kinds: I64 | None, count: int) -> Iterator[tuple[int, slice]]:
 
 
 def _groups(pieces: Pieces, wave_starts: Sequence[int], kinds: I64 | None) -> Iterator[tuple[int, Pieces]]:
-    """Yield (index of the direction, pieces) for each wave and each direction in it."""
+    """Yield (index of the direction, pieces) for each wave and each direction in the wave."""
     for start, stop in itertools.pairwise(wave_starts):
         wave = pieces.part(slice(start, stop))
         if kinds is None:

@@ -72,7 +72,7 @@ def _measure_lost(
     for src, dst in ((device, host), (host, device)):
         job = CopyContext(src.placement, dst.placement, stream)
         pieces = _scattered(src, dst, _PIECE_BYTES, src.nbytes // _PIECE_BYTES)
-        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # so that one is always in flight
+        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # keeps a copy in flight
         for path in _TIMED_PATHS:
             if why_not(path, job) is None:
                 shared = min(seconds(*[(path, job, pieces)] * num_copies) for _ in range(_ROUNDS))
@@ -140,7 +140,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
-        """Read the output of `to_json`. FormatError for any other text."""
+        """Read the output of `to_json`. Raise FormatError for any other text."""
         try:
             content = json.loads(text)
             if content["format"] != _FORMAT:
@@ -164,13 +164,13 @@ class CostTable:
 
 
 def cost_key(job: CopyContext) -> str:
-    """Return the key of the costs for a job, such as "cuda>pinned", which contains no GPU indices."""
+    """Return the key of the costs for a job, such as "cuda>pinned". The key contains no GPU index."""
     return f"{job.src.kind}>{job.dst.kind}"
 
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """Return the saved costs of this GPU and driver. If there are none, measure and save them, which takes seconds."""
+    """Return the saved costs of this GPU and driver. If there are none, measure and save them. This takes seconds."""
     return saved_costs(placement) or calibrate(placement)
 
 

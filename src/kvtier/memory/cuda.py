@@ -78,7 +78,7 @@ def driver_version() -> int:
 
 @functools.cache
 def _primary_context(index: int) -> int:
-    """Return torch's context on this GPU, kept for the life of the process."""
+    """Return torch's context on this GPU. The context is kept until the process ends."""
     unwrap(driver().cuInit(0))  # may be the first use of the GPU in this process; repeated calls are allowed
     device = unwrap(driver().cuDeviceGet(index))
     return int(unwrap(driver().cuDevicePrimaryCtxRetain(device)))
@@ -87,8 +87,8 @@ def _primary_context(index: int) -> int:
 def current_context(placement: Placement) -> AbstractContextManager[None]:
     """Make driver calls of this thread use this GPU inside the block.
 
-    A new thread has no context. If the context of another GPU was current, it is restored afterwards. Without
-    cuda-bindings this does nothing, because then only torch calls the driver.
+    A new thread has no context. If the context of another GPU was current, it is restored after the block. Without
+    cuda-bindings, this function does nothing, because only torch then calls the driver.
     """
     if not has_driver():
         return nullcontext()
@@ -108,7 +108,7 @@ def _pushed_context(wanted: int) -> Iterator[None]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allow this thread to make calls in the block that are forbidden during a capture. They are not captured."""
+    """Inside the block, permit driver calls of this thread that a capture forbids. The calls are not captured."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -167,8 +167,8 @@ def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
 
 
 def launch_kernel(function: int, blocks: int, threads: int, parameters: int, stream: Stream) -> None:
-    """Launch a kernel with one parameter. The driver copies it from the address `parameters` before this returns."""
-    addresses = ctypes.c_void_p(parameters)  # an array of one
+    """Launch a kernel with one parameter, stored at the address `parameters`. The launch copies the parameter."""
+    addresses = ctypes.c_void_p(parameters)  # an array of one address
     status = _launch_function()(
         function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None
     )
@@ -195,7 +195,7 @@ class BatchCall:
 
     @classmethod
     def of_version(cls, version: int) -> BatchCall:
-        """Return the call of version 12080 or 13000. UnavailableError if the driver does not have this version."""
+        """Return the call of version 12080 or 13000. Raise UnavailableError if the driver lacks this version."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         reports_failure = version < 13000
         tail = (pointer, pointer) if reports_failure else (pointer,)
@@ -203,9 +203,9 @@ class BatchCall:
         return cls(entry_point("cuMemcpyBatchAsync", *types, version=version), reports_failure)
 
     def submit(self, table: I64, stream: Stream) -> int | None:
-        """Submit independent pieces (rows SRC, DST, NBYTES). Returns the first piece of the failed chunk, or None."""
+        """Submit independent pieces (rows SRC, DST, NBYTES) in chunks. Return the start of a failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
-            # the call refuses the legacy default stream, so a side stream runs it after earlier and before later work
+            # The call refuses the legacy default stream. A side stream copies, in order with the work on `stream`.
             side = _side_stream(stream.placement)
             side.wait(stream.record())
             failed = self.submit(table, side)

@@ -1,4 +1,4 @@
-"""Load and launch gather.cu. On first use on a GPU, NVRTC compiles it in a fraction of a second.
+"""Load and launch gather.cu. On first use on a GPU, NVRTC compiles the file in a fraction of a second.
 
 The kernel is CUDA C, because Triton cannot pass arrays as parameters by value. By-value parameters take 1.0x to 1.1x
 the time of torch.index_select on an H200. Descriptors that are uploaded, or read from pinned memory, take 1.7x to 5x
@@ -52,7 +52,7 @@ class GatherKernels:
     def copy(self, table: I64, nbytes: int, stream: Stream, *, over_link: bool, blocks: int | None = None) -> None:
         """Copy independent pieces (rows SRC, DST, NBYTES) that the GPU can address, `nbytes` in total.
 
-        `over_link`: one side is host memory. `blocks`: maximum number of thread blocks.
+        `over_link` is True if one side is host memory. `blocks` is the maximum number of thread blocks.
         """
         most_blocks = blocks or (_LINK_BLOCKS if over_link else _DEVICE_BLOCKS)
         count = table.shape[1]
@@ -76,13 +76,13 @@ class GatherKernels:
 
 
 def fill_rows(table: I64, capacity: int, block: U32) -> int:
-    """Write pieces of equal size as Rows<capacity>, except `parts`. Returns that size, or 0 if they do not fit."""
+    """Write pieces of equal size as Rows<capacity>, except `parts`. Return this size, or 0 if pieces do not fit."""
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
         return 0
     bases = np.minimum.reduce(at, axis=1)
     offsets = at - bases[:, None]
-    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # the bits set in any offset
+    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # the bits that are set in at least one offset
     shift = (used & -used).bit_length() - 1
     if used >> shift >= 1 << 32:
         return 0
@@ -108,7 +108,7 @@ def gather_kernels(placement: Placement) -> GatherKernels:
     """Return the kernels for a GPU, compiled on first use. UnavailableError states the reason of a failure."""
     large = driver_version() >= _LARGE_VERSION and torch.cuda.get_device_capability(placement.torch)[0] >= 7
     limits = {"small": _SMALL_PARAMETERS, **({"large": _LARGE_PARAMETERS} if large else {})}
-    forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the header, and per piece
+    forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the header, bytes per piece
     capacity = {
         f"{form}_{size}": (limit - head) // each
         for size, limit in limits.items()
@@ -144,7 +144,7 @@ def _compile(placement: Placement, defines: dict[str, int]) -> bytes:
     ]
     try:
         _, program = nvrtc.nvrtcCreateProgram(source, b"gather.cu", 0, [], [])
-    except RuntimeError as error:  # cuda-bindings raises it when the NVRTC library cannot be loaded
+    except RuntimeError as error:  # cuda-bindings raises RuntimeError if the NVRTC library cannot be loaded
         raise UnavailableError(f"NVRTC, which compiles the gather kernel, cannot be loaded: {error}") from error
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status) != 0:

@@ -1,4 +1,4 @@
-"""MappedMemory: host memory near a GPU that is made resident and pinned piece by piece. Also finds a GPU's NUMA node.
+"""MappedMemory: host memory near a GPU, made resident and pinned piece by piece. node_of_gpu: the GPU's NUMA node.
 
 The memory is one mapping of exactly the requested size (torch's pinned pool rounds up to a power of two):
 
@@ -27,13 +27,13 @@ from kvtier.memory import cuda
 from kvtier.memory.placement import Placement
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call number of mbind
-_MPOL_PREFERRED = 1  # fall back to other nodes rather than fail when this one is full
+_MPOL_PREFERRED = 1  # use other nodes if the preferred node is full
 _ASK_SECONDS = 5.0
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pci_address(placement: Placement) -> str:
-    """Return the PCI address of the GPU, such as 0000:1b:00.0, which does not depend on CUDA_VISIBLE_DEVICES."""
+    """Return the PCI address of the GPU, such as 0000:1b:00.0. It does not depend on CUDA_VISIBLE_DEVICES."""
     properties = torch.cuda.get_device_properties(placement.torch)
     domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
@@ -42,7 +42,7 @@ def pci_address(placement: Placement) -> str:
 def node_of_gpu(
     address: str, ask: Callable[[str], str] | None = None, devices: Path = _PCI_DEVICES
 ) -> tuple[int | None, str]:
-    """Return the NUMA node of the GPU at a PCI address and the source (nvidia-smi, sysfs), or None and the reason."""
+    """Return a GPU's NUMA node and the source of the number (nvidia-smi or sysfs), or None and the reason."""
     # the output is "NUMA IDs of closest CPU: 1", or has a list, a range, or N/A in place of the number
     match = re.search(r":\s*(\d+)", (ask or _ask_nvidia_smi)(address))
     if match:

@@ -55,7 +55,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
 
 
 def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
-    """Return a reference to the memory of a contiguous tensor. `pooled`: GPU memory comes from torch's pool."""
+    """Return a reference to the memory of a contiguous tensor. `pooled` is True for GPU memory from torch's pool."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
@@ -87,7 +87,7 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
         )
     if dtype.is_packed:
         raise DTypeError(
-            f"ml_dtypes has one {dtype} per byte, but kvtier packs {dtype.per_byte}; copy with Buffer.pack(array)"
+            f"ml_dtypes has 1 {dtype} per byte, but kvtier has {dtype.per_byte} per byte; copy with Buffer.pack(array)"
         )
     holding = MemoryRef(array.ctypes.data, array.nbytes, CPU, owner=array)
     if has_gpu():  # numpy does not record whether memory is pinned
@@ -131,7 +131,7 @@ def _adopt_dlpack(source: Any) -> Adopted:
 
 
 def _is_readonly(capsule: object) -> bool:
-    """Return the read-only flag of a versioned capsule, which is bit 0 of the field after version, context, deleter."""
+    """Return the read-only flag of a versioned capsule: bit 0 of the field after version, context and deleter."""
     if '"dltensor_versioned"' not in repr(capsule):
         return False
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer

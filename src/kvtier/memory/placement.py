@@ -87,5 +87,5 @@ PINNED = Placement("pinned")
 
 
 def best_host() -> Placement:
-    """Return the best host memory of this machine: pinned if there is a GPU, else plain."""
+    """Return the best host memory of this machine: pinned if there is a GPU, otherwise plain."""
     return PINNED if has_gpu() else CPU

@@ -22,7 +22,7 @@ from kvtier.memory.stream import Event, Stream
 
 
 class MemoryRef:
-    """Keeps memory alive, and frees it when nothing refers to it and no copy in flight uses it."""
+    """Keeps memory alive. Frees it when nothing refers to this object and no copy in flight uses the memory."""
 
     __slots__ = ("__weakref__", "_in_flight", "_pooled", "_release", "nbytes", "owner", "placement", "pointer")
 
@@ -96,7 +96,7 @@ def array_interface(pointer: int, count: int, typestr: str, *, readonly: bool) -
 
 
 class Region:
-    """Memory shared by a Buffer and all its slices and views, until one of them closes it for all.
+    """Memory that a Buffer shares with all its slices and views. Closing one of them closes all of them.
 
     A borrowed Region has only a weak reference to the memory, and is closed when the memory is freed.
     """
@@ -111,7 +111,7 @@ class Region:
         self.readonly = readonly
 
     def borrow(self) -> Region:
-        """Return a Region over the same memory that does not keep it alive."""
+        """Return a Region that refers to the same memory, but does not keep the memory alive."""
         holding = self.holding
         borrowed = Region(holding, readonly=self.readonly)
         borrowed._holding, borrowed._borrowed = None, weakref.ref(holding)
@@ -119,7 +119,7 @@ class Region:
 
     @property
     def holding(self) -> MemoryRef:
-        """The reference that keeps the memory alive. ClosedError once closed."""
+        """The reference that keeps the memory alive. Raises ClosedError after `close`."""
         holding = self._holding if self._borrowed is None else self._borrowed()
         if holding is None:
             if self._borrowed is not None:
@@ -132,7 +132,7 @@ class Region:
         return (self._holding if self._borrowed is None else self._borrowed()) is not None
 
     def tensor(self) -> torch.Tensor:
-        """Return all bytes as a uint8 tensor. A borrowed Region caches no tensor, which would keep the memory alive."""
+        """Return all bytes as a uint8 tensor. A borrowed Region caches no tensor, so that memory can be freed."""
         if self._borrowed is not None:
             return self.holding.tensor()
         if self._tensor is None:

@@ -40,7 +40,7 @@ from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import choose_stream
 from kvtier.memory.placement import CPU, Placement
 
-MAGIC = b"\x89KVBUF\r\n"  # not valid text; a text-mode transfer would change the line end
+MAGIC = b"\x89KVBUF\r\n"  # not valid text; text-mode transfers change the line end, so that `load` fails
 VERSION = 1
 HEADER_BYTES = 4096
 MAX_DIMS = 8
@@ -53,7 +53,7 @@ Readable = str | os.PathLike[str] | BinaryIO | bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded Buffer and the shape it was saved with."""
+    """A loaded Buffer and its saved shape."""
 
     buffer: Buffer
     shape: tuple[int, ...]
@@ -108,14 +108,14 @@ class _Header:
 
 
 def saved_nbytes(buffer: Buffer) -> int:
-    """Return the bytes that `save` writes for this Buffer."""
+    """Return the number of bytes that `save` writes for this Buffer."""
     return HEADER_BYTES + buffer.nbytes
 
 
 def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -> int:
-    """Write a Buffer of any placement to a path, an open binary file, or writable memory. Returns the bytes written.
+    """Write a Buffer of any placement to a path, an open binary file, or writable memory. Return the number of bytes.
 
-    A file at a path is written atomically, and is on disk when this returns. `shape` is saved for `load` to return.
+    A file at a path is written atomically, and is on disk when this function returns. `load` returns the saved `shape`.
     Waits for the current stream, so that the saved data includes earlier work.
     """
     dims = (buffer.size,) if shape is None else tuple(int(extent) for extent in shape)
@@ -140,10 +140,10 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
 
 
 def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool = False) -> Loaded:
-    """Read a Buffer into memory of `placement`. FormatError if the record is damaged or invalid.
+    """Read a Buffer into memory of `placement`. Raise FormatError if the record is damaged or invalid.
 
-    An open file is read from its current position; a path or memory must contain exactly one record. With `map_file`
-    the result is a read-only host Buffer over the mapped file, whose pages the system may drop and reload.
+    An open file is read from its current position; a path or memory must contain exactly one record. With `map_file`,
+    the result is a read-only host Buffer over the mapped file. The system can drop and reload the pages of the file.
     """
     where = Placement.parse(placement).require()
     if map_file and not isinstance(source, str | os.PathLike):

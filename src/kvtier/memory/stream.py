@@ -47,7 +47,7 @@ class HostMark:
         self.reached.wait()
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait for the position, and raise the error of the queue there. False if not reached in `timeout` seconds."""
+        """Wait for the position. Raise the error if the queue has failed by then. Return False after a timeout."""
         if timeout is None:
             self.settle()
         elif not self.reached.wait(timeout):
@@ -79,7 +79,7 @@ class HostQueue:
         atexit.register(self.close)  # finish submitted tasks at exit
 
     def submit(self, task: Task | None, *, clear: bool = False) -> HostMark:
-        """Return a mark that is reached when this and all earlier tasks are done. With `clear`, it clears the error."""
+        """Submit a task. Return the mark after the task. With `clear`, the mark clears the error of the queue."""
         mark = HostMark(self._thread)
         with self._lock:
             if self._closed:
@@ -112,7 +112,7 @@ class HostQueue:
                 del error  # its traceback refers to this frame, and the cycle would keep the task's memory alive
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish submitted tasks and stop the thread. With `wait`, join it and raise an error that was never raised."""
+        """Finish submitted tasks and stop the thread. With `wait`, join the thread and raise an unreported error."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -130,7 +130,7 @@ class HostQueue:
             if task is not None and error is None:
                 try:
                     task()
-                except BaseException as raised:  # waits for later marks raise it
+                except BaseException as raised:  # waits for later marks raise this error
                     error = raised
             mark.error, mark.seconds = error, time.perf_counter()
             mark.traceback = None if error is None else error.__traceback__
@@ -141,20 +141,20 @@ class HostQueue:
             mark.reached.set()
             del mark
         self._unseen = error
-        if error is None:  # else close() raises the error at exit
+        if error is None:  # otherwise close() raises the error at exit
             atexit.unregister(self.close)
 
 
 _host_ids = itertools.count(1)
 _POLL_INTERVAL = 20e-6  # seconds; short compared with any transfer, and the core is free in between
-# Waits poll this long before they sleep. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late; a polling
+# Time to poll before a wait sleeps. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late; a polling
 # thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). This matters only for short transfers.
 _POLL_SECONDS = 3e-3
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 
 
 class Stream:
-    """An in-order queue of work. `Stream("cpu")` has a thread, `Stream("cuda:0")` is a new CUDA stream."""
+    """An in-order queue of work. `Stream("cpu")` runs work on a thread. `Stream("cuda:0")` is a new CUDA stream."""
 
     __slots__ = ("__weakref__", "_finalizer", "_native", "handle", "placement")
 
@@ -168,7 +168,7 @@ class Stream:
         else:
             self.handle = -next(_host_ids)
             self._native = HostQueue(f"kvtier-stream{self.handle}")
-            # a dropped stream still finishes its tasks; waiting for it here could deadlock with the dropping thread
+            # The queue still finishes its tasks after the Stream is deleted. Waiting for the tasks here could deadlock.
             self._finalizer = weakref.finalize(self, self._native.close, wait=False)
 
     @classmethod
@@ -204,7 +204,7 @@ class Stream:
 
     @property
     def native(self) -> Any:
-        """The torch.cuda.Stream or HostQueue. ClosedError once closed."""
+        """The torch.cuda.Stream or HostQueue. Raises ClosedError after `close`."""
         if self._native is None:
             raise ClosedError(f"this stream on {self.placement} was closed")
         return self._native
@@ -218,7 +218,7 @@ class Stream:
         self.native.submit(task)
 
     def record(self, event: Event | None = None) -> Event:
-        """Record `event` (or a new one) at the current end of this stream."""
+        """Record `event` (default: a new event) at the current end of this stream."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -244,7 +244,7 @@ class Stream:
 
 
 class Event:
-    """A recorded position in a stream, for which other streams and the host can wait. Two events measure a time."""
+    """A recorded position in a stream. Streams and the host can wait for it. `elapsed` compares two events."""
 
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 
@@ -312,7 +312,7 @@ class Event:
         return True
 
     def elapsed(self, end: Event) -> float:
-        """Return the milliseconds to `end`. Both events need timing=True and must be on streams of the same kind."""
+        """Return the milliseconds from this event to `end`. Both need timing=True and streams of the same kind."""
         if self._native is None or end._native is None:
             raise StateError("elapsed() needs both events recorded on a stream first")
         if self._on_device != end._on_device:

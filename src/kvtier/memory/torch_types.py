@@ -22,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def encode(dtype: DType, value: float) -> int:
-    """Return the bits of one element of a packed type. RangeError if the type cannot hold the value exactly."""
+    """Return the bits of one element of a packed type. Raise RangeError if the type cannot hold the exact value."""
     if dtype == dt.fp4:
         code = _FP4_CODES.get(repr(float(value)))
         if code is None:
@@ -34,14 +34,14 @@ def encode(dtype: DType, value: float) -> int:
 
 
 def whole_number(dtype: DType, value: float, low: int, high: int) -> int:
-    """Return `value` as an int. RangeError if it is not a whole number from `low` to `high`."""
+    """Return `value` as an int. Raise RangeError if it is not a whole number from `low` to `high`."""
     if not math.isfinite(value) or value != int(value) or not low <= value <= high:
         raise RangeError(f"{dtype} holds whole numbers from {low} to {high}, got {value!r}")
     return int(value)
 
 
 def decode(dtype: DType, codes: Bytes) -> list[Any]:
-    """Return the values that these codes (the bits of one element each) have in a packed type."""
+    """Return the values of codes in a packed type. A code consists of the bits of one element."""
     values: list[Any] = codes.tolist()
     return [_FP4_VALUES[code] for code in values] if dtype == dt.fp4 else values
 
@@ -95,7 +95,7 @@ def element_type(given: AnyDType) -> DType:
 
 
 def memory_type(given: AnyDType) -> DType:
-    """Return the element type of a name or torch type. DTypeError for null."""
+    """Return the element type of a name or torch type. Raise DTypeError for null."""
     element = element_type(given)
     if element == null:
         raise DTypeError("memory needs an element type; only an empty Buffer can have the type null")

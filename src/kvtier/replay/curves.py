@@ -2,8 +2,8 @@
 
 The cache has one tier of blocks and serves one request at a time. The full blocks before the first miss are hits.
 
-lru       Stack distances give the hits of all capacities at once, because a cache of C blocks holds the C blocks that
-          were used last. The last block of a request counts as used first.
+lru       Stack distances yield the hits of all capacities at once, because a cache of C blocks holds the C blocks that
+          were used last. Within a request, the last block counts as used first.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
           The blocks of a running request must fit, as in any engine.
 others    The real index is run once per capacity. Runs are spread over processes.
@@ -92,7 +92,7 @@ def sweep(
     tasks = [(policy, capacity) for policy in policies for capacity in capacities]
     hits: dict[tuple[str, int], int] = {}
     if "lru" in policies:
-        # Capacities below the longest request need the index, because larger requests are not cached at all.
+        # Capacities below the longest request need the index, because a request above the capacity is not cached.
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
         hits.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
     left = [task for task in tasks if task not in hits]
@@ -110,7 +110,7 @@ def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """Return, for each repeated use of a block, the number of other blocks that were used since its previous use.
+    """Return, for each repeated use of a block, the number of other blocks used since the block's previous use.
 
     positions  ..  p ........ s ...          p: the previous use, s: start of the request with the repeated use
                       ^ a block that is used several times in (p, s) counts once, at its last use before s

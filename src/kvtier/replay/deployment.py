@@ -30,7 +30,7 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Send a request to the replica that has received the longest prefix of its prompt and is not overloaded."""
+    """Select, among the replicas that are not overloaded, the one that has received the longest prefix of a prompt."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
@@ -104,14 +104,14 @@ class Deployment:
     max_rows: int = 256
     max_step_tokens: int = 8192
     quantum: float = 0.05
-    """Maximum seconds of steps that are merged into one (see StepCoalescer). 0 merges none and is ten times slower."""
+    """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging and is 10x slower."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.device_bytes, self.host_bytes, self.disk_bytes) < 0:
             raise RangeError(f"sizes must be 0 or more, got {self.device_bytes}, {self.host_bytes}, {self.disk_bytes}")
         if self.disk_bytes and not (self.host_bytes and self.disk):
-            raise ArgumentError("a disk tier needs a disk, and host memory because blocks pass through host memory")
+            raise ArgumentError("a disk tier needs a disk and a host tier, because blocks pass through host memory")
         if not self.device_bytes and self.kv_bytes <= 0:
             raise RangeError(
                 f"the weights take {self.model.params * self.model.weight_bytes / 1e9:.0f} of "
@@ -189,7 +189,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     dead_on_arrival: float
-    """Share of computed blocks that were not hit before they left every tier or the simulation ended."""
+    """Share of computed blocks that were never hit before their eviction from all tiers or the end of the run."""
 
 
 def simulate(
@@ -202,7 +202,7 @@ def simulate(
 ) -> list[Summary]:
     """Simulate a trace on each setup, using `jobs` processes.
 
-    If `num_simulated` is given, only this number of replicas is simulated: those whose load is closest to the median.
+    `num_simulated` limits the number of simulated replicas. The replicas closest to the median load are selected.
     """
     block_tokens = trace[0].block_tokens if trace else TRACE_BLOCK_TOKENS
     parts = [(number, part) for number, setup in enumerate(setups) for part in _parts(trace, setup, num_simulated)]

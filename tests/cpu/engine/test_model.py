@@ -106,7 +106,7 @@ def test_forward_batch_concatenates_sequences():
 @pytest.mark.parametrize(
     ("sequence", "error", "text"),
     [
-        (SequenceInput([], 0, [1]), ArgumentError, "at least 1 new and 0 computed tokens, got 0 and 0"),
+        (SequenceInput([], 0, [1]), ArgumentError, "1 or more new tokens and 0 or more computed tokens, got 0 and 0"),
         (SequenceInput([1], -1, [1]), ArgumentError, "got 1 and -1"),
         (SequenceInput([1] * 5, 4, [1, 2]), RangeError, "reach 9 tokens, but its 2 blocks of 4 tokens hold 8"),
         (SequenceInput([1], 0, [1], 2), RangeError, r"must be in \[0, 1\], got 2"),

@@ -198,7 +198,7 @@ def test_ghost_memory_is_bounded():
 def test_ghost_with_invalid_arguments_raises():
     with pytest.raises(RangeError, match="rate"):
         GhostCache(16, 100, rate=1.5)
-    with pytest.raises(ArgumentError, match="no shadow of belady"):
+    with pytest.raises(ArgumentError, match="no shadow for belady"):
         GhostCache(16, 100, "belady")
 
 

@@ -307,7 +307,7 @@ def test_ghost_without_samples_reports_error_of_1():
     assert ghost.curve()[0].error == 1.0
     with pytest.raises(RangeError, match="rate"):
         GhostCache(16, 100, rate=0)
-    with pytest.raises(ArgumentError, match="no shadow of belady"):
+    with pytest.raises(ArgumentError, match="no shadow for belady"):
         GhostCache(16, 100, policies=("belady",))
 
 
