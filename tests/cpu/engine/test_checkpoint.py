@@ -168,7 +168,7 @@ def test_error_for_damaged_gguf_names_the_cause(checkpoint, tmp_path):
     [
         ({"llama.attention.sliding_window": 4096}, "sliding window of 4096"),
         ({"llama.expert_count": 8}, "8 experts"),
-        ({"llama.rope.dimension_count": 8}, "dimension_count is 8; .* head_dim, which is 16"),
+        ({"llama.rope.dimension_count": 8}, "dimension_count is 8; .* the size of a head, 16"),
         ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     ],
 )

@@ -50,7 +50,7 @@ def test_llm_generate_uses_separate_params_for_each_prompt(llm):
     answers = llm.generate(["One", "Two", "Three"], params)
     assert [len(each[0].token_ids) for each in answers] == [3, 1, 2]
     assert [each[0].finish_reason for each in answers] == [FinishReason.LENGTH] * 3
-    with pytest.raises(ArgumentError, match="2 prompts and 1 sampling"):
+    with pytest.raises(ArgumentError, match="2 prompts and 1 SamplingParams"):
         llm.generate(["One", "Two"], params[:1])
 
 

@@ -201,7 +201,7 @@ def test_manager_without_prefix_caching_plans_nothing():
 
 
 def test_invalid_cache_config_raises():
-    with pytest.raises(ArgumentError, match="give the cache a host tier"):
+    with pytest.raises(ArgumentError, match="needs a host tier for reads"):
         CacheConfig(8, stores=(disk(),))
     for bad in ({"num_blocks": 0}, {"free_share": 1.0}, {"partial_scan": -1}):
         with pytest.raises(RangeError):
