@@ -153,3 +153,24 @@ def test_failed_load_with_a_sliding_window_starts_again(model, is_async):
     engine.workers[0].finish(loads[0], {loads[0].request.num_blocks - 1})
     engine.drain()
     assert engine.totals()["load failed"] == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_abort_during_a_load_saves_no_incomplete_block(model, is_async):
+    """vLLM counts the blocks of a load as computed before they arrive. After a reset, the host lacks all of them."""
+    engine = SteppedEngine(model, EngineSetup(is_async=is_async, num_device_blocks=40))
+    prompt, worker = [*range(30)], engine.workers[0]
+    engine.add(prompt, 1)
+    engine.drain()
+    engine.reset()
+    name = engine.add(prompt, 12)
+    while not (loads := [copy for copy in worker.copies if copy.load is not None]):
+        engine.step()
+        engine.execute()
+    engine.reset(is_deep=True)
+    engine.abort(name)
+    worker.finish(loads[0], set(range(loads[0].request.num_blocks)))
+    engine.drain()
+    engine.reset()
+    engine.add(prompt, 12)
+    engine.drain()
