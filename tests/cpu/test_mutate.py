@@ -103,7 +103,7 @@ def test_find_mutants_changes_one_line_per_mutant(tmp_path):
 
 def test_mutate_reports_every_outcome(tmp_path):
     root = project(tmp_path)
-    options = ["--sample", "0", "--jobs", "2", "--grace", "1"]
+    options = ["--sample", "0", "--jobs", "2", "--grace", "4"]
     command = [sys.executable, "-m", "benchmarks.mutate", "--root", str(root), *options]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(ROOT)])}
     done = subprocess.run(
