@@ -70,7 +70,8 @@ class Ledger:
             self._done[request.request_id] = stop
 
     def _finished(self, request: Any, block_ids: Sequence[int]) -> None:
-        if request.num_output_tokens:
+        # An aborted request may still load. What it has computed was recorded after the last step.
+        if request.status.name != "FINISHED_ABORTED":
             self._look(request, list(block_ids))
         for kept in (self._local, self._loads, self._done):
             kept.pop(request.request_id, None)
