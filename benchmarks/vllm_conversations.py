@@ -15,7 +15,7 @@ VOCABULARY = (100, 40_000)
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations that share a system prompt. `in_flight` requests are sent at a time."""
+    """Conversations that share a system prompt. `in_flight` requests of different users are sent together."""
 
     system_tokens: int = 128
     users: int = 10
@@ -42,6 +42,8 @@ class Load:
             rested = [user for user in waiting if user not in chosen[-3:]]
             chosen.append(int(random.choice(rested or waiting)))
             left[chosen[-1]] -= 1
+        batches = [chosen[first : first + self.in_flight] for first in range(0, len(chosen), self.in_flight)]
+        assert all(len(set(batch)) == len(batch) for batch in batches), "a user would send two requests at a time"
         return chosen
 
 
@@ -57,26 +59,35 @@ class Turn:
     answer: tuple[int, ...]
 
 
-def converse(driver: Any, load: Load) -> tuple[float, list[Turn]]:
-    """Run all conversations. Return the seconds and the turns in the order of their ends."""
-    random = np.random.default_rng(0)
-    system = random.integers(*VOCABULARY, load.system_tokens).tolist()
-    messages = random.integers(*VOCABULARY, (load.users, load.turns, load.tokens_in)).tolist()
-    histories = [list(system) for _ in range(load.users)]
-    order, turns, running = load.order(), list[Turn](), dict[str, _Running]()
-    begin = time.perf_counter()
-    while order or running:
-        busy = {each.user for each in running.values()}
-        while order and len(running) < load.in_flight and order[0] not in busy:
-            user = order.pop(0)
-            histories[user] += messages[user].pop(0)
-            name = driver.add(histories[user], max_tokens=load.tokens_out)
-            running[name] = _Running(user, len(histories[user]), time.perf_counter())
-            busy.add(user)
-        for turn in _step(driver, running):
-            histories[turn.user] += turn.answer
-            turns.append(turn)
-    return time.perf_counter() - begin, turns
+class Conversations:
+    """The histories of all users, and the order of their requests."""
+
+    def __init__(self, load: Load) -> None:
+        random = np.random.default_rng(0)
+        system = random.integers(*VOCABULARY, load.system_tokens).tolist()
+        self._messages = random.integers(*VOCABULARY, (load.users, load.turns, load.tokens_in)).tolist()
+        self.histories = [list(system) for _ in range(load.users)]
+        self.order = load.order()
+
+    def next_prompt(self, user: int) -> list[int]:
+        self.histories[user] += self._messages[user].pop(0)
+        return self.histories[user]
+
+
+def converse(driver: Any, load: Load) -> list[Turn]:
+    """Send the next requests of the conversations together, and return them when all have ended."""
+    talk: Conversations = driver.kept.setdefault("conversations", Conversations(load))
+    running, turns = dict[str, _Running](), list[Turn]()
+    users, talk.order = talk.order[: load.in_flight], talk.order[load.in_flight :]
+    for user in users:
+        prompt = talk.next_prompt(user)
+        sent = time.perf_counter()
+        running[driver.add(prompt, max_tokens=load.tokens_out)] = _Running(user, len(prompt), sent)
+    while running:
+        turns += _step(driver, running)
+    for turn in turns:
+        talk.histories[turn.user] += turn.answer
+    return turns
 
 
 def answer_new_prompts(driver: Any, seed: int, count: int, num_tokens: int, tokens_out: int) -> float:

@@ -4,7 +4,8 @@
 .venv-vllm/bin/python -m benchmarks.vllm_cpu --quick     fewer conversations, vLLM alone and kvtier
 
 10 users share a system prompt of 128 tokens: 6 turns of 96 tokens in and 12 out, two requests at a time. Users take
-turns at random. vLLM's cache holds a quarter of all blocks, the memory of a connector all. The same requests with:
+turns at random. vLLM's cache holds a quarter of all blocks, the memory of a connector all. All engines run at the same
+time and answer each pair of requests one after the other, so that noise affects all. The same requests with:
 
     vLLM                        prefix caching in vLLM's own cache
     + ExampleConnector          vLLM's example: one file per layer and prompt, found only for an equal prompt
@@ -26,6 +27,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 import unittest.mock
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +48,6 @@ from vllm_support import Template, Vllm, connector
 ALONE, OURS = "vLLM", "+ kvtier"
 BLOCK_BYTES = 46_080 * BLOCK_TOKENS
 STEP_TOKENS = 512
-TIMEOUT_S = 3600.0
 QUICK = Load(system_tokens=64, users=8, turns=5, tokens_out=8)
 NEW_PROMPTS = {"count": 2, "num_tokens": 256, "tokens_out": 16}
 
@@ -83,14 +84,8 @@ def main() -> None:
             peers |= other_peers(folder, bench.host_bytes, stack, options.only)
         again, more_bars = bench.run_new_prompts(peers, rounds)
         print_table(again)
-        rows: list[Row] = []
-        played: dict[str, list[Turn]] = {}
-        for peer_name, peer in peers.items():
-            row, played[peer_name] = bench.run_conversations(peer_name, peer)
-            rows.append({**row, "% answers as vLLM": percent_equal(played[peer_name], played[ALONE])})
-            print_table(rows[-1:])
+        rows = bench.run_conversations(peers)
     print_table(rows)
-    print_table(again)
     report("vllm_cpu", [*rows, *again], [*conversation_bars(rows), *more_bars], options.results)
 
 
@@ -183,26 +178,44 @@ class Bench:
             engine.run(answer_new_prompts, 10**6, 1, 64, 4)  # warm up
             yield engine
 
-    def run_conversations(self, name: str, peer: Peer) -> tuple[Row, list[Turn]]:
-        with self.start(peer) as engine:
-            before, cpu = engine.metrics(), cpu_seconds(engine, peer)
-            engine.send(converse, self._load)
-            seconds, turns = engine.receive(TIMEOUT_S)
-            cpu, after = cpu_seconds(engine, peer) - cpu, engine.metrics()
-            memory = sum(process.memory_full_info().pss for process in [*engine.processes(), *peer.processes])
-        ttfts = [turn.ttft for turn in turns]
-        prompts = sum(turn.num_prompt for turn in turns)
-        key = "vllm:external_prefix_cache_hits"
-        outside = after.get(key, 0.0) - before.get(key, 0.0)
-        row: dict[str, object] = {"conversations": name, "requests": len(turns), "seconds": seconds}
-        row |= {"TTFT p50 s": float(np.median(ttfts)), "p99 s": float(np.quantile(ttfts, 0.99))}
-        row |= {"tok/s out": len(turns) * self._load.tokens_out / seconds, "CPU s": cpu}
-        row |= {
-            "% cached": 100 * sum(turn.num_cached for turn in turns) / prompts,
-            "% external": 100 * outside / prompts,
-        }
-        disk = sum(file.stat().st_size for file in peer.folder.rglob("*") if file.is_file()) if peer.folder else 0
-        return row | {"memory MB": memory / 1e6, "files MB": disk / 1e6}, turns
+    def run_conversations(self, peers: Mapping[str, Peer]) -> list[Row]:
+        """Let all engines answer the same requests in turn; the order changes with every pair of requests."""
+        turns: dict[str, list[Turn]] = {name: [] for name in peers}
+        wall, cpu = dict.fromkeys(peers, 0.0), dict.fromkeys(peers, 0.0)
+        with contextlib.ExitStack() as stack:
+            engines = {name: stack.enter_context(self.start(peer)) for name, peer in peers.items()}
+            hits = {name: external_hits(engine) for name, engine in engines.items()}
+            for number in range(len(self._load.order()) // self._load.in_flight):
+                for name in list(engines) if number % 2 else reversed(engines):
+                    engine, before, start = engines[name], cpu_seconds(engines[name], peers[name]), time.perf_counter()
+                    turns[name] += engine.run(converse, self._load)
+                    wall[name] += time.perf_counter() - start
+                    cpu[name] += cpu_seconds(engine, peers[name]) - before
+            hits = {name: external_hits(engine) - hits[name] for name, engine in engines.items()}
+            memory = {name: memory_bytes(engine, peers[name]) for name, engine in engines.items()}
+        rows: list[Row] = []
+        for name, peer in peers.items():
+            ttfts = [turn.ttft for turn in turns[name]]
+            prompts = sum(turn.num_prompt for turn in turns[name])
+            cached = sum(turn.num_cached for turn in turns[name])
+            files = peer.folder.rglob("*") if peer.folder else ()
+            rows.append(
+                {
+                    "conversations": name,
+                    "requests": len(ttfts),
+                    "seconds": wall[name],
+                    "TTFT p50 s": float(np.median(ttfts)),
+                    "p99 s": float(np.quantile(ttfts, 0.99)),
+                    "tok/s out": len(ttfts) * self._load.tokens_out / wall[name],
+                    "CPU s": cpu[name],
+                    "% cached": 100 * cached / prompts,
+                    "% external": 100 * hits[name] / prompts,
+                    "memory MB": memory[name] / 1e6,
+                    "files MB": sum(file.stat().st_size for file in files if file.is_file()) / 1e6,
+                    "% answers as vLLM": percent_equal(turns[name], turns[ALONE]),
+                }
+            )
+        return rows
 
     def run_new_prompts(self, peers: Mapping[str, Peer], rounds: int) -> tuple[list[Row], list[Bar]]:
         """Let two engines answer the same new prompts in turn; the order changes with every round."""
@@ -243,6 +256,16 @@ def cpu_seconds(engine: Vllm, peer: Peer) -> float:
     """Return the CPU time of an engine and of the store of its connector."""
     times = [process.cpu_times() for process in [*engine.processes(), *peer.processes]]
     return sum(each.user + each.system for each in times)
+
+
+def external_hits(engine: Vllm) -> float:
+    """Return the tokens that a connector has provided."""
+    return engine.metrics().get("vllm:external_prefix_cache_hits", 0.0)
+
+
+def memory_bytes(engine: Vllm, peer: Peer) -> int:
+    """Return the memory of an engine and of the store of its connector. Shared pages count in part."""
+    return sum(process.memory_full_info().pss for process in [*engine.processes(), *peer.processes])
 
 
 def percent_equal(turns: list[Turn], others: list[Turn]) -> float:
