@@ -150,7 +150,7 @@ def test_pieces_merge_within_one_call_but_not_between_calls():
     assert (batch.result.num_calls, batch.result.num_entries) == (5, 3)
 
 
-def test_group_kept_open_by_discard_has_its_own_scope():
+def test_group_still_has_its_own_scope_after_discard():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     batch = BatchCopy()
     with batch.group():
@@ -219,7 +219,7 @@ def test_invalid_addresses_and_sizes_raise():
     st.integers(1, 10),
 )
 @settings(max_examples=150, deadline=None)
-def test_pieces_out_of_range_error_names_the_first_bad_piece(pieces, src_size, dst_size):
+def test_range_error_names_the_first_invalid_piece(pieces, src_size, dst_size):
     src, dst = Buffer(src_size, "u8"), Buffer(dst_size, "u8")
     bad = next(
         (k for k, (x, n, y) in enumerate(pieces) if min(x, n, y) < 0 or not (x + n <= src_size and y + n <= dst_size)),
@@ -304,7 +304,7 @@ def test_gpu_copy_without_gpu_paths_is_planned_as_loop():
     assert "no loop" not in step.reason
 
 
-def test_part_of_pieces_keeps_ids_and_number_of_bytes():
+def test_part_of_pieces_keeps_ids_and_counts_its_own_bytes():
     table = np.array([[0, 100, 200], [1000, 1100, 1200], [1, 2, 4]])
     whole = Pieces(table, plan_copies(table))
     assert (len(whole), whole.nbytes, Pieces(table).nbytes) == (3, 7, 7)

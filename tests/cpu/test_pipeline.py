@@ -89,7 +89,7 @@ class Counter(Module):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
             if not ticket.is_running:
-                continue  # the request has ended, perhaps after a failed step that was not counted
+                continue  # ended requests are not checked: a failed step may have changed the State
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 
@@ -161,7 +161,7 @@ def test_engine_and_executor_ops_run_on_separate_threads():
     }
 
 
-def test_pipeline_row_order_is_generating_kept_resumed_new():
+def test_rows_are_generating_then_kept_then_resumed_then_new():
     pipeline, _ = pipeline_of(1, 0)
     a, b, c = (pipeline.add(Request(name)) for name in "abc")
     pipeline.step([a, b, c])

@@ -223,7 +223,7 @@ def test_slow_staging_ring_switches_kernel_stream():
         assert len(used) >= 6  # without a switch, there would be 2 streams
 
 
-def test_calibrate_measures_link_and_model_loss():
+def test_calibrate_measures_link_speed_and_model_slowdown():
     table = calibrate(GPU)
     assert table.seconds < 10  # the benchmark requires at most 3 s
     assert set(table.links) == set(table.lost) == {"cuda>pinned", "pinned>cuda"}

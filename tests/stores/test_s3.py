@@ -33,7 +33,7 @@ def test_s3_equal_block_is_not_uploaded_again(s3_port):
         assert get(one, 1)[1] == payload_of(1, version=1)
 
 
-def test_s3_object_past_half_of_ttl_is_uploaded_again(s3_port):
+def test_s3_object_that_expires_soon_is_uploaded_again(s3_port):
     prefix = uuid.uuid4().hex
     with contextlib.closing(open_store(url_of(s3_port, prefix, options="&ttl=1h"))) as short:
         put(short, 1)

@@ -99,7 +99,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: boo
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention for one token, without a mask. The query heads of a KV head become queries of one head."""
+    """Compute attention for one token, without a mask. Query heads that share a KV head are queries of that head."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])
@@ -122,12 +122,12 @@ class Heads(NamedTuple):
 
 
 class Ops(Protocol):
-    """The operations of a forward pass. Every tensor x is [tokens, features]."""
+    """The operations of a forward pass. Unless stated otherwise, a tensor x is [tokens, features]."""
 
     def linear(self, x: Tensor, w: Linear) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm over the last dimension, computed in float32. x may be 3-D and strided."""
+        """Return the RMS norm over the last dimension, computed in float32. x may also be 3-D and strided."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the RMS norm of residual + x, and the sum residual + x. May overwrite `residual`."""

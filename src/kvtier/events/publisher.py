@@ -106,7 +106,7 @@ class EventPublisher:
         """Send all queued events as one message."""
         if self.num_dropped != self._num_dropped_sent:
             self._num_dropped_sent = self.num_dropped
-            self._sequence += 1  # this number is never sent, so subscribers see a gap
+            self._sequence += 1  # skip one number, so that subscribers see a gap
         events = [_as_map(self._events.popleft(), self._config) for _ in range(len(self._events))]
         if not events:
             return

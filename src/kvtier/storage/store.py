@@ -194,7 +194,7 @@ class StoreStats:
     num_objects: int = 0
     """If a server keeps the objects, `num_objects`, `used_bytes` and `max_bytes` are 0. Use `scan` instead."""
     used_bytes: int = 0
-    """Size of the store, including metadata and free slots."""
+    """Bytes that the store occupies, including metadata and allocated slots without an object."""
     max_bytes: int = 0
     num_evicted: int = 0
     num_quarantined: int = 0
@@ -236,14 +236,14 @@ class Store(Protocol):
 
 @runtime_checkable
 class UsesMemory(Protocol):
-    """Optional interface of stores and buckets that prepare memory before blocks are copied from it.
+    """Optional interface of stores and buckets that prepare memory before blocks are copied from or to it.
 
     If the preparation fails, a store raises StoreError and a bucket raises BucketError, but later calls are not
     affected. There is no deadline, because a call may pin gigabytes.
     """
 
     def register(self, memory: memoryview) -> None:
-        """Announce that blocks are read from and written to this memory until it is unregistered. Idempotent."""
+        """Announce that blocks are copied from and to this memory until it is unregistered. Idempotent."""
         ...
 
     def unregister(self, memory: memoryview) -> None:

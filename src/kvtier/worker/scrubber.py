@@ -81,7 +81,7 @@ class Scrubber:
                 slots = list(itertools.islice(self._new or self._sums, limit))
                 stamps = [self._stamps.get(slot, 0) for slot in slots]
             sums = [block_checksums(host, slots) for host in self._hosts] if slots else []
-            with self._lock:  # still inside _reading, because `use` may switch to memory with fewer slots
+            with self._lock:  # inside _reading, so that `use` cannot switch to smaller memory before
                 for slot, stamp in zip(slots, stamps, strict=True):
                     if self._stamps.get(slot, 0) == stamp:
                         self._compare(slot, tuple(of_group[slot] for of_group in sums))

@@ -41,7 +41,7 @@ class ChainBuilder:
         return chain
 
     def _extras(self, request: Any) -> dict[int, bytes]:
-        """Return the extras of blocks with media or prompt embeddings, for all blocks of the prompt."""
+        """Return the extras of those blocks of the prompt that contain media or prompt embeddings, by block number."""
         block_tokens, extras, item = self.namespace.block_tokens, {}, 0
         for block in range(request.num_prompt_tokens // block_tokens + 1):
             first = block * block_tokens
@@ -88,7 +88,7 @@ def files_digest(folder: Path) -> bytes:
 
 
 def _files(folder: Path) -> Sequence[Path]:
-    """Return the weight files of a folder and its config files. A single file stands for itself."""
+    """Return the weight and config files of a folder, or only `folder` if it is a file."""
     if folder.is_file():
         return [folder]
     names = ("config.json", "adapter_config.json")

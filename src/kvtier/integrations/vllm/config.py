@@ -74,9 +74,11 @@ class ConnectorConfig:
     secret_file: str = ""
     """File with the key for the token digests in stored blocks."""
     kv_shards: int = 0
-    """Parts of a stored block, a multiple of every tensor-parallel size that reads the store; 0: as many as ranks."""
+    """Number of parts of a stored block. It must be a multiple of the tensor-parallel size of every vLLM that reads the
+    store; 0: the number of ranks."""
     layout: str = "auto"
-    """`auto` requests block-first cache tensors on GPUs, because one copy per block is faster; `keep` requests none."""
+    """`auto` asks vLLM for block-first cache tensors on GPUs, because one copy per block is faster than one per layer;
+    `keep` leaves the layout to vLLM."""
     on_reset: str = "memory"
     """`memory`: a cache reset drops the blocks in host memory. `weights`: the weights may have changed at a reset, so
     no block from before is used again, from any store."""

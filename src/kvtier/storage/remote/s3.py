@@ -1,8 +1,8 @@
 """S3Bucket: blocks in S3 or a compatible server. Needs the extra `s3`.
 
-S3 has one request per object, so requests run in parallel, one per thread. A put fails if the name exists. RemoteStore
-then replaces the object only if the new object differs. Expired objects are deleted when they are read; use a lifecycle
-rule of the bucket for objects that are not read.
+S3 has one request per object, so requests run in parallel, one per thread. A put without `replace` fails if the name
+exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again with `replace`.
+Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects that are not read.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class S3Bucket:
         return ours, names[limit - 1] if len(names) > limit else ""
 
     def reset(self) -> None:
-        """Do nothing, because every HTTP response belongs to its request."""
+        """Do nothing, because over HTTP no late response can be mistaken for the response to a later request."""
 
     def close(self) -> None:
         """Do nothing, because the client closes its connections when it is garbage-collected."""
