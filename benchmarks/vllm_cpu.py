@@ -14,7 +14,7 @@ time and answer each pair of requests one after the other, so that noise affects
     + kvtier                    KvtierConnector with host memory
 
 Then vLLM and vLLM + kvtier answer the same random prompts in turn. CPU time is that of all processes of an engine.
-Other processes on the machine only add time, so the best round of each counts. The median ratio is printed, too.
+The bar is the median of the ratios of all rounds. The best round of each engine is printed too.
 
 Mooncake and LMCache are left out unless installed (pip install --no-deps lmcache mooncake-transfer-engine-non-cuda).
 """
@@ -242,7 +242,7 @@ class Bench:
             for name in wall
         ]
         bars = [
-            at_most(f"new prompts, {what}: kvtier over vLLM", min(times[OURS]) / min(times[ALONE]), 1.03)
+            at_most(f"new prompts, {what}: kvtier over vLLM", median_ratio(times[OURS], times[ALONE]), 1.03)
             for what, times in (("wall", wall), ("CPU", cpu))
         ]
         return rows, bars
