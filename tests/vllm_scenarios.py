@@ -229,6 +229,42 @@ def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
     return held
 
 
+def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, has_run: bool) -> None:
+    """Abort a loading request after the connector has forgotten its blocks: none of them may be saved, they are empty.
+
+    With `has_run`, the request was computed and then preempted, and loads its own blocks.
+    """
+    faults = _faults()
+    if has_run:
+        name = driver.add(prompt, max_tokens=60)
+        driver.step_until(lambda: driver.state(name) == "RUNNING", "the request runs")
+        side = connectors(driver)[0].scheduler
+        driver.step_until(lambda: side.num_held_blocks == 0, "the saves have ended")
+        faults.loads_may_run.clear()
+        driver.reset(running=True)
+    else:
+        faults.loads_may_run.clear()
+        name = driver.add(prompt)
+    driver.step_until(lambda: driver.state(name) == "WAITING_FOR_REMOTE_KVS", "the request loads")
+    driver.step()
+    driver.reset(connector=True)
+    driver.abort(name)
+    driver.step()
+    faults.loads_may_run.set()
+    check_idle(driver)
+
+
+def check_offers(driver: Driver) -> None:
+    """Check after every step that no waiting request holds host blocks that it was only offered."""
+
+    def check() -> None:
+        for each in connectors(driver):
+            held = [name for name, tracked in each.scheduler._requests.items() if tracked.offer is not None]
+            assert not held, f"offers were not released: {held}"
+
+    driver.after_step.append(check)
+
+
 def random_aborts(driver: Driver, prompts: Sequence[Sequence[int]], seed: int) -> set[str]:
     """Run requests of which some are aborted at random moments, also while copies wait. Return the states of those."""
     draws, faults, states, left = random.Random(seed), _faults(), set(), list(prompts)
@@ -306,6 +342,18 @@ def _faults() -> Any:
     import vllm_connectors
 
     return vllm_connectors.faults_here()
+
+
+def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> None:
+    """Let a request finish before its saves run, and let others use all device blocks that are free meanwhile."""
+    faults = _faults()
+    faults.saves_may_run.clear()
+    for each in (prompt, *others):
+        name = driver.add(each, max_tokens=1)
+        driver.step_until(lambda name=name: name not in driver.waiting, "the request finishes")
+    assert any(each.ref_cnt for each in driver.pool.blocks if not each.is_null), "no save holds a device block"
+    faults.saves_may_run.set()
+    driver.finish()
 
 
 def slow_copies(driver: Driver, num_steps: int) -> None:

@@ -36,6 +36,19 @@ def test_abort_while_saving_keeps_the_blocks_until_saved(engine, oracle):
     assert [answer.tokens] == oracle.tokens([prompt])
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_abort_after_a_reset_saves_no_empty_block(vllm, oracle, has_run):
+    prompt = prompt_of(206 + has_run)
+    with vllm.start(connector(**FAULTY)) as engine:
+        engine.run(scenarios.poison_free_blocks)
+        engine.ask([prompt])
+        assert engine.reset()
+        engine.run(scenarios.abort_after_reset_while_loading, prompt, has_run=has_run)
+        assert engine.reset()
+        (answer,) = engine.ask([prompt])
+    assert (answer.num_cached, [answer.tokens]) == (0, oracle.tokens([prompt]))
+
+
 def test_random_aborts_leave_nothing_behind(engine, oracle):
     prompts = [prompt_of(210 + number % 6, 40 + 83 * number % 500) for number in range(40)]
     engine.run(scenarios.set_faults, fail_loads=5, fail_saves=7)

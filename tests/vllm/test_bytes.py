@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vllm_scenarios as scenarios
-from vllm_support import connector, prompt_of
+from vllm_support import blocks_of, connector, prompt_of
 
 FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 
@@ -18,6 +18,7 @@ def checked(vllm):
     settings = connector(verify_loads=True, host_bytes=40 << 16, max_saving_blocks=0)
     with vllm.start(settings, num_gpu_blocks_override=30) as engine:
         engine.run(scenarios.start_ledger)
+        engine.run(scenarios.check_offers)
         yield engine
 
 
@@ -51,10 +52,25 @@ def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
     with vllm.start(connector(**FAULTY, max_saving_blocks=0), **arguments) as engine:
         engine.run(scenarios.poison_free_blocks)
         engine.run(scenarios.start_ledger)
-        engine.run(scenarios.slow_copies, 4)
+        engine.run(scenarios.slow_copies, 12)
         engine.run(scenarios.conversations, prompts, 3, max_tokens=40)
         answers = engine.ask(prompts)
         assert engine.run(scenarios.num_compared) > 20
         assert engine.metrics()["vllm:num_preemptions"] > 0
         engine.run(scenarios.check_idle)
     assert [answer.tokens for answer in answers] == oracle.tokens(prompts)
+
+
+@pytest.mark.vllm_ci
+@pytest.mark.parametrize("caching", [True, False])
+def test_save_after_its_request_reads_the_computed_bytes(vllm, oracle, caching):
+    """Other requests overwrite every device block that is not held, before the saves of the first request run."""
+    prompt, others = prompt_of(340), [prompt_of(341 + number, 200) for number in range(8)]
+    arguments = {"num_gpu_blocks_override": 24, "enable_prefix_caching": caching}
+    with vllm.start(connector(**FAULTY, max_saving_blocks=9), **arguments) as engine:
+        engine.run(scenarios.poison_free_blocks)
+        engine.run(scenarios.save_after_reuse, prompt, others)
+        engine.run(scenarios.check_idle)
+        assert engine.reset()
+        (answer,) = engine.ask([prompt])
+    assert (answer.num_cached, [answer.tokens]) == (blocks_of(300), oracle.tokens([prompt]))
