@@ -35,6 +35,7 @@ from kvtier.index import (
     Listener,
     Miss,
     Namespace,
+    Outcome,
     RadixTree,
     Retention,
     Shortage,
@@ -49,6 +50,7 @@ from kvtier.index.transitions import begin_write, block_slots, block_states
 from kvtier.messages import Plan, Report, Route
 
 _KEEP = Retention()
+_UNKNOWN = Outcome()
 
 
 class CacheManager:
@@ -247,9 +249,9 @@ class CacheManager:
         self._must_be_open(allocation)
         allocation.chain.append(tokens)
 
-    def finish(self, allocation: Allocation, *, now: float = 0.0) -> None:
+    def finish(self, allocation: Allocation, *, now: float = 0.0, outcome: Outcome = _UNKNOWN) -> None:
         """End a request. Its published blocks stay in the cache until they are evicted."""
-        self._end(allocation, used=True, now=now)
+        self._end(allocation, used=True, now=now, outcome=outcome)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
         """End a request that was cancelled, preempted or not scheduled. A scheduled request still counts as a use."""
@@ -464,13 +466,13 @@ class CacheManager:
             self.tree.release(allocation.source, used=False)
             allocation.source = None
 
-    def _end(self, allocation: Allocation, *, used: bool, now: float) -> None:
+    def _end(self, allocation: Allocation, *, used: bool, now: float, outcome: Outcome = _UNKNOWN) -> None:
         self._must_be_open(allocation)
         self._allocations.remove(allocation)
         self._release_source(allocation)
         for queue in self.queues if used else ():
             queue.on_finish(allocation.lease)
-        self.tree.release(allocation.lease, used=used, now=now)
+        self.tree.release(allocation.lease, used=used, now=now, outcome=outcome)
 
     def _must_own_device(self) -> None:
         if self.foreign is not None:

@@ -37,7 +37,10 @@ def add(commands: Commands) -> None:
     command = add_command(commands, "replay", text, examples, replay, "TRACE ...")
     option = command.add_argument
     option(
-        "--policy", default="lru", metavar="NAMES", help="eviction policies to compare: lru, fifo, arc, s3fifo, cost"
+        "--policy",
+        default="lru",
+        metavar="NAMES",
+        help="eviction policies to compare: lru, fifo, arc, s3fifo, cost, learned",
     )
     option("--host", type=size, default=0, metavar="SIZE", help="host memory per replica")
     option("--disk", type=size, default=0, metavar="SIZE", help="disk per replica")

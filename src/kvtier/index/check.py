@@ -33,6 +33,8 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None = None) -> None:
     for tier in tree.tiers:
         tier.pool.check()
         _check_tier(tier, nodes)
+    if tree.tracker is not None:
+        tree.tracker.check(nodes)
     if leases is not None:
         _check_leases(tree, nodes, list(leases))
 

@@ -64,18 +64,29 @@ class Residency:
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
+# Last use of a run of blocks, for the learned policy: number of the touch, class, caller's time, earlier uses.
+Touch = tuple[int, int, float, int]
+
+
 @dataclass(slots=True)
 class AccessStats:
-    """Input for eviction policies. `created` and `used` are logical times, and `expires` is the caller's time."""
+    """Input for eviction policies. `created` and `used` are logical times, and `expires` is the caller's time.
+
+    Only ReuseTracker sets `touch` and `lost`. `lost` counts the blocks that were removed from the end of the node since
+    its last touch.
+    """
 
     created: int
     used: int
     uses: int = 0
     priority: int = 0
     expires: float = math.inf
+    touch: Touch | None = None
+    lost: int = 0
 
     def copy(self) -> AccessStats:
-        return AccessStats(self.created, self.used, self.uses, self.priority, self.expires)
+        """Return a copy for the upper part of a split node. The lower part keeps `lost`."""
+        return AccessStats(self.created, self.used, self.uses, self.priority, self.expires, self.touch)
 
 
 @dataclass(slots=True, eq=False, repr=False)

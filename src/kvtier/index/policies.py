@@ -1,4 +1,4 @@
-"""Eviction policies: LRU, FIFO, S3-FIFO, ARC and cost-based.
+"""Eviction policies: LRU, FIFO, S3-FIFO, ARC, cost-based and learned (kvtier.index.learned).
 
 A policy ranks candidates, which are the nodes without a lease and without a child in the tier. Blocks are evicted from
 the end of the victim. A parent becomes a candidate when its last child has left the tier, so every policy evicts leaves
@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvtier.errors import ArgumentError
+from kvtier.index.learned import Learned
 from kvtier.index.node import Node
 
 
@@ -296,6 +297,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "arc": ARC,
     "s3fifo": S3FIFO,
     "cost": CostAware,
+    "learned": Learned,
 }
 
 

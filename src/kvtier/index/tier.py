@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
 from kvtier.errors import StateError
+from kvtier.index.learned import Learned
 from kvtier.index.node import NO_SLOT, Node, Residency
 from kvtier.index.policies import Policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
+from kvtier.index.tracker import ReuseTracker
 
 
 def tenant_of(salt: bytes) -> bytes:
@@ -69,13 +72,20 @@ class Tier:
         self.number = number
         self.pool = pool
         self.name = pool.tier
-        self.policy_name = new_policy().name
+        policy = new_policy()
+        self.policy_name = policy.name
+        self.learns = isinstance(policy, Learned)
         self.num_evicted = 0
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
         self.tenants: dict[bytes, Candidates] = {}
         """Candidates of each tenant with a quota."""
+
+    def learn_from(self, tracker: ReuseTracker) -> None:
+        """Let all policies of a tier that learns use one tracker. Call it before the first block is cached."""
+        self._new_policy = partial(Learned, tracker)
+        self.everyone = Candidates(self._new_policy)
 
     @property
     def num_evictable(self) -> int:

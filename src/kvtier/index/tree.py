@@ -12,16 +12,19 @@ from kvtier.index import tree_edit as edit
 from kvtier.index.chain import Chain, Namespace
 from kvtier.index.events import IndexCleared, Listener, removed_event, stored_event
 from kvtier.index.ghost import GhostCache
+from kvtier.index.labels import Outcome
 from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import ABSENT, IS_HELD, NO_SLOT, READABLE, READY, WRITING, AccessStats, Node, Residency
 from kvtier.index.pool import Shortage, Slots
 from kvtier.index.tier import Tier, tenant_of
+from kvtier.index.tracker import ReuseTracker
 from kvtier.messages import I32
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _NO_SLOTS = np.empty(0, np.int32)
 _KEEP = Retention()
+_UNKNOWN = Outcome()
 
 
 class RadixTree:
@@ -54,6 +57,13 @@ class RadixTree:
         self._misses = misses or MissList()
         self.ghost = ghost
         self._listener = listener
+        self.tracker: ReuseTracker | None = None
+        """Observations for the learned policy, if a tier uses it."""
+        if any(tier.learns for tier in tiers):
+            self.tracker = ReuseTracker(max(tier.pool.num_slots for tier in tiers), namespace.block_tokens)
+            for tier in tiers:
+                if tier.learns:
+                    tier.learn_from(self.tracker)
 
     # ---- life of a request -----------------------------------------------------------------------------------------
 
@@ -63,6 +73,8 @@ class RadixTree:
         """Lease the longest prefix of full blocks that can be read. The match counts as a use only after `commit`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")
+        if self.tracker is not None:
+            self.tracker.see(now)
         root = self._root(chain)
         want = chain.num_blocks if max_blocks is None else min(chain.num_blocks, max_blocks)
         if not self.enabled:
@@ -179,11 +191,13 @@ class RadixTree:
         self._use(lease, now)
         lease.committed = True
 
-    def release(self, lease: Lease, *, used: bool = True, now: float = 0.0) -> None:
+    def release(self, lease: Lease, *, used: bool = True, now: float = 0.0, outcome: Outcome = _UNKNOWN) -> None:
         """End the lease and free the slots that it owns. Published blocks stay. With used=False, no use is counted."""
         lease.must_be_open()
         if used:
             self._use(lease, now)
+            if self.tracker is not None:
+                self.tracker.touch(lease, outcome, now)
         lease.closed = True
         self.num_leases -= 1
         if len(lease.table) > lease.num_blocks or lease.duplicate_slots:
@@ -388,6 +402,8 @@ class RadixTree:
         Only matched blocks count as used, and only once per lease.
         """
         self.clock += 1
+        if self.tracker is not None and not lease.committed:
+            self.tracker.close(lease, now)
         if self.ghost is not None and not lease.committed:
             self.ghost.record(lease.chain, lease.num_matched)
         priority, expires = lease.retention.priority, now + lease.retention.ttl
@@ -538,6 +554,10 @@ class RadixTree:
         Return the slots of the removed blocks in the evicting tier. Slots in other tiers are released to their pools.
         """
         policy = evicting.policy_name if evicting is not None else ""
+        if self.tracker is not None:
+            if evicting is not None and evicting.learns:
+                policy = self.tracker.verdict(node)
+            self.tracker.removed(node, kept)
         self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy)
         if node.children:
             for child in list(node.children.values()):

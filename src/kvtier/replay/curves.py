@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.index import BlockPool, Chain, Namespace, RadixTree, Shortage, Tier, make_policy
+from kvtier.index import BlockPool, Chain, Namespace, Outcome, RadixTree, Shortage, Tier, make_policy
 from kvtier.index.policies import POLICIES
 from kvtier.replay.processes import jobs_here, spread
 from kvtier.replay.trace import TraceRequest, number_paths
@@ -56,6 +56,8 @@ class Accesses:
         self.paths: I64 = np.array(paths, np.int64)
         self.starts: I64 = np.array(starts, np.int64)
         self.num_paths = len(numbers)
+        self.requests = requests
+        self.block_tokens = requests[0].block_tokens if requests else 1
 
     @property
     def max_blocks(self) -> int:
@@ -184,17 +186,24 @@ def _hits(accesses: Accesses, policy: str, capacity: int) -> int:
     return optimum_hits(accesses, capacity) if policy == OPTIMUM else index_hits(accesses, capacity, policy)
 
 
-def index_hits(accesses: Accesses, capacity: int, policy: str) -> int:
-    """Return the hits of the real index. Requests larger than the pool are not cached."""
+def index_hits(accesses: Accesses, capacity: int, policy: str, outcomes: Sequence[Outcome] | None = None) -> int:
+    """Return the hits of the real index. Requests larger than the pool are not cached.
+
+    `outcomes` are the ends of the requests. By default, only the numbers of output tokens are given to the policy.
+    """
     namespace = Namespace("replay", block_tokens=1)  # one token represents a block, which saves memory
     tree = RadixTree(namespace, [Tier(0, BlockPool("device", capacity), lambda: make_policy(policy))])
+    if tree.tracker is not None:
+        tree.tracker.block_tokens = accesses.block_tokens
+    if outcomes is None:
+        outcomes = [Outcome(request.output_tokens) for request in accesses.requests]
     num_hits = 0
-    for paths in accesses:
-        chain = Chain(namespace, paths)
-        lease = tree.match(chain)
+    for request, paths, outcome in zip(accesses.requests, accesses, outcomes, strict=True):
+        chain, now = Chain(namespace, paths), request.timestamp_ms / 1000
+        lease = tree.match(chain, now=now)
         num_hits += lease.num_matched
         fits = not isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)
         if fits:
-            tree.publish(lease, chain.num_tokens)
-        tree.release(lease, used=fits)
+            tree.publish(lease, chain.num_tokens, now=now)
+        tree.release(lease, used=fits, now=now, outcome=outcome)
     return num_hits

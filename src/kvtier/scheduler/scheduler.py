@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
-from kvtier.index import Chain, Shortage
+from kvtier.index import Chain, Outcome, Shortage
 from kvtier.index.tier import tenant_of
 from kvtier.scheduler.request import Request, RequestState, Row, RowResult, SchedulerConfig, Step
 
@@ -388,8 +388,12 @@ class Scheduler:
         if request.state.is_over:
             return False
         if request.allocation is not None:
-            end = self.manager.finish if state is RequestState.FINISHED else self.manager.abort
-            end(request.allocation, now=now)
+            if state is RequestState.FINISHED:
+                is_full = request.num_new_tokens >= request.max_new_tokens
+                outcome = Outcome(request.num_new_tokens, "length" if is_full else "stop")
+                self.manager.finish(request.allocation, now=now, outcome=outcome)
+            else:
+                self.manager.abort(request.allocation, now=now)
             request.allocation = None
             self._running.remove(request)
         elif request in self._waiting:

@@ -16,7 +16,7 @@ from kvtier.index.check import check_tree
 from kvtier.index.node import AccessStats, Node
 from kvtier.index.policies import S3FIFO, CandidateHeap, CostAware
 
-POLICIES = ["lru", "fifo", "arc", "s3fifo", "cost"]
+POLICIES = ["lru", "fifo", "arc", "s3fifo", "cost", "learned"]
 
 
 def node(
@@ -35,6 +35,7 @@ def node(
     [
         ("lru", lambda node: node.usage.used),
         ("fifo", lambda node: node.usage.created),
+        ("learned", lambda node: node.usage.used),
     ],
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
@@ -96,12 +97,12 @@ def test_offered_nodes_are_evicted_exactly_once(name, actions):
 
 
 def test_make_policy_creates_policy_by_name():
-    assert [make_policy(name).name for name in POLICIES] == ["LRU", "FIFO", "ARC", "S3FIFO", "CostAware"]
-    with pytest.raises(ArgumentError, match="'mru'; known policies: arc, cost, fifo, lru, s3fifo"):
+    assert [make_policy(name).name for name in POLICIES] == ["LRU", "FIFO", "ARC", "S3FIFO", "CostAware", "Learned"]
+    with pytest.raises(ArgumentError, match="'mru'; known policies: arc, cost, fifo, learned, lru, s3fifo"):
         make_policy("mru")
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES[:-1])
 def test_policy_heap_stays_small_under_repeated_use(name):
     policy, nodes = make_policy(name), [node(i) for i in range(10)]
     for time in range(5_000):

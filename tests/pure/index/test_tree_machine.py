@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         sizes=st.tuples(st.integers(1, 16), st.integers(1, 10), st.integers(1, 10)),
-        policy=st.sampled_from(["lru", "lru", "lru", "fifo", "s3fifo", "cost"]),
+        policy=st.sampled_from(["lru", "lru", "fifo", "s3fifo", "cost", "learned"]),
     )
     def start(self, sizes, policy):
         self.sizes = sizes[: len(self.NAMES)]
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         self.published: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
         self.revision = REVISIONS[0]
         self.tree = RadixTree(self.namespace, self.tiers, listener=self.on_event)
-        self.model = Model(self.sizes, exact_lru=policy == "lru")
+        self.model = Model(self.sizes, exact_lru=policy in ("lru", "learned"))
         self.open: list[LeasePair] = []
         self.closed: list[Lease] = []
         self.in_flight: list[Move] = []

@@ -1,0 +1,163 @@
+"""Classes of cached blocks for the learned policy.
+
+A class is a combination of features. The features describe the last request that used a block:
+
+    uses     earlier uses of the block                          0 | 1 | 2-3 | 4 or more
+    new      tokens that no recent request contained            < 512 | < 2048 | < 8192 | more
+    output   tokens of the answer                               < 32 | < 256 | more
+    finish   reason for the end of the answer                   unknown | stop | length | other
+    app      first block of the prompt                          one of the busiest, or any other
+    tenant   tenant of the salt                                 one of the busiest, or any other
+    hint     what the client said about the next request        see `Outcome`; learned separately for each tenant
+
+The limits are those of the prototype. Other limits have not been compared.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.index.chain import Chain
+
+USES = ("0", "1", "2-3", "4+")
+NEW_LIMITS = (512, 2048, 8192)
+OUTPUT_LIMITS = (32, 256)
+FINISH = ("", "stop", "length", "other")
+NUM_GROUPS = 8  # the busiest seven, and the rest; more classes would each have fewer observations
+HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
+RETURN_LIMITS = (10.0, 60.0, 600.0)  # tool calls, users, breaks
+MAX_CELLS = 256  # bounds memory and the time of a fit; further combinations share the class without labels
+SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * len(HINTS))
+NUM_PLAIN = math.prod(SIZES[:3])
+_USES_BIN = (0, 1, 2, 2, 3)
+
+Features = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the caller knows at the end of a request. All fields are optional.
+
+    `over` means that no further request of the session is expected. `returns_in` is the expected number of seconds
+    until the next request of the session. Neither is trusted: the policy learns what it means for each tenant.
+    """
+
+    output_tokens: int = 0
+    finish_reason: str = ""
+    over: bool = False
+    returns_in: float | None = None
+
+    @property
+    def hint(self) -> int:
+        """Index into HINTS."""
+        if self.over:
+            return 1
+        return 0 if self.returns_in is None else 2 + bisect_right(RETURN_LIMITS, self.returns_in)
+
+
+class Busiest:
+    """Numbers the keys that occur most often from 1 on. Other keys have the number 0.
+
+    A key receives a number when it was seen 32 times. Counts are halved from time to time, and a key that is hardly
+    seen any more loses its number.
+    """
+
+    ENOUGH = 32  # sightings; fewer observations than this would be mostly noise
+    PERIOD = 4096  # sightings between two halvings; it also limits the number of counts
+
+    def __init__(self) -> None:
+        self._counts: dict[object, int] = {}
+        self._numbers: dict[object, int] = {}
+        self._free = list(range(NUM_GROUPS - 1, 0, -1))
+        self._left = self.PERIOD
+
+    def number(self, key: object) -> int:
+        """Count one sighting of a key. Return its number."""
+        counts = self._counts
+        count = counts[key] = counts.get(key, 0) + 1
+        self._left -= 1
+        if not self._left:
+            self._halve()
+        if count < self.ENOUGH:
+            return 0
+        number = self._numbers.get(key, 0)
+        if not number and self._free:
+            number = self._numbers[key] = self._free.pop()
+        return number
+
+    def known(self, key: object) -> int:
+        """Return the number of a key without counting a sighting."""
+        return self._numbers.get(key, 0)
+
+    def _halve(self) -> None:
+        self._left = self.PERIOD
+        self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
+        for key in [key for key in self._numbers if self._counts.get(key, 0) < self.ENOUGH]:
+            self._free.append(self._numbers.pop(key))
+
+
+class Cells:
+    """Numbers the classes in the order of their first occurrence. Classes without labels have the first numbers."""
+
+    def __init__(self) -> None:
+        self.features: Features = np.zeros((MAX_CELLS, len(SIZES)), np.int64)
+        """One row per class with the value of each feature."""
+        self.apps, self.tenants = Busiest(), Busiest()
+        self._numbers: dict[tuple[int, ...], int] = {}
+        for plain in np.ndindex(*SIZES[:3]):
+            self._add((*plain, 0, 0, 0, 0))
+
+    @property
+    def count(self) -> int:
+        return len(self._numbers)
+
+    def labels(self, chain: Chain, head: object, new_tokens: int, outcome: Outcome) -> tuple[int, ...]:
+        """Return the features of a request, except `uses`. `head` identifies the first block of the prompt."""
+        new = 0 if new_tokens < NEW_LIMITS[0] else bisect_right(NEW_LIMITS, new_tokens)
+        output = bisect_right(OUTPUT_LIMITS, outcome.output_tokens)
+        reason = outcome.finish_reason
+        finish = 0 if not reason else FINISH.index(reason) if reason in FINISH else len(FINISH) - 1
+        salt = chain.salt
+        tenant = self.tenants.number(salt.partition(b"\0")[0]) if salt else 0
+        return new, output, finish, self.apps.number(head), tenant, tenant * len(HINTS) + outcome.hint
+
+    def number(self, uses: int, labels: tuple[int, ...]) -> int:
+        """Return the number of a class. If there are too many classes, ignore the labels."""
+        key = (_USES_BIN[uses] if uses < len(_USES_BIN) else 3, *labels)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._add(key) if self.count < MAX_CELLS else self._numbers[*key[:3], 0, 0, 0, 0]
+        return number
+
+    def hinted(self, cell: int, hint: int) -> int:
+        """Return the class that differs from a class only in the hint."""
+        *others, tenant, _ = (int(value) for value in self.features[cell])
+        key = (*others, tenant, tenant * len(HINTS) + hint)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._add(key) if self.count < MAX_CELLS else cell
+        return number
+
+    def describe(self, cell: int) -> str:
+        """Return the features of a class as text."""
+        uses, new, output, finish, app, tenant, hint = (int(value) for value in self.features[cell])
+        parts = [f"uses {USES[uses]}", f"new {_range(new, NEW_LIMITS)}", f"output {_range(output, OUTPUT_LIMITS)}"]
+        parts += [f"finish {FINISH[finish]}"] if finish else []
+        parts += [f"app {app}"] if app else []
+        parts += [f"tenant {tenant}"] if tenant else []
+        parts += [HINTS[hint % len(HINTS)]] if hint % len(HINTS) else []
+        return ", ".join(parts)
+
+    def _add(self, key: tuple[int, ...]) -> int:
+        number = self._numbers[key] = len(self._numbers)
+        self.features[number] = key
+        return number
+
+
+def _range(value: int, limits: tuple[int, ...]) -> str:
+    return f"< {limits[value]}" if value < len(limits) else f">= {limits[-1]}"

@@ -1,0 +1,182 @@
+"""ReuseTable: estimates the value of a block from its class and age.
+
+Holding a block costs block-seconds. The value of a block of class c and age a (seconds since its last use) is the best
+ratio of expected hits to expected block-seconds over all times at which the cache could give up the block:
+
+    value(c, a) = max over s > a of   expected hits in (a, s) / expected block-seconds in (a, s)
+
+This ratio is the Gittins index. Evicting the lowest value first needs no capacity, no horizon and no threshold. If all
+blocks have one class and the ratio falls with age, the order is LRU.
+
+The hazard (hits per second of a block that was not used again yet) is counted in cells of class and age bucket. It is
+the product of a common curve, one factor per feature, one factor per class, and the shape of a class. Each factor is
+shrunk towards 1 by the weight of PRIOR typical observations, so that rare classes resemble the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier.index.labels import MAX_CELLS, NUM_PLAIN, SIZES, Cells
+
+F64 = np.ndarray[Any, np.dtype[np.float64]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+# Buckets [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours, in seconds. Other ratios from 1.25 on, and other units of
+# time, changed the prototype's hit rates little; a first bucket of 10 s is too coarse for agents.
+RATIO, NUM_BUCKETS = 1.5, 28
+EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
+WIDTHS: F64 = np.diff(EDGES)
+PRIOR = 4.0  # typical observations; a quarter or four times as many changed the prototype's hit rates little
+ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
+DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
+MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
+MIN_RISE = 1.2  # values that rise less over some range of ages are treated as falling, because this is mostly noise
+_ROUNDS = 3  # of the iterative proportional fitting; the factors of the previous fit are the start
+
+
+class ReuseTable:
+    """Events and time at risk by class and age bucket, and the values that follow from them."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._events: F64 = np.zeros((MAX_CELLS, NUM_BUCKETS))
+        self._at_risk: F64 = np.zeros((MAX_CELLS, NUM_BUCKETS))
+        self._weight = self._squares = 0.0
+        self._factors = [np.ones(size) for size in SIZES]
+        self._common: F64 = np.zeros(NUM_BUCKETS)
+        self.values: list[list[float]] = []
+        """Value by class and bucket. The list is extended for new classes by `row`."""
+        self.rises: list[bool] = []
+        """True for classes whose value rises with age by MIN_RISE or more over some range of ages."""
+        self.is_fitted = False
+
+    def add(self, cells: I64, ages: F64, weights: F64, is_event: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Add blocks whose observation ended at these ages, either with a use or because they were forgotten."""
+        flat = add_time(self._at_risk, cells, ages, weights)
+        used = weights[is_event]
+        self._events += np.bincount(flat[is_event], used, self._events.size).reshape(self._events.shape)
+        self._weight += float(used.sum())
+        self._squares += float((used * used).sum())
+
+    def decay(self, num_requests: int) -> None:
+        factor = DECAY ** (num_requests / DECAY_REQUESTS)
+        self._events *= factor
+        self._at_risk *= factor
+        self._weight *= factor
+        self._squares *= factor
+
+    def fit(self, cells: I64, ages: F64, weights: F64) -> None:
+        """Compute the values. The arguments describe the blocks that were not used again yet."""
+        typical = max(1.0, self._squares / max(self._weight, 1e-9))
+        if self._weight <= ENOUGH * typical and not self.is_fitted:
+            return
+        count = self._cells.count
+        at_risk = self._at_risk[:count].copy()
+        add_time(at_risk, cells, ages, weights)
+        features, k = self._cells.features[:count], PRIOR * typical
+        hazard = self._hazard(self._events[:count], at_risk, features, k)
+        values = gittins(hazard)
+        is_unseen = ~at_risk.any(1)
+        values[is_unseen] = self._common * self._product(features[is_unseen])[:, None]
+        lowest = np.minimum.accumulate(values, 1)
+        self.rises = ((values / np.maximum(lowest, 1e-300)).max(1) >= MIN_RISE).tolist()
+        self.values = values.tolist()
+        self.is_fitted = True
+
+    def row(self, cell: int) -> list[float]:
+        """Return the values of a class. A class that is newer than the last fit has no observations of its own."""
+        for new in range(len(self.values), cell + 1):
+            self.values.append((self._common * self._product(self._cells.features[new : new + 1])[0]).tolist())
+            self.rises.append(False)
+        return self.values[cell]
+
+    def _product(self, features: I64) -> F64:
+        product = np.ones(len(features))
+        for number, factors in enumerate(self._factors):
+            product *= factors[features[:, number]]
+        return product
+
+    def _hazard(self, events: F64, at_risk: F64, features: I64, k: float) -> F64:
+        """Return the hazard of each class in each bucket. `k` is the weight of the prior."""
+        self._common = common = _common_hazard(events.sum(0), at_risk.sum(0), k)
+        num_events, expected = events.sum(1), at_risk @ common
+        self._fit_factors(num_events, expected, features, k)
+        factor = self._product(features)
+        factor *= (num_events + k) / (expected * factor + k)
+        level = common * factor[:, None]
+        expected_at = at_risk * level
+        uses = features[:, 0]
+        seen, due = np.zeros((SIZES[0], NUM_BUCKETS)), np.zeros((SIZES[0], NUM_BUCKETS))
+        np.add.at(seen, uses, events)
+        np.add.at(due, uses, expected_at)
+        shape = ((_smooth(seen) + k) / (_smooth(due) + k))[uses]
+        # The shape of a class has 28 numbers, so that it needs twice the prior of a single factor.
+        return level * shape * (_smooth(events) + 2 * k) / (_smooth(expected_at * shape) + 2 * k)
+
+    def _fit_factors(self, num_events: F64, expected: F64, features: I64, k: float) -> None:
+        """Fit one factor per feature value (iterative proportional fitting)."""
+        parts = [factors[features[:, number]] for number, factors in enumerate(self._factors)]
+        product = self._product(features)
+        varied = [number for number in range(len(SIZES)) if number < 3 or features[NUM_PLAIN:, number].any()]
+        for _ in range(_ROUNDS):
+            for number in varied:
+                column, size = features[:, number], SIZES[number]
+                others = product / parts[number]
+                seen, due = np.bincount(column, num_events, size), np.bincount(column, expected * others, size)
+                fitted = np.clip((seen + k) / (due + k), 1 / MAX_FACTOR, MAX_FACTOR)
+                self._factors[number], parts[number] = fitted, fitted[column]
+                product = others * parts[number]
+
+
+def add_time(total: F64, cells: I64, ages: F64, weights: F64) -> I64:
+    """Add the time that blocks spent in each bucket to `total`. Return the index of the last bucket in flat form."""
+    buckets = np.searchsorted(EDGES[1:-1], ages, "right")
+    flat = cells * NUM_BUCKETS + buckets
+    counts = np.bincount(flat, weights, total.size).reshape(total.shape)
+    parts = np.bincount(flat, weights * (ages - EDGES[buckets]), total.size).reshape(total.shape)
+    beyond = counts[:, ::-1].cumsum(1)[:, ::-1] - counts
+    total += parts + beyond * WIDTHS
+    return flat
+
+
+def gittins(hazard: F64) -> F64:
+    """Return the best ratio of expected hits to expected block-seconds, from the start of each bucket on."""
+    dies = -np.expm1(-hazard * WIDTHS)
+    survives = np.cumprod(1 - dies, 1)
+    before = np.concatenate((np.ones((len(hazard), 1)), survives[:, :-1]), 1)
+    zero = np.zeros((len(hazard), 1))
+    hits = np.concatenate((zero, np.cumsum(before * dies, 1)), 1)
+    seconds = np.concatenate((zero, np.cumsum(before * dies / np.maximum(hazard, 1e-15), 1)), 1)
+    values = np.empty_like(hazard)
+    for start in range(hazard.shape[1]):
+        gained = hits[:, start + 1 :] - hits[:, start : start + 1]
+        spent = seconds[:, start + 1 :] - seconds[:, start : start + 1]
+        values[:, start] = (gained / np.maximum(spent, 1e-300)).max(1)
+    return values
+
+
+def _common_hazard(events: F64, at_risk: F64, k: float) -> F64:
+    """Return the hazard of all classes together. The prior is proportional to 1 / age, which makes the policy LRU."""
+    prior = 1 / (0.5 * (EDGES[:-1] + EDGES[1:]) + 1)
+    prior *= events.sum() / max(float(prior @ at_risk), 1e-12)
+    return prior * (_neighbours(events) + k) / (_neighbours(at_risk * prior) + k)
+
+
+def _neighbours(counts: F64) -> F64:
+    """Add half of each neighbouring bucket."""
+    total = counts.copy()
+    total[1:] += 0.5 * counts[:-1]
+    total[:-1] += 0.5 * counts[1:]
+    return total
+
+
+def _smooth(counts: F64) -> F64:
+    """Add two thirds of the next bucket on each side, and one third of the second next."""
+    total = counts.copy()
+    for distance, weight in ((1, 2 / 3), (2, 1 / 3)):
+        total[:, distance:] += weight * counts[:, :-distance]
+        total[:, :-distance] += weight * counts[:, distance:]
+    return total

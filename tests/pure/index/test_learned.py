@@ -1,0 +1,212 @@
+"""Test the learned policy: against LRU before the first fit, against all values after it, and in the tree."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from index_cases import begin, chain_of, run, tree_of
+from kvtier.errors import StateError
+from kvtier.index import Outcome, make_policy
+from kvtier.index.check import check_tree
+from kvtier.index.labels import MAX_CELLS, NUM_GROUPS, Busiest, Cells
+from kvtier.index.learned import Learned
+from kvtier.index.node import AccessStats, Node
+from kvtier.index.reuse import EDGES, NUM_BUCKETS, gittins
+from kvtier.index.tracker import LRUGuard, ReuseTracker
+
+OUTCOMES = [Outcome(), Outcome(40, "stop"), Outcome(400, "length", over=True), Outcome(3, returns_in=20.0)]
+
+
+def drive(tree, rng, num_requests, *, check_every=0):
+    """Run random prompts with random outcomes. Return the contents of the device after each request."""
+    contents, now = [], 0.0
+    for number in range(num_requests):
+        now += rng.random() * 20
+        blocks = [rng.randrange(3), *(rng.randrange(4) for _ in range(rng.randrange(6)))]
+        salt = rng.choice([b"", b"a", b"b\0x"])
+        lease = begin(tree, *blocks, now=now, salt=salt)
+        if rng.random() < 0.5:
+            tree.commit(lease, now=now)
+        tree.publish(lease, lease.chain.num_tokens, now=now)
+        tree.release(lease, used=rng.random() < 0.9, now=now, outcome=rng.choice(OUTCOMES))
+        contents.append(sorted((node.domain, node.start, bytes(node.labels)) for node in tree.nodes()))
+        if check_every and number % check_every == 0:
+            check_tree(tree)
+    return contents
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=30, deadline=None)
+def test_learned_before_first_fit_equals_lru(seed):
+    trees = [tree_of(12, policy=policy) for policy in ("lru", "learned")]
+    first, second = (drive(tree, random.Random(seed), 60) for tree in trees)
+    assert first == second
+
+
+@pytest.mark.parametrize("sizes", [(12,), (8, 16)])
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=15, deadline=None)
+def test_learned_with_random_hints_keeps_invariants(sizes, seed):
+    tree = tree_of(*sizes, policy="learned")
+    tree.tracker.first_fit = tree.tracker._until_fit = 8
+    drive(tree, random.Random(seed), 300, check_every=1)
+    assert tree.tracker.table.is_fitted
+
+
+def test_learned_twice_with_same_requests_is_deterministic():
+    trees = [tree_of(12, policy="learned") for _ in range(2)]
+    first, second = (drive(tree, random.Random(5), 600) for tree in trees)
+    assert first == second
+    assert trees[0].tracker.table.values == trees[1].tracker.table.values
+
+
+def fitted_tracker(rng) -> ReuseTracker:
+    tracker = ReuseTracker(100)
+    tracker.table.is_fitted = True
+    tracker.table.values = [[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)]
+    tracker.table.values[:4] = [sorted(row, reverse=True) for row in tracker.table.values[:4]]
+    tracker.table.rises = [False] * 4 + [True] * 4
+    for row in tracker.table.values[4:]:
+        row.sort()
+    return tracker
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_victim_after_fit_has_lowest_value_of_all(seed):
+    rng = random.Random(seed)
+    tracker = fitted_tracker(rng)
+    policy, offered = Learned(tracker), set()
+    for time in range(200):
+        tracker.see(tracker.now + rng.random() * 30)
+        if rng.random() < 0.6 or not offered:
+            touch = (time, rng.randrange(8), tracker.now, 0)
+            usage = AccessStats(time, time, touch=touch)
+            node = Node(None, (b"", b""), b"abcd", 0, 1, memoryview(b"abcd"), usage, 1)
+            policy.offer(node)
+            offered.add(node)
+        elif rng.random() < 0.5:
+            node = rng.choice(sorted(offered, key=lambda node: node.usage.used))
+            policy.withdraw(node)
+            offered.remove(node)
+        if offered:
+            values = {node: tracker.value(node.usage.touch[1], node.usage.touch[2])[0] for node in offered}
+            victim = policy.victim()
+            assert values[victim] == min(values.values())
+            assert policy.victim() is victim
+        if rng.random() < 0.02:
+            tracker.version += 1
+    assert all(node in policy for node in offered)
+
+
+def test_learned_heaps_stay_small_under_repeated_use():
+    policy = make_policy("learned")
+    nodes = [
+        Node(None, (b"", b""), b"abcd", 0, 1, memoryview(b"abcd"), AccessStats(0, 0, touch=(0, i % 3, 0.0, 0)), 1)
+        for i in range(10)
+    ]
+    for time in range(5_000):
+        each = nodes[time % 10]
+        policy.withdraw(each)
+        each.usage.used = time
+        policy.offer(each)
+        policy.victim()
+    assert all(len(queue.heap) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
+    assert max(len(policy._by_value), len(policy._timers)) <= 64 + 4 * 3 + 2 * 10 + 1
+
+
+def test_learned_loop_larger_than_cache_beats_lru():
+    hits = {}
+    for policy in ("lru", "learned"):
+        tree, hits[policy] = tree_of(60, policy=policy), 0
+        for number in range(3_000):
+            lease = begin(tree, *([number % 40] * 3), now=float(number))
+            hits[policy] += lease.num_matched
+            tree.publish(lease, lease.chain.num_tokens, now=float(number))
+            tree.release(lease, now=float(number))
+        check_tree(tree)
+    assert hits["lru"] == 0
+    assert hits["learned"] > 0.25 * 3_000 * 3
+
+
+def test_explain_after_fit_names_class_and_value():
+    tree = tree_of(8, policy="learned")
+    tree.tracker.first_fit = tree.tracker._until_fit = 8
+    for number in range(200):
+        run(tree, number % 2, 7, now=float(number))
+        run(tree, 100 + number, 1, now=float(number))
+    lease = tree.match(chain_of(250, 1), now=200.0)
+    text = str(tree.explain(lease))
+    assert "class: uses 0, new < 512, output < 32; value: " in text
+    assert "hits per block-second" in text
+    tree.release(lease, used=False)
+
+
+# ---- parts ----
+
+
+def test_gittins_with_constant_hazard_is_the_hazard():
+    assert gittins(np.full((1, NUM_BUCKETS), 1e-5)) == pytest.approx(np.full((1, NUM_BUCKETS), 1e-5), rel=1e-6)
+
+
+def test_gittins_equals_best_ratio_over_all_stops():
+    hazard = np.random.default_rng(1).random((1, 6)) * 1e-2
+    widths = np.diff(EDGES)[:6]
+    padded = np.concatenate((hazard, np.full((1, NUM_BUCKETS - 6), 1e-12)), 1)
+    for start in range(6):
+        best, alive, hits, seconds = 0.0, 1.0, 0.0, 0.0
+        for rate, width in zip(hazard[0, start:], widths[start:], strict=True):
+            dies = 1 - math.exp(-rate * width)
+            hits, seconds, alive = hits + alive * dies, seconds + alive * dies / rate, alive * (1 - dies)
+            best = max(best, hits / seconds)
+        assert gittins(padded)[0, start] == pytest.approx(best)
+
+
+def test_guard_after_lost_hits_is_lru_for_doubling_times():
+    guard, lengths = LRUGuard(), []
+    for _ in range(3):
+        while not guard.record(10, 0, 10, 1000):
+            pass
+        assert guard.is_lru
+        length = 1
+        while not guard.record(10, 0, 10, 1000):
+            length += 1
+        lengths.append(length)
+    assert lengths == [100, 200, 400]
+
+
+def test_busiest_numbers_frequent_keys_only():
+    busiest = Busiest()
+    for _ in range(Busiest.ENOUGH):
+        assert busiest.number("a") == busiest.known("a")
+    assert busiest.known("a") == 1
+    assert busiest.number("b") == 0
+    assert len({busiest.number(key) for _ in range(99) for key in range(20)}) == NUM_GROUPS - 1
+    for other in range(3 * Busiest.PERIOD):
+        busiest.number(("other", other))
+    assert busiest.known("a") == 0
+
+
+def test_cells_beyond_limit_share_class_without_labels():
+    cells, chain = Cells(), chain_of(1)
+    numbers = {cells.number(uses, (new, 0, f, a, 0, 0)) for uses in range(5) for new in range(4) for f in range(4)
+               for a in range(8)}  # fmt: skip
+    assert cells.count == MAX_CELLS > max(numbers)
+    assert cells.number(1, (2, 0, 3, 7, 5, 0)) == cells.number(1, (2, 0, 0, 0, 0, 0))
+    assert cells.describe(cells.number(1, cells.labels(chain, 0, 5000, Outcome(100)))) == (
+        "uses 1, new < 8192, output < 256"
+    )
+
+
+def test_check_with_wrong_count_of_lru_blocks_raises():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2)
+    tree.tracker.log.num_in_lru += 1
+    with pytest.raises(StateError, match="blocks counted for LRU"):
+        check_tree(tree)
