@@ -125,7 +125,7 @@ class InlineExecutor:
         return self._done.popleft()
 
     def close(self) -> None:
-        pass
+        del self._work  # it refers to the pipeline, whose memory would stay allocated until a garbage collection
 
 
 Executor = ThreadExecutor | InlineExecutor

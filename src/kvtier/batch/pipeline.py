@@ -93,6 +93,8 @@ class Ticket:
         if self.status is not TicketStatus.RETIRING or self.num_in_flight:
             raise StateError(f"{self!r} cannot be released")
         self.status = self._outcome
+        del self._on_retire  # it refers to the pipeline, and requests often refer to their tickets
+        self._in_flight = ()
 
 
 class RowOrder:

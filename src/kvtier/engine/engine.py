@@ -29,7 +29,7 @@ from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
 from kvtier.fingerprint import update_digest
-from kvtier.index import Chain, GhostCache, Namespace
+from kvtier.index import Chain, GhostCache, Listener, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 
@@ -80,23 +80,21 @@ class Engine:
         *,
         proposer: Proposer | None = None,
         stores: Mapping[str, StoreOrUrls] | None = None,
+        listener: Listener | None = None,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
     ) -> None:
-        """`stores` maps the names in config.cache.stores to open stores or URLs. The engine closes the stores."""
+        """`stores` maps the names in config.cache.stores to open stores or URLs. The engine closes the stores.
+
+        `listener` is called with the events of the index, on the engine's thread (see publish_events).
+        """
         config = config or EngineConfig()
         models = [model, *(proposer.models if proposer is not None else ())]
-        for each in models[1:]:
-            if each.config.vocab_size != model.config.vocab_size:
-                raise ArgumentError(
-                    f"the draft model has a vocabulary of {each.config.vocab_size} tokens, but the model has "
-                    f"{model.config.vocab_size}; both need the same vocabulary"
-                )
+        _check_vocabularies(models)
         limit = min(config.scheduler.max_context, *(each.config.max_positions for each in models))
         self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
-        self.tokenizer = tokenizer
+        self.tokenizer, self.proposer = tokenizer, proposer
         lookahead = proposer.num_tokens if proposer is not None else 0
-        self.proposer = proposer
         namespace = _namespace(models, config.block_tokens)
         self.groups, controller, counted, ranks = open_caches(
             models, config, limit, namespace.fingerprint, stores or {}
@@ -108,6 +106,7 @@ class Engine:
                 config.cache,
                 num_ranks=config.tensor_parallel,
                 num_host_ready=controller.num_host_ready,
+                listener=listener,
                 ghost=_ghost(config),
             )
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
@@ -395,6 +394,17 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
     return GhostCache(config.block_tokens, own, config.cache.policy, capacities=sizes, rate=1.0)
+
+
+def _check_vocabularies(models: Sequence[Model]) -> None:
+    """Raise ArgumentError if a draft model has another vocabulary than the model, which is the first one."""
+    vocab = models[0].config.vocab_size
+    for each in models[1:]:
+        if each.config.vocab_size != vocab:
+            raise ArgumentError(
+                f"the draft model has a vocabulary of {each.config.vocab_size} tokens, but the model has {vocab}; both "
+                "need the same vocabulary"
+            )
 
 
 def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:

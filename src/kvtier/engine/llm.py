@@ -21,6 +21,7 @@ from kvtier.engine.params import FinishReason, Logprobs, Output, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, ClosedError, StateError
+from kvtier.index import Listener
 from kvtier.memory.torch_types import AnyDType
 
 Prompt = str | Sequence[int]
@@ -63,15 +64,16 @@ class LLM:
         invariant: bool = False,
         proposer: Proposer | None = None,
         stores: Mapping[str, StoreOrUrls] | None = None,
+        listener: Listener | None = None,
         tensor_parallel: int | None = None,
     ) -> None:
-        """`tensor_parallel` overrides the number of ranks in `config`."""
+        """`tensor_parallel` overrides the number of ranks in `config`. `listener` gets the events of the index."""
         config = config or EngineConfig()
         if tensor_parallel is not None:
             config = replace(config, tensor_parallel=tensor_parallel)
         self.tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device, InvariantOps() if invariant else None)
-        self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores)
+        self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores, listener=listener)
         self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, "kvtier-llm", _use_device, (loaded.weights.device,))
 
