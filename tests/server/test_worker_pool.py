@@ -51,6 +51,13 @@ async def wait_until(condition):
             await asyncio.sleep(0.01)
 
 
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def api_error(awaitable):
     with pytest.raises(ApiError) as caught:
         await awaitable
@@ -84,7 +91,7 @@ def test_job_past_deadline_is_400_and_its_process_is_replaced(model):
             prepared = await pool.run("prepare", "a", **body())
             assert len(prepared.prompts[0]) == 5
             assert pool.pids != before
-            assert not any(map(psutil.pid_exists, before))
+            await wait_until(lambda: not any(map(is_alive, before)))
 
     asyncio.run(main())
 
@@ -101,6 +108,31 @@ def test_job_of_killed_process_is_retried_once(model):
             error = await api_error(job)
             assert (error.status, error.code) == (503, "worker")
             assert len((await pool.run("prepare", "a", **body())).prompts[0]) == 5
+
+    asyncio.run(main())
+
+
+def test_job_survives_the_death_of_all_idle_processes(model):
+    async def main():
+        async with pool_of(model, 2) as pool:
+            for _ in range(2):
+                pool.start()
+            await asyncio.gather(*(pool.run("prepare", tenant, **body()) for tenant in "ab"))
+            await wait_until(lambda: len(pool.pids) == 2)
+            for pid in pool.pids:
+                os.kill(pid, signal.SIGKILL)
+            assert len((await pool.run("prepare", "a", **body())).prompts[0]) == 5
+
+    asyncio.run(main())
+
+
+def test_job_survives_the_death_of_a_starting_process(model):
+    async def main():
+        async with pool_of(model) as pool:
+            job = asyncio.create_task(pool.run("prepare", "a", **body()))
+            await wait_until(lambda: pool.pids)
+            os.kill(pool.pids[0], signal.SIGKILL)
+            assert len((await job).prompts[0]) == 5
 
     asyncio.run(main())
 

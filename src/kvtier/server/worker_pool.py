@@ -2,7 +2,7 @@
 
 run -> waiting, by tenant and name --in turn--> a process --in time--> result
                                                           --late-----> killed and replaced; the call fails
-                                                          --died-----> replaced; the call is retried once
+                                                          --died-----> replaced; the call is retried
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Task:
     call: Call
     tenant: str
     future: asyncio.Future[Any]
-    is_retry: bool = False
+    num_deaths: int = 0  # processes that died during this call
     clock: asyncio.Timeout | None = None  # set while the call runs
 
     @property
@@ -182,7 +182,11 @@ class WorkerPool:
     # ---- processes ----
 
     async def _serve(self) -> None:
-        """Run a process and send calls to it. Replaces the process if it fails."""
+        """Run a process and send calls to it. Replaces the process if it fails.
+
+        Waiting calls fail after two failed starts in a row: a process may be killed while it starts.
+        """
+        num_failed = 0
         while True:
             process = None
             try:
@@ -190,13 +194,15 @@ class WorkerPool:
                 self._processes.append(process)
                 async with asyncio.timeout(_START_SECONDS):
                     await process.call(self.config)
-                self._dead = [dead for dead in self._dead if dead.poll() is None]
+                num_failed = 0
                 while await self._next(process):
                     pass
             except (*_DIED, TimeoutError) as error:
                 _log.error("a worker process did not start: %s", type(error).__name__)
-                self._fail_waiting(ApiError(503, "no worker process starts; see the server's log", code="worker"))
-                await asyncio.sleep(_RESTART_SECONDS)
+                num_failed += 1
+                if num_failed > 1:
+                    self._fail_waiting(ApiError(503, "no worker process starts; see the server's log", code="worker"))
+                    await asyncio.sleep(_RESTART_SECONDS)
             finally:
                 if process is not None:
                     process.kill()
@@ -208,6 +214,7 @@ class WorkerPool:
         while (task := self._take()) is None:
             self._changed.clear()
             await self._changed.wait()
+        self._dead = [dead for dead in self._dead if dead.poll() is None]  # poll() also reaps
         group = self._group(task)
         self._running[group] += 1
         try:
@@ -234,10 +241,12 @@ class WorkerPool:
             return False
         except _DIED:
             _log.warning("a worker process died during a job")
-            if task.is_retry or task.future.done():
-                task.fail(ApiError(503, "two worker processes died while they prepared this request", code="worker"))
+            task.num_deaths += 1
+            # Every process of the pool may have been dead before the call was sent: only the next one counts.
+            if task.num_deaths > self._size or task.future.done():
+                message = f"{task.num_deaths} worker processes died while they prepared this request"
+                task.fail(ApiError(503, message, code="worker"))
             else:
-                task.is_retry = True
                 self._waiting.insert(0, task)
             return False
         except asyncio.CancelledError:
