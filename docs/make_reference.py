@@ -1,4 +1,6 @@
-"""Generate docs/reference from the docstrings of public names. Parses the sources; does not import kvtier.
+"""Generate docs/reference from the docstrings of public names, and the table of fields in docs/api.md.
+
+Parses the sources; does not import kvtier. Only the module with the fields is run.
 
 python docs/make_reference.py            write the pages
 python docs/make_reference.py --check    exit code 1 if a page is out of date
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +19,10 @@ from textwrap import fill, indent
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
+API = ROOT / "docs" / "api.md"
+FIELDS = ROOT / "src" / "kvtier" / "server" / "fields.py"
+FIRST_LINE, LAST_LINE = "<!-- table of docs/make_reference.py -->\n", "<!-- end of the table -->\n"
+ENDPOINTS = {"ct": "both", "c": "chat", "t": "text"}
 # Public names are those in __all__, or all definitions of a module without __all__.
 CACHE = "config writeback allocation manager admin"
 WORKER = "controller layer_waits sharding scrubber store_io"
@@ -50,6 +58,19 @@ def page(modules: tuple[str, ...]) -> str:
         for name in sorted(_public(tree), key=str.lower):
             parts.append(_entry(name, *_definition(module, name)))
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def api_page(text: str) -> str:
+    """Return docs/api.md with the table of fields, which replaces the lines between the two comments."""
+    before, _, rest = text.partition(FIRST_LINE)
+    after = rest.partition(LAST_LINE)[2]
+    rows = ["| field | of | endpoints | class | note |", "|---|---|---|---|---|"]
+    for name, field in runpy.run_path(str(FIELDS))["FIELDS"].items():
+        note = field.note
+        if field.neutral:
+            note += f"; {', '.join(f'`{json.dumps(value)}`' for value in field.neutral)} accepted"
+        rows.append(f"| `{name}` | {field.origin} | {ENDPOINTS[field.places]} | {field.kind} | {note} |")
+    return before + FIRST_LINE + "\n".join(rows) + "\n" + LAST_LINE + after
 
 
 def _entry(name: str, node: Definition, doc: str) -> str:
@@ -149,15 +170,18 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     made = pages()
     there = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
+    page_text = API.read_text()
     if "--check" in sys.argv[1:]:
         stale = sorted(name for name in {*made, *there} if made.get(name) != there.get(name))
+        stale += [API.name] if api_page(page_text) != page_text else []
         if stale:
-            sys.stderr.write(f"docs/reference is out of date ({', '.join(stale)}): python docs/make_reference.py\n")
+            sys.stderr.write(f"docs is out of date ({', '.join(stale)}): python docs/make_reference.py\n")
         return bool(stale)
     for name in {*there} - {*made}:
         (FOLDER / name).unlink()
     for name, text in made.items():
         (FOLDER / name).write_text(text)
+    API.write_text(api_page(page_text))
     return 0
 
 

@@ -26,7 +26,7 @@ from kvtier.errors import ArgumentError
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type for HTTP responses with the output of `Registry.render()`."""
 
-_METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(?<!_bucket)(?<!_sum)(?<!_count)")
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(?<!_bucket)(?<!_sum)(?<!_count)")
 _LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
 
 # 1, 2 and 5 in every decade, from 10 us (for copies of one block) to 500 s (for waiting prompts).
@@ -159,8 +159,8 @@ class Registry:
         is_named_well = _METRIC_NAME.fullmatch(name) and (family.kind == "counter") == name.endswith("_total")
         if not is_named_well or len(set(labels)) < len(labels) or not all(map(_LABEL_NAME.fullmatch, labels)):
             raise ArgumentError(
-                f"{name!r} with the labels {labels} is not a valid {family.kind}: names consist of letters, digits and "
-                "_; only counters end in _total; _bucket, _sum, _count and le are reserved for histograms"
+                f"{name!r} with the labels {labels} is not a valid {family.kind}: names consist of letters, digits, "
+                "_ and :; only counters end in _total; _bucket, _sum, _count and le are reserved for histograms"
             )
         with self._lock:
             if name in self._families:

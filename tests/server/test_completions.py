@@ -205,7 +205,8 @@ def test_text_parts_are_joined_and_tool_calls_are_rendered(server):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     with_call = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
     empty = [*HELLO, {"role": "assistant", "content": ""}]
-    assert count(with_call) == count(empty) + len(json.dumps([call]))
+    rendered = json.dumps([call]).replace('"{}"', "{}")  # templates get the arguments as an object
+    assert count(with_call) == count(empty) + len(rendered)
 
 
 def test_endpoints_other_than_completions_return_expected_values(server, llm):

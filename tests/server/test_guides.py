@@ -83,6 +83,14 @@ def test_policies_on_tuning_page_are_choices_of_serve(capsys):
         main(["serve", "--help"])
     help_text = capsys.readouterr().out
     section = TUNING[TUNING.index("## Policies") : TUNING.index("## Waiting")]
-    for name in [*re.findall(r"^\| `(write_\w+)` \|", section, re.MULTILINE), "lru", "arc", "s3fifo", "cost", "fifo"]:
+    for name in [
+        *re.findall(r"^\| `(write_\w+)` \|", section, re.MULTILINE),
+        "lru",
+        "arc",
+        "s3fifo",
+        "cost",
+        "fifo",
+        "learned",
+    ]:
         assert f"`{name}`" in section
         assert name in help_text

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     add_fields(command, "server", ServerConfig)
     command.add_argument("--log-level", default="info", choices=_LEVELS, help="level of the log on standard error")
     add_engine_options(command)
-    add_fields(command, "engine", EngineOptions, "max_rows max_step_tokens record")
+    add_fields(command, "engine", EngineOptions, "max_rows max_step_tokens events events_replay record")
     add_fields(command, "limits", Limits)
 
 

@@ -83,13 +83,24 @@ class Tokenizer:
     """The tokenizer of a model, with the chat template if the model has one."""
 
     def __init__(
-        self, backend: Backend, *, chat_template: str | None = None, special: Mapping[str, str] | None = None
+        self,
+        backend: Backend,
+        *,
+        chat_template: str | None = None,
+        tool_template: str | None = None,
+        special: Mapping[str, str] | None = None,
     ) -> None:
-        """`special` maps names in chat templates (bos_token, eos_token) to special tokens."""
+        """`special` maps names in chat templates (bos_token, eos_token) to special tokens.
+
+        `tool_template` is the chat template for requests with tools, if a checkpoint has one of its own.
+        """
         self._backend = backend
         self._lock = threading.Lock()
         self.special = MappingProxyType(dict(special or {}))
+        self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
         self._template = None if chat_template is None else _compile_template(chat_template)
+        self._tool_template = self._template if tool_template is None else _compile_template(tool_template)
         self._token_bytes: dict[int, bytes] = {}
 
     def token_id(self, token: str) -> int | None:
@@ -180,7 +191,8 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Render a conversation with the chat template. `variables` are passed to the template."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise StateError("this checkpoint has no chat template; use a text as the prompt")
         import jinja2
 
@@ -189,9 +201,7 @@ class Tokenizer:
                 raise ArgumentError(f"message {index} has no role; its keys are {', '.join(message) or 'none'}")
         names = {**self.special, **variables}
         try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names
-            )
+            return template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names)
         except jinja2.TemplateError as error:
             raise ArgumentError(f"the chat template cannot render these messages: {error}") from error
 
@@ -302,9 +312,12 @@ def _from_folder(folder: Path) -> Tokenizer:
     values = {name: config[name] for name in names if config.get(name) is not None}
     special = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
     template = template_path.read_text() if template_path.exists() else config.get("chat_template")
+    tool_path = folder / "additional_chat_templates" / "tool_use.jinja"
+    tool_template = tool_path.read_text() if tool_path.exists() else None
     if isinstance(template, list):  # several named templates
-        template = next((each["template"] for each in template if each["name"] == "default"), None)
-    return Tokenizer(backend, chat_template=template, special=special)
+        named = {each["name"]: each["template"] for each in template}
+        template, tool_template = named.get("default"), named.get("tool_use", tool_template)
+    return Tokenizer(backend, chat_template=template, tool_template=tool_template, special=special)
 
 
 def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:

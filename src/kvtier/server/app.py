@@ -23,6 +23,7 @@ from kvtier.server.config import ServerConfig
 from kvtier.server.control import add_control, add_state
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
+from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.middleware import ClientGone, GuardMiddleware
 from kvtier.server.prepare import Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -92,6 +93,7 @@ def make_app(
     admission: Admission,
     request_log: RequestLog,
     heartbeat: Heartbeat,
+    page: MetricsPage,
 ) -> ASGIApp:
     app = FastAPI(
         title="kvtier",
@@ -108,7 +110,7 @@ def make_app(
     _add_generation(app, completions, bodies)
     _add_model(app, model, max_context, bodies, admission)
     _add_health_and_page(app, heartbeat, admission)
-    add_state(app, heartbeat, model, request_log, admission)
+    add_state(app, heartbeat, model, request_log, admission, page)
     add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return GuardMiddleware(app, config.tenants, limits, request_log)

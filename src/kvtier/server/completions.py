@@ -20,12 +20,13 @@ from kvtier.server.admission import Admission
 from kvtier.server.config import Limits, Tenant, salt_of, tenant_name
 from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.errors import ApiError, from_engine
+from kvtier.server.fields import HEADER
 from kvtier.server.messages import Submit
 from kvtier.server.middleware import EventStream, before_deadline, request_timeout, unless_gone
 from kvtier.server.prepare import Prepared
-from kvtier.server.protocol import ChatRequest, CompletionRequest
+from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from kvtier.server.request_log import RequestLog, RequestRecord
-from kvtier.server.responses import DONE, CompletionFormat, event, usage_body
+from kvtier.server.responses import DONE, CompletionFormat, event, usage_body, with_usage
 from kvtier.server.schema_cache import SchemaChecks
 
 _Prepared = Prepared[ChatRequest] | Prepared[CompletionRequest]
@@ -41,10 +42,12 @@ class HttpJob:
     submits: tuple[Submit, ...]
     format: CompletionFormat
     stream: bool
-    include_usage: bool
+    options: StreamOptions
     began: float
     """time.monotonic() at the start of the HTTP request."""
     record: RequestRecord
+    arrived: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Time at which the newest token of each answer arrived, by request id and index."""
     mailbox: Mailbox = field(default_factory=Mailbox)
 
     @property
@@ -75,17 +78,29 @@ class Completions:
         tenant = request.state.tenant
         if prepared.schema is not None:
             with self.admission.prepare(tenant):
-                check = self.schemas.check(prepared.schema, tenant_name(tenant))
+                check = self._check_schema(prepared, tenant_name(tenant))
                 await before_deadline(request, self.limits, check)
         job = self._job(prepared, request)
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
         headers = {"x-request-id": job.record.id}
+        if prepared.ignored:
+            headers[HEADER] = ", ".join(prepared.ignored)
         if not job.stream:
             await pieces.aclose()
             return Response(first, 200, headers, "application/json")
         seconds = job.began + self.limits.request_seconds + _GRACE_SECONDS - time.monotonic()
         return EventStream(first, pieces, headers, seconds)
+
+    async def _check_schema(self, prepared: _Prepared, tenant: str) -> None:
+        assert prepared.schema is not None
+        try:
+            await self.schemas.check(prepared.schema, tenant)
+        except ApiError as error:
+            if prepared.syntax.calls == "none" or error.status != 400:
+                raise
+            message = error.message.replace("response_format", "tools", 1)
+            raise ApiError(error.status, message, "tools", error.code) from error
 
     def _job(self, prepared: _Prepared, request: Request) -> HttpJob:
         tenant, body, prompts = request.state.tenant, prepared.body, prepared.prompts
@@ -106,10 +121,10 @@ class Completions:
             for name, prompt in zip(names, prompts, strict=True)
         )
         kind: dict[str, bool] = {"is_chat": isinstance(body, ChatRequest), "logprobs": params.logprobs is not None}
-        format = CompletionFormat(id, self.model, int(time.time()), self.tokenizer, **kind)
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        format = CompletionFormat(id, self.model, int(time.time()), self.tokenizer, **kind, syntax=prepared.syntax)
+        options = body.stream_options or StreamOptions()
         record = RequestRecord(id, tenant_name(tenant), body.endpoint)
-        return HttpJob(tenant, submits, format, bool(body.stream), include_usage, request.state.began, record)
+        return HttpJob(tenant, submits, format, bool(body.stream), options, request.state.began, record)
 
     def _max_new_tokens(self, prepared: _Prepared, tenant: Tenant | None) -> int:
         """Return the number of tokens left for an answer to the longest prompt. Raises 400 if too few are left."""
@@ -150,7 +165,7 @@ class Completions:
                     data = _event(job, outputs, opened)
                     if data:
                         yield data
-            yield (job.format.closing(job.usage) if job.include_usage else b"") + DONE
+            yield (job.format.closing(job.usage) if job.options.include_usage else b"") + DONE
         except ApiError as error:
             if not opened:
                 raise
@@ -194,6 +209,11 @@ class Completions:
             if output.finish_reason is FinishReason.REFUSED:
                 raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
             record.new_tokens += len(output.token_ids)
+            if output.token_ids:
+                answer = (output.request_id, output.index)
+                if (before := job.arrived.get(answer)) is not None:
+                    self.request_log.vllm.gaps.observe(now - before)
+                job.arrived[answer] = now
         record.prompt_tokens = job.num_prompt_tokens
         for output in outputs:
             if output.index == 0 and output.finish_reason is not None:  # the n answers share one cached prefix
@@ -204,10 +224,11 @@ class Completions:
         if record.finish in ("disconnected", "timeout"):  # the engine received the prompt even if it sent no output
             record.prompt_tokens = job.num_prompt_tokens
         record.ended, record.seconds = time.time(), time.monotonic() - job.began
-        if explanation := next(iter(job.mailbox.explanations.values()), None):
+        explanation = next(iter(job.mailbox.explanations.values()), None)
+        if explanation is not None:
             record.tokens_from = explanation.tokens_from
             record.explanation = "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
-        self.request_log.ended(record)
+        self.request_log.ended(record, explanation)
         self.admission.spend(job.tenant, record.prompt_tokens - record.cached_tokens + record.new_tokens)
         _log.info(
             "request=%s tenant=%s endpoint=%s finish=%s prompt=%d cached=%d new=%d ttft_ms=%s seconds=%.3f",
@@ -222,10 +243,13 @@ def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
     """Return the events for new outputs. Each choice that is not yet in `opened` starts with an opening event."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
+        events = [job.format.piece(index, mine)]
         if index not in opened:
             opened.add(index)
-            data += job.format.opening(index)
-        data += job.format.piece(index, mine)
+            events.insert(0, job.format.opening(index))
+        if job.options.continuous_usage_stats:
+            events = [with_usage(each, job.usage) for each in events if each]
+        data += b"".join(events)
     return data
 
 

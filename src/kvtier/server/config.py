@@ -11,6 +11,7 @@ from kvtier.errors import ArgumentError, RangeError
 MAX_PRIORITY = 1000
 """Highest priority of a request; the lowest is -MAX_PRIORITY."""
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+_POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost", "learned")
 _WRITES = ("write_through", "write_through_selective", "write_back")
 
 
@@ -34,7 +35,7 @@ class TierOptions:
     shared: tuple[str, ...] = option((), "store shared with other servers; repeatable", metavar="URL")
     kv_shards: int = option(0, "number of objects per stored block, split by KV heads; 0: one per rank")
     """Servers that share a store need the same value."""
-    policy: str = option("lru", "eviction policy of the memory tiers", choices=("lru", "fifo", "arc", "s3fifo", "cost"))
+    policy: str = option("lru", "eviction policy of the memory tiers", choices=_POLICIES)
     write: str = option("write_through", "when to copy blocks to the next tier", choices=_WRITES)
     wait_seconds: float = option(5.0, "longest wait for blocks from stores")
     always_load: bool = option(False, "load cached blocks even if computing them is faster")
@@ -56,6 +57,9 @@ class EngineOptions:
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "number of torch threads; 0: automatic")
     """Automatic means one thread for each core except one. The front end uses this core."""
+    events: str = option("", "publish KV events for routers over ZMQ, in vLLM's format", metavar="URL")
+    """Anyone who can connect reads the tokens of all prompts."""
+    events_replay: str = option("", "answer requests for missed events at this address", metavar="URL")
     record: str = option("", "write a trace of the requests, without their text, for kvtier replay", metavar="FILE")
 
 
@@ -155,13 +159,17 @@ class ServerConfig:
     limits: Limits = field(default_factory=Limits)
     host: str = option("127.0.0.1", "address to listen on; a non-local address needs API keys", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0: any free port", metavar="PORT")
+    metrics_port: int = option(0, "port for GET /metrics without a key; 0: none", metavar="PORT")
     name: str = option("", "name of the model in the API (default: name of the folder or file)")
     tenants: tuple[Tenant, ...] = ()
     """A server without tenants has no keys. It accepts only clients on this machine and treats them as admins."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise RangeError(f"port must be in [0, 65536), got {self.port}")
+        for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
+            if not 0 <= port < 65536:
+                raise RangeError(f"{name} must be in [0, 65536), got {port}")
+        if self.metrics_port and self.metrics_port == self.port:
+            raise ArgumentError(f"port and metrics_port are both {self.port}; choose another --metrics-port")
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) < len(names) or len({tenant.key for tenant in self.tenants}) < len(names):
             raise ArgumentError("two tenants share a name or a key; each tenant needs its own")

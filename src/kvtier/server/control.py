@@ -16,6 +16,7 @@ from kvtier.server.bodies import Bodies, takes
 from kvtier.server.config import Tenant, salt_of
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError
+from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
 from kvtier.server.request_log import RequestLog
 
@@ -28,7 +29,9 @@ _ON_PROMPT = {
 }
 
 
-def add_state(app: FastAPI, engine: Heartbeat, model: str, request_log: RequestLog, admission: Admission) -> None:
+def add_state(
+    app: FastAPI, engine: Heartbeat, model: str, request_log: RequestLog, admission: Admission, page: MetricsPage
+) -> None:
     began = time.time()
 
     @app.get("/state")
@@ -50,11 +53,7 @@ def add_state(app: FastAPI, engine: Heartbeat, model: str, request_log: RequestL
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
-        snapshot = await engine.call("snapshot")
-        for state in ("running", "waiting"):
-            request_log.rows.of(state).set(snapshot[state])
-        text = request_log.registry.render() + (await engine.call("metrics"))["text"]
-        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+        return PlainTextResponse(await page.render(), media_type=CONTENT_TYPE)
 
 
 def add_control(

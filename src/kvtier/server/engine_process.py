@@ -26,6 +26,8 @@ from kvtier.engine.runner import EngineRunner
 from kvtier.engine.schemas import JsonConstraint, SchemaCompiler
 from kvtier.engine.speculate import NgramProposer
 from kvtier.errors import ArgumentError, ClosedError
+from kvtier.events import EventConfig, publish_events
+from kvtier.index import IndexCleared, Listener
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
@@ -52,14 +54,27 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
-    try:
-        engine = make_llm(options).engine
-        recorder = _record(engine, options.record)
-    except Exception as error:  # the front end reports any error and exits
-        channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
-        return
-    with recorder:
+    with contextlib.ExitStack() as opened:
+        try:
+            listener = _publish(options, opened)
+            engine = make_llm(options, listener).engine
+            opened.enter_context(_record(engine, options.record))
+        except Exception as error:  # the front end reports any error and exits
+            channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
+            return
         EngineServer(engine, channel).run()
+
+
+def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> Listener | None:
+    """Open the publisher of KV events. Its first event clears what a router knows of an earlier process."""
+    if not options.events:
+        if options.events_replay:
+            raise ArgumentError("--events-replay needs --events")
+        return None
+    publisher = publish_events(EventConfig(options.events, options.events_replay))
+    opened.enter_context(contextlib.closing(publisher))
+    publisher(IndexCleared())
+    return publisher
 
 
 def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[object]:
@@ -72,7 +87,7 @@ def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[obje
     return contextlib.closing(recorder)
 
 
-def make_llm(options: EngineOptions) -> LLM:
+def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
     tiers = options.tiers
     below: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
     saving, waits = WritebackConfig(WritePolicy(tiers.write)), tiers.wait_seconds
@@ -104,6 +119,7 @@ def make_llm(options: EngineOptions) -> LLM:
         invariant=options.invariant,
         proposer=NgramProposer(options.draft_tokens) if options.draft_tokens else None,
         stores={store.name: urls for store, urls in below},
+        listener=listener,
     )
 
 

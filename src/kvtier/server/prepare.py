@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,19 +17,25 @@ from pydantic import BaseModel, ValidationError
 from kvtier.engine import schemas
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.server.answers import AnswerSyntax, syntax_of_template
 from kvtier.server.errors import ApiError
+from kvtier.server.fields import FIELDS, UnsupportedFieldError, split
 from kvtier.server.protocol import (
+    MAX_FIELDS,
     ChatRequest,
     CompletionRequest,
     JsonSchemaFormat,
     Message,
+    NamedToolChoice,
     PromptBody,
     Sampling,
     TokenizeRequest,
 )
+from kvtier.server.tool_schemas import arguments_schema, calls_schema
 
 Body = TypeVar("Body", bound=BaseModel)
 _SCHEMA = "response_format.json_schema.schema"
+_TAIL_TOKENS = 16  # enough for the end of a generation prompt, such as "<think>\n" in single bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,10 @@ class Prepared(Generic[Body]):
     prompts: Sequence[Sequence[int]] = ()
     schema: str | None = None
     """JSON schema of the answer."""
+    syntax: AnswerSyntax = field(default_factory=AnswerSyntax)
+    """Form of reasoning and tool calls in the answer."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +77,10 @@ class Preparation:
 
     def prepare(self, model: type[BaseModel], data: bytes | bytearray, max_tokens: int) -> Prepared[Any]:
         """Validate a body and tokenize its prompts. Prompts of more than `max_tokens` tokens are rejected."""
-        body = _validate(model, data)
+        body, ignored = _validate(model, data)
         match body:
             case CompletionRequest() | ChatRequest():
-                return self._generation(body, max_tokens)
+                return replace(self._generation(body, max_tokens), ignored=ignored)
             case TokenizeRequest():
                 tokens = self._one(body, max_tokens, add_special=body.add_special_tokens)
             case PromptBody():
@@ -101,17 +111,38 @@ class Preparation:
     def _generation(self, body: CompletionRequest | ChatRequest, max_tokens: int) -> Prepared[Any]:
         self._check(body)
         schema = _schema_text(body)
+        syntax = AnswerSyntax()
         cleared: dict[str, Any] = {body.prompt_field: [], "response_format": None}
         if isinstance(body, ChatRequest):
             options: dict[str, Any] = {"tools": body.template_tools, "variables": body.chat_template_kwargs}
             prompts = [self._encode_chat(body.messages, max_tokens, parse_special=body.parse_special, **options)]
+            schema = _forced_schema(body) or schema
+            syntax = self._syntax(body, prompts[0], is_free=schema is None)
             cleared["tools"] = None
         else:
             self._check_sizes([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompt", max_tokens)
             prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
         self._check_prompts(prompts, body.prompt_field, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
-        return Prepared(body.model_copy(update=cleared), prompts, schema)
+        return Prepared(body.model_copy(update=cleared), prompts, schema, syntax)
+
+    def _syntax(self, body: ChatRequest, prompt: Sequence[int], *, is_free: bool) -> AnswerSyntax:
+        """Return the form of the answer. `is_free` is False if a schema determines the whole answer."""
+        forced, tools = body.forced_tools, body.tools if body.template_tools else None
+        template = (self._tokenizer.tool_template if tools else self._tokenizer.chat_template) or ""
+        form, has_reasoning = syntax_of_template(template)
+        names = tuple(tool.function.name for tool in tools or ())
+        if forced:
+            is_named = isinstance(body.tool_choice, NamedToolChoice)
+            return AnswerSyntax(
+                "arguments" if is_named else "list", tuple(tool.name for tool in forced), body.max_calls
+            )
+        if not is_free:
+            return AnswerSyntax()
+        tail = self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False) if has_reasoning else ""
+        starts = tail.rstrip().endswith("<think>")
+        calls = form if names else "none"
+        return AnswerSyntax(calls, names, body.max_calls, has_reasoning, starts)
 
     def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool = True) -> list[int]:
         if body.messages is not None:
@@ -164,6 +195,8 @@ class Preparation:
         if isinstance(body, ChatRequest) and None not in (body.max_tokens, body.max_completion_tokens):
             message = "max_tokens is the old name of max_completion_tokens: set only one of them"
             raise ApiError(400, message, "max_tokens")
+        if isinstance(body, ChatRequest):
+            _check_tool_choice(body)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
 
@@ -190,7 +223,9 @@ class Preparation:
             raise ApiError(400, f"{name}: token {highest} is not in [0, {vocab})", name)
 
 
-def _validate(model: type[Body], data: bytes | bytearray) -> Body:
+def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[str, ...]]:
+    """Return the validated body, and the names of the fields that are ignored."""
+    ignored: tuple[str, ...] = ()
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
@@ -199,7 +234,11 @@ def _validate(model: type[Body], data: bytes | bytearray) -> Body:
         why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "it is nested too deep"
         raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json") from error
     try:
-        return model.model_validate(value)
+        if issubclass(model, Sampling) and isinstance(value, dict) and len(value) <= MAX_FIELDS:
+            value, ignored = split(value, model.model_fields, model.place)
+        return model.model_validate(value), ignored
+    except UnsupportedFieldError as error:
+        raise ApiError(400, f"{error.name}: {error}", error.name, "unsupported_field") from error
     except ValidationError as error:
         raise _from_validation(error) from error
 
@@ -210,31 +249,62 @@ def _from_validation(error: ValidationError) -> ApiError:
     where = ".".join(map(str, first["loc"])) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+        known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *FIELDS}
         near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
         message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
     return ApiError(400, f"{where or 'the body'}: {message}", where, str(first["type"]))
 
 
 def _schema_text(body: Sampling) -> str | None:
-    """Return the JSON schema of the answer. Checks whatever can be checked without compiling the schema."""
-    schema, name = body.schema_text, "response_format"
-    if schema is None:
+    """Return the JSON schema of the answer; None if response_format allows any text."""
+    text = body.schema_text
+    if text is None:
         return None
+    format = body.response_format
+    schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else {}
+    return _checked_schema(body, text, schema, "response_format", _SCHEMA)
+
+
+def _check_tool_choice(body: ChatRequest) -> None:
+    name = "tool_choice"
+    if body.tool_choice in (None, "none", "auto"):
+        return
+    if not body.tools:
+        raise ApiError(400, f"{name}: a forced call needs tools; set tools, or {name} to none or auto", name)
+    if not body.forced_tools:
+        known = ", ".join(tool.function.name for tool in body.tools)
+        raise ApiError(400, f"{name}: no tool has this name; the tools are {known}", name)
+    if body.schema_text is not None:
+        raise ApiError(400, f"response_format cannot be combined with a forced call ({name})", "response_format")
+
+
+def _forced_schema(body: ChatRequest) -> str | None:
+    """Return the schema of the forced tool calls; None if no call is forced."""
+    forced = body.forced_tools
+    if not forced:
+        return None
+    if isinstance(body.tool_choice, NamedToolChoice):
+        schema = arguments_schema(forced[0].parameters)
+    else:
+        schema = calls_schema([(tool.name, tool.parameters) for tool in forced], max_calls=body.max_calls)
+    return _checked_schema(body, json.dumps(schema), schema, "tools", "tools")
+
+
+def _checked_schema(body: Sampling, text: str, schema: dict[str, Any], name: str, param: str) -> str:
+    """Check whatever can be checked without compiling the schema, and return its text."""
     if not schemas.is_available():
         raise ApiError(400, f"{name}: this server lacks llguidance and supports only text", name, "unavailable")
     for other in ("min_tokens", "ignore_eos"):
         if getattr(body, other):
             raise ApiError(400, f"{other} cannot be combined with {name}: the schema ends the answer", other)
     most = schemas.MAX_SCHEMA_BYTES
-    if len(schema) > most:
-        raise ApiError(400, f"{name}: the schema has {len(schema)} bytes; the limit is {most}", _SCHEMA)
-    if isinstance(body.response_format, JsonSchemaFormat):
-        try:
-            schemas.check_shape(body.response_format.json_schema.schema_)
-        except ArgumentError as error:
-            raise ApiError(400, f"{name}: {error}", _SCHEMA) from error
-    return schema
+    if len(text) > most:
+        raise ApiError(400, f"{name}: the schema has {len(text)} bytes; the limit is {most}", param)
+    try:
+        schemas.check_shape(schema)
+    except ArgumentError as error:
+        raise ApiError(400, f"{name}: {error}", param) from error
+    return text
 
 
 def _refusal(error: ArgumentError | TypeError, name: str, max_tokens: int) -> ApiError:

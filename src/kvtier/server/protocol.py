@@ -1,4 +1,4 @@
-"""Request bodies: OpenAI's fields and kvtier's additions. Unknown fields are rejected.
+"""Request bodies: OpenAI's fields and kvtier's additions. Unknown fields are rejected (see fields.py).
 
 Validation takes linear time and reports few errors for any input. Sizes are checked before items, validation of a list
 stops at the first invalid item, and lists of tokens are checked as a whole.
@@ -32,7 +32,7 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-_MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31 fields
+MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31 fields
 _MAX_PROMPTS = 128
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
@@ -56,7 +56,7 @@ AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """Arbitrary JSON of limited depth."""
 
 
-def _bounded(value: Any, most: int = _MAX_FIELDS) -> Any:
+def _bounded(value: Any, most: int = MAX_FIELDS) -> Any:
     """Check the size of a list or an object before any of its items is validated."""
     if isinstance(value, list | dict) and len(value) > most:
         raise PydanticCustomError("too_long", "{count} items; the limit is {most}", {"count": len(value), "most": most})
@@ -129,6 +129,19 @@ class TextPart(Strict):
     text: Text
 
 
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object. Clients send JSON text; chat templates expect an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+        _shallow({"arguments": arguments})
+    except (ValueError, RecursionError):  # the model wrote invalid JSON; the template gets the text
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 class Message(Strict):
     """One turn of a conversation. Ignores fields that other servers add to answers (refusal, annotations, ...)."""
 
@@ -149,7 +162,8 @@ class Message(Strict):
     def for_template(self) -> dict[str, Any]:
         """Return the message for chat templates, with its content joined to one text."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        tool_calls = [_template_call(call) for call in self.tool_calls or ()]
+        optional = {"name": self.name, "tool_calls": tool_calls, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
 
 
@@ -172,8 +186,23 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
+class NamedFunction(Strict):
+    name: Name
+
+
+class NamedToolChoice(Strict):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
+    """True if every event has the usage so far."""
+    include_obfuscation: bool | None = None
+    """Accepted without effect."""
 
 
 class JsonSchema(Strict):
@@ -203,6 +232,9 @@ ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="
 
 class Sampling(Strict):
     """Fields that chat completions and text completions share."""
+
+    place: ClassVar[str]
+    """The endpoint in fields.ApiField.places."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     temperature: Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])] | None = None
@@ -263,6 +295,7 @@ class Sampling(Strict):
 
 class ChatRequest(Sampling):  # POST /v1/chat/completions
     endpoint: ClassVar = "chat"
+    place: ClassVar = "c"
     id_prefix: ClassVar = "chatcmpl"
     prompt_field: ClassVar = "messages"
 
@@ -271,8 +304,9 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), _few(128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    """False limits an answer to one tool call."""
     chat_template_kwargs: (
         Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), _few(64)] | None
     ) = None
@@ -304,9 +338,22 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    @property
+    def forced_tools(self) -> list[FunctionDefinition]:
+        """Functions of which the model must call at least one; empty if it may answer with text."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return [function for function in functions if function.name == self.tool_choice.function.name][:1]
+        return functions if self.tool_choice == "required" else []
+
+    @property
+    def max_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
+
 
 class CompletionRequest(Sampling):  # POST /v1/completions
     endpoint: ClassVar = "completion"
+    place: ClassVar = "t"
     id_prefix: ClassVar = "cmpl"
     prompt_field: ClassVar = "prompt"
 

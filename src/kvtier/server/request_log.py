@@ -7,7 +7,9 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvtier.engine.params import Explanation
 from kvtier.metrics import Registry
+from kvtier.server.vllm_metrics import VllmMetrics
 
 _RECENT = 100
 _WINDOW_SECONDS = 300.0
@@ -35,7 +37,7 @@ class RequestRecord:
 class RequestLog:
     """Counters for /metrics, a window of times to first token, and the latest requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str, block_tokens: int) -> None:
         self.registry = Registry()
         new = self.registry
         self._requests = new.counter("kvtier_requests_total", "Finished requests.", ("endpoint", "finish"))
@@ -50,6 +52,7 @@ class RequestLog:
         self._closed = new.counter(
             "kvtier_connections_closed_total", "Connections closed by the server, by reason.", ("reason",)
         )
+        self.vllm = VllmMetrics(new, model_name, block_tokens)
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_WINDOW_MOST)
 
@@ -60,7 +63,9 @@ class RequestLog:
         """Count a connection that the server closed. `reason`: evicted, no_place, slow_headers, idle or stalled."""
         self._closed.of(reason).add()
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, explanation: Explanation | None) -> None:
+        """Count a finished request. `explanation` is None if the engine has not finished it."""
+        self.vllm.ended(record, explanation)
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)
         self._tokens.of("cached").add(record.cached_tokens)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvtier.engine.params import FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
+from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, CallDelta
 
 DONE = b"data: [DONE]\n\n"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -51,15 +52,24 @@ class _Answer:
     """
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    parser: AnswerParser | None = None
     lists: dict[str, list[bytes]] = field(default_factory=dict)
     """Lists of log-probabilities by name. Each piece is JSON without the enclosing brackets."""
     finish_reason: FinishReason | None = None
     length: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
-    def add(self, output: Output, lists: Mapping[str, Sequence[Any]]) -> int:
-        """Append an output. Returns the number of bytes added."""
-        self.text.append(output.text)
+    def add(self, output: Output, delta: AnswerDelta, lists: Mapping[str, Sequence[Any]]) -> int:
+        """Append an output and the parts of its text. Returns the number of bytes added."""
+        self.text.append(delta.content)
+        self.reasoning.append(delta.reasoning)
+        for call in delta.calls:
+            if call.id is not None:
+                self.calls.append(_call_body(call))
+            else:
+                self.calls[call.index]["function"]["arguments"] += call.arguments
         self.finish_reason = output.finish_reason
         num_bytes = len(output.text)
         for name, values in lists.items():
@@ -68,6 +78,15 @@ class _Answer:
                 pieces.append(rendered)
             num_bytes += len(rendered)
         return num_bytes
+
+    def message(self) -> dict[str, Any]:
+        text, reasoning = "".join(self.text), "".join(self.reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message |= {"content": text or None, "tool_calls": self.calls}
+        return message
 
     def logprobs(self, tail: bytes = b"") -> bytes:
         """Return the log-probabilities as a JSON object that ends with `tail`, or null if there are none."""
@@ -87,13 +106,24 @@ class CompletionFormat:
     """Formats the answers to one request as a chat completion or a text completion."""
 
     def __init__(
-        self, id: str, model: str, created: int, tokenizer: Tokenizer, *, is_chat: bool, logprobs: bool
+        self,
+        id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        is_chat: bool,
+        logprobs: bool,
+        syntax: AnswerSyntax | None = None,
     ) -> None:
+        """`syntax` is the form of reasoning and tool calls; None returns the text as it is."""
         kind, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
         self._frame = {"id": id, "object": kind, "created": created, "model": model}
         self._chunk = {**self._frame, "object": chunk}
         self._head = b"data: " + to_json(self._chunk)[:-1] + b',"choices":[{"index":'
         self._text_event = b'%d,"delta":{"content":%b}%b' if is_chat else b'%d,"text":%b%b'
+        self._id = id
+        self._syntax = syntax or AnswerSyntax()
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._logprobs = logprobs
@@ -102,16 +132,17 @@ class CompletionFormat:
     def add(self, index: int, outputs: Sequence[Output]) -> int:
         """Append outputs to a choice, for a response that is not streamed. Returns the number of bytes added."""
         output = _merge(outputs)
-        return self._answers[index].add(output, self._lists(index, output) if self._logprobs else {})
+        lists = self._lists(index, output) if self._logprobs else {}
+        return self._answers[index].add(output, self._parse(index, output), lists)
 
     def whole(self, num_choices: int, usage: dict[str, Any]) -> bytes:
         choices = []
         for index in range(num_choices):
             answer = self._answers[index]
-            text = "".join(answer.text)
-            message = {"role": "assistant", "content": text, "refusal": None}
-            head = {"index": index, **({"message": message} if self._is_chat else {"text": text})}
-            logprobs, reason = answer.logprobs(b',"refusal":null' if self._is_chat else b""), to_json(_reason(answer))
+            content = {"message": answer.message()} if self._is_chat else {"text": "".join(answer.text)}
+            head = {"index": index, **content}
+            logprobs = answer.logprobs(b',"refusal":null' if self._is_chat else b"")
+            reason = to_json(_reason(answer, answer.parser))
             choices.append(b'%b,"logprobs":%b,"finish_reason":%b}' % (to_json(head)[:-1], logprobs, reason))
         frame = to_json(self._frame)[:-1]
         return b'%b,"choices":[%b],"usage":%b}' % (frame, b",".join(choices), to_json(usage))
@@ -123,6 +154,8 @@ class CompletionFormat:
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
         """Return an event with new outputs of a choice; empty if there is nothing to send yet."""
         output = _merge(outputs)
+        if not self._syntax.is_plain:
+            return self._parsed_piece(index, output)
         text, reason = output.text, _reason(output)
         if self._logprobs:
             lists = self._lists(index, output)
@@ -134,6 +167,30 @@ class CompletionFormat:
         if not text and self._is_chat:
             return self._event(index, {"delta": {}}, None, reason)
         return self._head + self._text_event % (index, to_json(text), _TAILS[reason])
+
+    def _parsed_piece(self, index: int, output: Output) -> bytes:
+        delta, body = self._parse(index, output), dict[str, Any]()
+        if delta.reasoning:
+            body["reasoning_content"] = delta.reasoning
+        if delta.content:
+            body["content"] = delta.content
+        if delta.calls:
+            body["tool_calls"] = [{"index": call.index, **_call_body(call)} for call in delta.calls]
+        reason = _reason(output, self._answers[index].parser)
+        logprobs = {**self._lists(index, output), "refusal": None} if self._logprobs else None
+        if not body and reason is None and logprobs is None:
+            return b""
+        return self._event(index, {"delta": body}, logprobs, reason)
+
+    def _parse(self, index: int, output: Output) -> AnswerDelta:
+        """Return the parts of an answer that the new text of a choice completes."""
+        if self._syntax.is_plain:
+            return AnswerDelta(output.text)
+        answer = self._answers[index]
+        if answer.parser is None:
+            answer.parser = AnswerParser(self._syntax, f"call-{self._id}-{index}-")
+        delta = answer.parser.feed(output.text)
+        return delta if output.finish_reason is None else delta + answer.parser.finish()
 
     def closing(self, usage: dict[str, Any]) -> bytes:
         return event({**self._chunk, "choices": [], "usage": usage})
@@ -184,6 +241,11 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
 
 
+def with_usage(data: bytes, usage: dict[str, Any]) -> bytes:
+    """Add the usage to an event."""
+    return data.removesuffix(b"}\n\n") + b',"usage":' + to_json(usage) + b"}\n\n"
+
+
 def to_json(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
@@ -196,9 +258,18 @@ def _text(data: bytes, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _reason(answer: Output | _Answer) -> str | None:
+def _reason(answer: Output | _Answer, parser: AnswerParser | None = None) -> str | None:
     reason = answer.finish_reason
-    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
+    if reason is None or reason is FinishReason.LENGTH:
+        return None if reason is None else "length"
+    return "tool_calls" if parser is not None and parser.num_calls else "stop"
+
+
+def _call_body(call: CallDelta) -> dict[str, Any]:
+    """Return a tool call, or the next part of one, in OpenAI's format."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(value: float) -> float:

@@ -28,6 +28,7 @@ from kvtier.server.config import Limits, ServerConfig, Tenant, salt_of
 from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient, Heartbeat
 from kvtier.server.http_connection import HttpConnection
+from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.prepare import PrepareConfig
 from kvtier.server.request_log import RequestLog
 from kvtier.server.worker_pool import WorkerPool
@@ -51,10 +52,11 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
     executor = ThreadPoolExecutor(thread_name_prefix="kvtier")
     with (
         contextlib.closing(_bind(config.host, config.port)) as listener,
+        _bind_metrics(config) as metrics_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.get_loop().set_default_executor(executor)
-        code = runner.run(_run(config, listener, ready))
+        code = runner.run(_run(config, listener, metrics_listener, ready))
         _end_threads(executor, code)
         return code
 
@@ -93,7 +95,12 @@ def _exit_now(number: int, _: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 
-async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[str], object]) -> int:
+async def _run(
+    config: ServerConfig,
+    listener: socket.socket,
+    metrics_listener: socket.socket | None,
+    ready: Callable[[str], object],
+) -> int:
     task = asyncio.current_task()
     assert task is not None
     _handle_signals(task.cancel)  # until the server listens, a signal cancels the start
@@ -114,10 +121,10 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds)
     pool = WorkerPool(prepare, limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
-    request_log, heartbeat = RequestLog(), Heartbeat(engine, limits)
-    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat)
-    host, port = listener.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    request_log, heartbeat = RequestLog(config.model_name, started.block_tokens), Heartbeat(engine, limits)
+    page = MetricsPage(heartbeat, request_log)
+    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat, page)
+    address = _address(listener)
     server = _Uvicorn(_uvicorn_config(limits, app, request_log), lambda: ready(address))
 
     def stop() -> None:
@@ -126,6 +133,10 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
 
     _handle_signals(stop)
     watches = [asyncio.create_task(work) for work in (_stop_without_engine(engine, stop), heartbeat.run())]
+    if metrics_listener is not None:
+        listens, metrics_config = asyncio.Event(), _uvicorn_config(limits, page, request_log)
+        watches.append(asyncio.create_task(_serve_metrics(metrics_listener, metrics_config, listens)))
+        await listens.wait()
     _log.info("serving model=%s at %s", config.model_name, address)
     await server.serve(sockets=[listener])
     await pool.close()
@@ -152,6 +163,23 @@ def _uvicorn_config(limits: Limits, app: Any, request_log: RequestLog) -> uvicor
         timeout_keep_alive=cast(int, limits.idle_seconds),
         timeout_graceful_shutdown=round(limits.drain_seconds),
     )
+
+
+async def _serve_metrics(listener: socket.socket, config: uvicorn.Config, listens: asyncio.Event) -> None:
+    """Serve the port for metrics until cancelled. Its connections have the limits of the main port. Sets `listens`."""
+    _log.info("metrics at %s/metrics, without a key", _address(listener))
+    server = _Uvicorn(config, listens.set)
+    try:
+        await server.serve(sockets=[listener])
+    except asyncio.CancelledError:
+        server.force_exit = True
+        await server.shutdown(sockets=[listener])
+        raise
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -183,7 +211,13 @@ async def _stop_without_engine(engine: EngineClient, stop: Callable[[], object])
     stop()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind_metrics(config: ServerConfig) -> contextlib.AbstractContextManager[socket.socket | None]:
+    if not config.metrics_port:
+        return contextlib.nullcontext()
+    return contextlib.closing(_bind(config.host, config.metrics_port, "--metrics-port"))
+
+
+def _bind(host: str, port: int, option: str = "--port") -> socket.socket:
     """Bind without listening, so that connections do not hang but are refused until the engine is ready."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -192,5 +226,5 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UnavailableError(f"cannot listen at {host}:{port}: {error.strerror}; try another --port") from error
+        raise UnavailableError(f"cannot listen at {host}:{port}: {error.strerror}; try another {option}") from error
     return listener

@@ -1,0 +1,406 @@
+"""Parse the text of chat answers into content, reasoning and tool calls, while the text arrives.
+
+`AnswerParser` is a state machine over the text of one answer:
+
+    START --<think>--> REASONING --</think>--> START
+    START, TAIL --{--> CALL                 calls without tags (Llama 3), at the start of the answer only
+    START --any other text--> CONTENT --<tool_call>--> CALL --end of the object--> TAIL --</tool_call>--> START
+    CALL --not a call--> CONTENT            the text of the call becomes content
+    LIST --{--> CALL --end of the object--> LIST        tool_choice "required": the grammar allows only a list of calls
+    ARGUMENTS                               tool_choice with a name: the grammar allows only the arguments
+
+Text is held back while it may be the start of a tag, and white space while a tag may follow it. The result therefore
+does not depend on how the text is split into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+_THINK, _END_THINK = "<think>", "</think>"
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen; Llama 3
+_MAX_NAME = 256  # characters of a key, a function name or any other field of a call except its arguments
+CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """How a model writes reasoning and tool calls in the answer to one request."""
+
+    calls: CallForm = "none"
+    tools: tuple[str, ...] = ()
+    """Names of the tools. With the form "arguments", the only name is the function to call."""
+    max_calls: int | None = None
+    has_reasoning: bool = False
+    starts_in_reasoning: bool = False
+    """True if the prompt ends with the tag that opens the reasoning."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the whole text is content."""
+        return self.calls == "none" and not self.has_reasoning
+
+
+def syntax_of_template(template: str) -> tuple[CallForm, bool]:
+    """Return the form of tool calls, and True if the model writes reasoning, from the source of a chat template."""
+    is_bare = _CALL not in template and ("<|python_tag|>" in template or '"parameters"' in template)
+    return "bare" if is_bare else "tagged", _END_THINK in template
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """New part of a tool call."""
+
+    index: int
+    id: str | None
+    """Set in the first part of a call, like `name`."""
+    name: str | None
+    arguments: str
+    """Next characters of the arguments, which are JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """New parts of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __add__(self, other: AnswerDelta) -> AnswerDelta:
+        return AnswerDelta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+
+
+class _CallScanner:
+    """Scans an object such as {"name": "f", "arguments": {...}} one character at a time.
+
+    The arguments are passed on as they are written. They are held until the name is known.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.arguments: list[str] = []
+        """Characters of the arguments that the caller has not taken yet."""
+        self.status: Literal["open", "done", "failed"] = "open"
+        self._expect: Callable[[str], None] = self._object
+        self._key = ""
+        self._token: list[str] = []
+        self._depth = 0
+        self._in_string = self._is_escaped = self._has_arguments = False
+
+    def feed(self, char: str) -> None:
+        self._expect(char)
+
+    def _object(self, char: str) -> None:
+        if char == "{":
+            self._expect = self._key_or_end
+        elif char not in _SPACE:
+            self.status = "failed"
+
+    def _key_or_end(self, char: str) -> None:
+        if char == '"':
+            self._start_value(char, self._in_key)
+        elif char == "}":
+            self._end()
+        elif char not in _SPACE + ",":
+            self.status = "failed"
+
+    def _in_key(self, char: str) -> None:
+        if self._is_value_complete(char):
+            key = self._decode()
+            self._key = key if isinstance(key, str) else ""
+            self._expect = self._colon
+
+    def _colon(self, char: str) -> None:
+        if char == ":":
+            self._expect = self._before_value
+        elif char not in _SPACE:
+            self.status = "failed"
+
+    def _before_value(self, char: str) -> None:
+        if char in _SPACE:
+            return
+        is_arguments = self._key in _ARGUMENTS and not self._has_arguments
+        if is_arguments and char == "{":
+            self._has_arguments = True
+            self._start_value(char, self._in_arguments)
+            self.arguments.append(char)
+        else:
+            self._start_value(char, self._in_value)
+
+    def _in_arguments(self, char: str) -> None:
+        self.arguments.append(char)
+        if self._is_value_complete(char, keep=False):
+            self._expect = self._key_or_end
+
+    def _in_value(self, char: str) -> None:
+        is_scalar = not self._in_string and not self._depth
+        if is_scalar and char in _SPACE + ",}":
+            self._end_value()
+            self._key_or_end(char)
+        elif not is_scalar and self._is_value_complete(char):
+            self._end_value()
+        elif is_scalar:
+            self._keep(char)
+
+    def _start_value(self, char: str, expect: Callable[[str], None]) -> None:
+        self._token, self._is_escaped = [char], False
+        self._in_string, self._depth = char == '"', int(char in "{[")
+        self._expect = expect
+
+    def _is_value_complete(self, char: str, *, keep: bool = True) -> bool:
+        """Process a character of a string, an object or a list. Returns True at its last character."""
+        if keep:
+            self._keep(char)
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == '"':
+                self._in_string = False
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        return not self._in_string and not self._depth
+
+    def _keep(self, char: str) -> None:
+        self._token.append(char)
+        # Arguments in a string are held as a whole, so that only they may be long.
+        if len(self._token) > _MAX_NAME and self._key not in _ARGUMENTS:
+            self.status = "failed"
+
+    def _end_value(self) -> None:
+        value, self._expect = self._decode(), self._key_or_end
+        if self._key == "name" and self.name is None:
+            self.name = value if isinstance(value, str) and value else None
+            if self.name is None:
+                self.status = "failed"
+        elif self._key in _ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            if isinstance(value, str):  # some models write the arguments as a string that contains JSON
+                self.arguments.append(value)
+            elif value is None:
+                self.arguments.append("{}")
+            else:
+                self.status = "failed"
+
+    def _decode(self) -> object:
+        try:
+            return json.loads("".join(self._token))
+        except ValueError:
+            self.status = "failed"
+            return None
+
+    def _end(self) -> None:
+        if self.name is None:
+            self.status = "failed"
+            return
+        if not self._has_arguments:
+            self.arguments.append("{}")
+        self.status = "done"
+
+
+class AnswerParser:
+    """Splits the text of one answer into content, reasoning and tool calls."""
+
+    def __init__(self, syntax: AnswerSyntax, id_prefix: str) -> None:
+        """`id_prefix` and the number of a call form the id of the call."""
+        self._syntax = syntax
+        self._id_prefix = id_prefix
+        self._text = ""
+        """Text that is not processed yet."""
+        self._state: Callable[[], bool] = self._start
+        if syntax.calls in ("list", "arguments"):
+            self._state = self._list if syntax.calls == "list" else self._named_arguments
+        elif syntax.starts_in_reasoning:
+            self._state = self._reasoning
+        self._may_be_reasoning = syntax.has_reasoning
+        self._may_be_bare = syntax.calls == "bare"
+        self._drops_space = syntax.starts_in_reasoning  # at the start of the next text
+        self._scanner = _CallScanner()
+        self._raw = ""
+        """Text of a call whose name is not known yet. It becomes content if it turns out to be no call."""
+        self._is_open_call = False  # True after the first part of the current call
+        self.num_calls = 0
+        self._content: list[str] = []
+        self._reasoned: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def feed(self, text: str) -> AnswerDelta:
+        """Process the next text of the answer. Returns what is certain now."""
+        self._text += text
+        while self._text and self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> AnswerDelta:
+        """Return the text that was held back. Call it once, after the last text."""
+        rest, self._text = self._text, ""
+        if self._state == self._reasoning:
+            self._reasoned.append(rest)
+        elif self._state in (self._start, self._plain):
+            self._content.append("" if self._drops_space and not rest.strip(_SPACE) else rest)
+        elif self._state == self._call and not self._is_open_call and self._syntax.calls != "list":
+            self._content.append(self._raw)
+        return self._take()
+
+    def _take(self) -> AnswerDelta:
+        delta = AnswerDelta("".join(self._content), "".join(self._reasoned), tuple(self._calls))
+        self._content, self._reasoned, self._calls = [], [], []
+        return delta
+
+    # Each state processes text and returns True if the next state can continue, False if it needs more text.
+
+    def _start(self) -> bool:
+        text = self._text.lstrip(_SPACE)
+        if not text or (self._may_be_reasoning and _THINK.startswith(text)):
+            return False
+        if self._may_be_reasoning and text.startswith(_THINK):
+            self._go(text[len(_THINK) :], self._reasoning, drops_space=True)
+        elif self._may_be_bare and text[0] == "{":
+            self._go(text, self._call)
+        else:
+            self._go(text if self._drops_space else self._text, self._plain)
+        self._may_be_reasoning = False
+        return True
+
+    def _reasoning(self) -> bool:
+        if self._drops_space:
+            self._text = self._text.lstrip(_SPACE)
+            self._drops_space = not self._text
+        before, tag, after = self._text.partition(_END_THINK)
+        if tag:
+            self._reasoned.append(before.rstrip(_SPACE))
+            self._may_be_reasoning = False
+            self._go(after, self._start, drops_space=True)
+            return True
+        size = _certain(self._text, _END_THINK)
+        self._reasoned.append(self._text[:size])
+        self._text = self._text[size:]
+        return False
+
+    def _plain(self) -> bool:
+        self._may_be_bare = False
+        if self._syntax.calls != "tagged":
+            size = len(self._text)
+        else:
+            before, tag, after = self._text.partition(_CALL)
+            if tag:
+                text = before.rstrip(_SPACE)
+                self._content.append(text)
+                self._raw = before[len(text) :] + tag
+                self._go(after, self._call)
+                return True
+            size = _certain(self._text, _CALL)
+        self._content.append(self._text[:size])
+        self._text = self._text[size:]
+        return False
+
+    def _call(self) -> bool:
+        scanner = self._scanner
+        for position, char in enumerate(self._text):
+            scanner.feed(char)
+            if scanner.status != "open" or (scanner.name is not None and not self._is_open_call):
+                self._raw += "" if self._is_open_call else self._text[: position + 1]
+                self._text = self._text[position + 1 :]
+                break
+        else:
+            self._raw += "" if self._is_open_call else self._text
+            self._text = ""
+        is_known = self._syntax.calls == "tagged" or scanner.name in self._syntax.tools
+        if scanner.name is not None and (is_known or self._is_open_call):
+            self._emit(scanner)
+        elif scanner.status == "failed" or scanner.name is not None:
+            self._may_be_bare = False
+            self._go(self._raw + self._text, self._failed_call)
+            return True
+        if scanner.status != "open":
+            self._end_call()
+        return bool(self._text)
+
+    def _failed_call(self) -> bool:
+        """Pass on text that looked like a call, with its tag."""
+        size = len(self._raw)
+        self._content.append(self._text[:size])
+        self._reset_call()
+        self._go(self._text[size:], self._plain)
+        return True
+
+    def _emit(self, scanner: _CallScanner) -> None:
+        arguments, scanner.arguments = "".join(scanner.arguments), []
+        if self._is_open_call:
+            if arguments:
+                self._add_call(None, None, arguments)
+            return
+        self._is_open_call = True
+        self.num_calls += 1
+        self._add_call(f"{self._id_prefix}{self.num_calls - 1}", scanner.name, arguments)
+
+    def _add_call(self, id: str | None, name: str | None, arguments: str) -> None:
+        if self._syntax.max_calls is None or self.num_calls <= self._syntax.max_calls:
+            self._calls.append(CallDelta(self.num_calls - 1, id, name, arguments))
+
+    def _end_call(self) -> None:
+        self._reset_call()
+        self._state = self._list if self._syntax.calls == "list" else self._tail
+
+    def _reset_call(self) -> None:
+        self._scanner, self._raw, self._is_open_call = _CallScanner(), "", False
+
+    def _tail(self) -> bool:
+        """Skip the text between the end of a call and the closing tag. Calls without tags have separators instead."""
+        if self._syntax.calls == "bare":
+            self._may_be_bare = True
+            self._go(self._text.lstrip(_SPACE + ";,"), self._tail)
+            if self._text:
+                self._go(self._text, self._start, drops_space=True)
+            return bool(self._text)
+        at, end = self._text.find(_CALL), self._text.find(_END_CALL)
+        if at >= 0 and not 0 <= end < at:
+            self._go(self._text[at:], self._start, drops_space=True)
+        elif end >= 0:
+            self._go(self._text[end + len(_END_CALL) :], self._start, drops_space=True)
+        else:
+            keep = max(_num_held(self._text, _CALL), _num_held(self._text, _END_CALL))
+            self._text = self._text[len(self._text) - keep :]
+            return False
+        return True
+
+    def _list(self) -> bool:
+        at = self._text.find("{")
+        if at < 0:
+            self._text = ""
+            return False
+        self._go(self._text[at:], self._call)
+        return True
+
+    def _named_arguments(self) -> bool:
+        is_first = not self._is_open_call
+        self._is_open_call, self.num_calls = True, 1
+        id, name = (f"{self._id_prefix}0", self._syntax.tools[0]) if is_first else (None, None)
+        self._add_call(id, name, self._text)
+        self._text = ""
+        return False
+
+    def _go(self, text: str, state: Callable[[], bool], *, drops_space: bool = False) -> None:
+        self._text, self._state, self._drops_space = text, state, drops_space
+
+
+def _num_held(text: str, tag: str) -> int:
+    """Return the length of the longest end of the text that is the start of a tag."""
+    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(tag[:size])), 0)
+
+
+def _certain(text: str, tag: str) -> int:
+    """Return the number of characters that are certainly not part of a tag or of the white space before it."""
+    return len(text[: len(text) - _num_held(text, tag)].rstrip(_SPACE))

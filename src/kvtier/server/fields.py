@@ -1,0 +1,174 @@
+"""Fields of the completion requests of OpenAI and vLLM, each in one of three classes.
+
+- honoured: the field has its documented effect. Its type and limits are in protocol.py.
+- ignored: the field cannot change the answer. It is accepted and named in the header `x-kvtier-ignored`.
+- refused: the field would change the answer and is not supported. It gets 400, unless its value has no effect.
+
+A field that is in no class gets 400 too, because it is either misspelled or unknown to this version. The table in
+docs/api.md is generated from FIELDS, by a script that imports no other module of kvtier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+HEADER = "x-kvtier-ignored"
+
+
+class ApiField(NamedTuple):
+    """A field of a request. `places` has c for /v1/chat/completions and t for /v1/completions."""
+
+    places: str
+    origin: Literal["OpenAI", "vLLM", "kvtier"]
+    kind: Literal["honoured", "ignored", "refused"]
+    note: str = ""
+    neutral: tuple[Any, ...] = ()
+    """Values of a refused field that have no effect and are accepted. None is always accepted."""
+
+
+def _honoured(places: str, origin: Literal["OpenAI", "vLLM", "kvtier"], note: str = "") -> ApiField:
+    return ApiField(places, origin, "honoured", note)
+
+
+def _ignored(places: str, origin: Literal["OpenAI", "vLLM", "kvtier"], note: str) -> ApiField:
+    return ApiField(places, origin, "ignored", note)
+
+
+def _refused(places: str, origin: Literal["OpenAI", "vLLM", "kvtier"], note: str, *neutral: Any) -> ApiField:
+    return ApiField(places, origin, "refused", note, neutral)
+
+
+FIELDS: Mapping[str, ApiField] = MappingProxyType(
+    {
+        "model": _honoured("ct", "OpenAI"),
+        "messages": _honoured("c", "OpenAI", "text only"),
+        "prompt": _honoured("t", "OpenAI", "text, tokens, or a list of either"),
+        "max_tokens": _honoured("ct", "OpenAI"),
+        "max_completion_tokens": _honoured("c", "OpenAI"),
+        "temperature": _honoured("ct", "OpenAI", "0 to 100"),
+        "top_p": _honoured("ct", "OpenAI"),
+        "n": _honoured("ct", "OpenAI"),
+        "seed": _honoured("ct", "OpenAI"),
+        "stop": _honoured("ct", "OpenAI", "at most 16 texts"),
+        "presence_penalty": _honoured("ct", "OpenAI", "-2 to 2"),
+        "frequency_penalty": _honoured("ct", "OpenAI", "-2 to 2"),
+        "logprobs": _honoured("ct", "OpenAI"),
+        "top_logprobs": _honoured("c", "OpenAI", "at most 20"),
+        "stream": _honoured("ct", "OpenAI"),
+        "stream_options": _honoured("ct", "OpenAI"),
+        "stream_options.include_usage": _honoured("ct", "OpenAI"),
+        "stream_options.continuous_usage_stats": _honoured("ct", "vLLM", "usage in every event"),
+        "stream_options.include_obfuscation": _ignored("ct", "OpenAI", "events are not padded"),
+        "response_format": _honoured("ct", "OpenAI", "`text`, `json_object`, `json_schema`"),
+        "tools": _honoured("c", "OpenAI", "type `function` only"),
+        "tool_choice": _honoured("c", "OpenAI"),
+        "parallel_tool_calls": _honoured("c", "OpenAI"),
+        "user": _ignored("ct", "OpenAI", "tenants have keys"),
+        "metadata": _ignored("ct", "OpenAI", "nothing is stored"),
+        "store": _ignored("ct", "OpenAI", "nothing is stored"),
+        "service_tier": _ignored("ct", "OpenAI", "see `priority`"),
+        "prompt_cache_key": _ignored("ct", "OpenAI", "prefixes are found by their tokens"),
+        "prompt_cache_retention": _ignored("ct", "OpenAI", "the operator configures the cache"),
+        "prompt_cache_options": _ignored("ct", "OpenAI", "the operator configures the cache"),
+        "safety_identifier": _ignored("ct", "OpenAI", "tenants have keys"),
+        "client_metadata": _ignored("ct", "OpenAI", "sent by Codex"),
+        "prediction": _ignored("c", "OpenAI", "affects speed only"),
+        "verbosity": _ignored("c", "OpenAI", "a hint for models of OpenAI"),
+        "reasoning_effort": _ignored("c", "OpenAI", "a hint; see `chat_template_kwargs`"),
+        "modalities": _refused("c", "OpenAI", "text only", ["text"]),
+        "audio": _refused("c", "OpenAI", "text only"),
+        "web_search_options": _refused("c", "OpenAI", "no web search"),
+        "functions": _refused("c", "OpenAI", "use `tools`", []),
+        "function_call": _refused("c", "OpenAI", "use `tool_choice`", "none", "auto"),
+        "moderation": _refused("c", "OpenAI", "no moderation"),
+        "logit_bias": _refused("ct", "OpenAI", "not supported", {}),
+        "echo": _refused("ct", "OpenAI", "not supported", False),
+        "suffix": _refused("t", "OpenAI", "put the tokens for fill-in-the-middle into `prompt`", ""),
+        "best_of": _refused("t", "OpenAI", "use `n`", 1),
+        "top_k": _honoured("ct", "vLLM"),
+        "min_p": _honoured("ct", "vLLM"),
+        "repetition_penalty": _honoured("ct", "vLLM", "0.01 to 100"),
+        "min_tokens": _honoured("ct", "vLLM"),
+        "ignore_eos": _honoured("ct", "vLLM"),
+        "stop_token_ids": _honoured("ct", "vLLM", "at most 64"),
+        "chat_template_kwargs": _honoured("c", "vLLM", "variables of the template"),
+        "priority": _honoured("ct", "vLLM", "-1000 to 1000, higher first; at most the tenant's `max_priority`"),
+        "cache_salt": _honoured("ct", "vLLM", "a separate part of the cache"),
+        "parse_special": _honoured("ct", "kvtier", "see below"),
+        "kv_transfer_params": _ignored("ct", "vLLM", "see `/control`"),
+        "data_parallel_rank": _ignored("ct", "vLLM", "one engine"),
+        "guided_decoding_backend": _ignored("ct", "vLLM", "always llguidance"),
+        "session_id": _ignored("ct", "vLLM", "prefixes are found by their tokens"),
+        "length_penalty": _ignored("ct", "vLLM", "for beam search only"),
+        "early_stopping": _ignored("ct", "vLLM", "for beam search only"),
+        "spaces_between_special_tokens": _ignored("ct", "vLLM", "special tokens are not shown"),
+        "media_io_kwargs": _ignored("c", "vLLM", "text only"),
+        "mm_processor_kwargs": _ignored("c", "vLLM", "text only"),
+        "add_generation_prompt": _refused("c", "vLLM", "always true", True),
+        "continue_final_message": _refused("c", "vLLM", "always false", False),
+        "add_special_tokens": _refused("ct", "vLLM", "see `/tokenize` and token prompts"),
+        "include_reasoning": _refused("c", "vLLM", "always true", True),
+        "chat_template": _refused("c", "vLLM", "templates come from the checkpoint"),
+        "documents": _refused("c", "vLLM", "put them into `messages`", []),
+        "structured_outputs": _refused("ct", "vLLM", "use `response_format`"),
+        "guided_json": _refused("ct", "vLLM", "use `response_format`"),
+        "guided_regex": _refused("ct", "vLLM", "use `response_format`"),
+        "guided_choice": _refused("ct", "vLLM", "use `response_format`"),
+        "guided_grammar": _refused("ct", "vLLM", "use `response_format`"),
+        "guided_whitespace_pattern": _refused("ct", "vLLM", "white space has a fixed form"),
+        "allowed_token_ids": _refused("ct", "vLLM", "not supported"),
+        "bad_words": _refused("ct", "vLLM", "not supported", []),
+        "return_token_ids": _refused("ct", "vLLM", "not supported", False),
+        "return_tokens_as_token_ids": _refused("ct", "vLLM", "not supported", False),
+        "prompt_logprobs": _refused("ct", "vLLM", "not supported"),
+        "request_id": _refused("ct", "vLLM", "not supported"),
+        "skip_special_tokens": _refused("ct", "vLLM", "always true", True),
+        "include_stop_str_in_output": _refused("ct", "vLLM", "always false", False),
+        "truncate_prompt_tokens": _refused("ct", "vLLM", "prompts are not shortened"),
+        "use_beam_search": _refused("ct", "vLLM", "not supported", False),
+        "logits_processors": _refused("ct", "vLLM", "runs code of the client", []),
+        "prompt_embeds": _refused("t", "vLLM", "tokens only"),
+        "thinking_token_budget": _refused("c", "vLLM", "not supported"),
+        "repetition_detection": _refused("ct", "vLLM", "not supported"),
+        "vllm_xargs": _refused("ct", "vLLM", "for custom samplers", {}),
+    }
+)
+
+
+class UnsupportedFieldError(Exception):
+    """A refused field with a value that would change the answer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"not supported ({FIELDS[name].note.replace('`', '')})")
+        self.name = name
+
+
+def split(body: Mapping[str, Any], known: Collection[str], place: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the model.
+
+    A field of another endpoint is not in the table of this one. Such fields and unknown fields are returned for
+    validation, which rejects them. Ignored fields of the model are validated too.
+    """
+    kept, ignored = dict(body), []
+    for name, value in body.items():
+        field = FIELDS.get(name)
+        if field is None or place not in field.places or field.kind == "honoured":
+            continue
+        if field.kind == "ignored" and value is not None:
+            ignored.append(name)
+        if name in known:
+            continue
+        if field.kind == "refused" and not _has_no_effect(value, field):
+            raise UnsupportedFieldError(name)
+        del kept[name]
+    options = body.get("stream_options")
+    if isinstance(options, dict):
+        nested = (f"stream_options.{name}" for name in options if options[name] is not None)
+        ignored += [name for name in nested if name in FIELDS and FIELDS[name].kind == "ignored"]
+    return kept, tuple(sorted(ignored))
+
+
+def _has_no_effect(value: Any, field: ApiField) -> bool:
+    return value is None or any(type(value) is type(neutral) and value == neutral for neutral in field.neutral)

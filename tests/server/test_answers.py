@@ -1,0 +1,156 @@
+"""Parsing of answers does not depend on how the text is split."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, syntax_of_template
+
+NAMES = ("search", "read_file")
+TAGGED = AnswerSyntax("tagged", NAMES, has_reasoning=True)
+BARE = AnswerSyntax("bare", NAMES)
+LIST = AnswerSyntax("list", NAMES)
+VALUES = (
+    {},
+    {"q": "weather in Paris"},
+    {"q": 'a "quoted" \\ text', "n": 3},
+    {"path": "src/{a}/<tool_call>.py", "lines": [1, [2, {"x": None}]]},
+    {"text": "</think> </tool_call> }{ ü \n"},
+)
+
+
+def parse(syntax, pieces):
+    """Return the content, the reasoning and the calls of a text that arrives in pieces."""
+    parser, total = AnswerParser(syntax, "call-"), AnswerDelta()
+    for piece in pieces:
+        total += parser.feed(piece)
+    total += parser.finish()
+    calls: list[list[str]] = []
+    for call in total.calls:
+        if call.id is None:
+            calls[call.index][1] += call.arguments
+        else:
+            assert call.index == len(calls)
+            calls.append([call.name, call.arguments])
+    return total.content, total.reasoning, calls
+
+
+def make_answer(random_: random.Random):
+    """Return a syntax, an answer in this syntax, and its content, reasoning and calls."""
+    form = random_.choice(["tagged", "bare", "list"])
+    calls = [(random_.choice(NAMES), random_.choice(VALUES)) for _ in range(random_.randrange(form == "list", 4))]
+    key = "parameters" if form == "bare" else "arguments"
+    written, expected = [], []
+    for name, value in calls:
+        text = json.dumps(value, ensure_ascii=random_.random() < 0.5, indent=random_.choice([None, 2]))
+        fields = [f'"name": "{name}"', f'"{key}": {text}']
+        if random_.random() < 0.3:
+            fields.reverse()
+        if random_.random() < 0.2:
+            fields.insert(random_.randrange(3), '"type": "function"')
+        written.append("{" + ", ".join(fields) + "}")
+        expected.append([name, text])
+    if form == "list":
+        return LIST, "[" + ", ".join(written) + "]", ("", "", expected)
+    content = random_.choice(["", "Let me look.", "a < b, <tool_cal and {x}"]) if form == "tagged" or not calls else ""
+    if form == "bare":
+        return BARE, content + "; ".join(written), (content, "", expected)
+    reasoning = random_.choice(["", "First, <search>.", "1 < 2 </thin>\nyes"])
+    before = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+    text = before + content + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in written)
+    return TAGGED, text, (content, reasoning, expected)
+
+
+ANSWERS = [make_answer(random.Random(seed)) for seed in range(200)]
+
+
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_parser_gives_the_same_parts_for_every_split(first):
+    for syntax, text, expected in ANSWERS[first : first + 40]:
+        assert parse(syntax, [text]) == expected, text
+        assert parse(syntax, text) == expected, text
+        for at in range(len(text)):
+            assert parse(syntax, [text[:at], text[at:]]) == expected, (text, at)
+
+
+@given(st.integers(0, 199), st.lists(st.integers(0, 400), max_size=20))
+def test_parser_gives_the_same_parts_for_random_splits(number, cuts):
+    syntax, text, expected = ANSWERS[number]
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert parse(syntax, [text[a:b] for a, b in itertools.pairwise(edges)]) == expected
+
+
+ALPHABET = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "search"',
+    ', "arguments": {',
+    "}",
+    '"',
+    " ",
+]
+
+
+@given(st.sampled_from([TAGGED, BARE, LIST]), st.lists(st.sampled_from([*ALPHABET, "\n", "a", "\\", "<", "[", ";"])))
+def test_parser_of_any_text_does_not_depend_on_the_split(syntax, pieces):
+    text = "".join(pieces)
+    assert parse(syntax, [text]) == parse(syntax, text) == parse(syntax, pieces)
+
+
+@given(st.text(alphabet="ab <>/{}\n\t"))
+def test_parser_passes_on_text_without_tags_unchanged(text):
+    assert parse(AnswerSyntax("tagged", NAMES), [text]) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "expected"),
+    [
+        (TAGGED, "a <tool_call> no JSON </tool_call> b", ("a <tool_call> no JSON </tool_call> b", "", [])),
+        (TAGGED, '<tool_call>{"name": "f"}', ("", "", [["f", "{}"]])),
+        (TAGGED, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', ("", "", [["f", '{"a": 1}']])),
+        (TAGGED, '<tool_call>{"name": "f", "arguments": null}', ("", "", [["f", "{}"]])),
+        (TAGGED, '<tool_call>{"name": "f", "arguments": {"a": ', ("", "", [["f", '{"a": ']])),
+        (TAGGED, '<tool_call>{"name": 5}</tool_call>', ('<tool_call>{"name": 5}</tool_call>', "", [])),
+        (TAGGED, '<tool_call>{"na', ('<tool_call>{"na', "", [])),
+        (TAGGED, "<think>still", ("", "still", [])),
+        (TAGGED, "<thin", ("<thin", "", [])),
+        (
+            TAGGED,
+            f'<tool_call>{{"{"x" * 300}": 1, "name": "f"}}',
+            (f'<tool_call>{{"{"x" * 300}": 1, "name": "f"}}', "", []),
+        ),
+        (BARE, '{"name": "other", "parameters": {}}', ('{"name": "other", "parameters": {}}', "", [])),
+        (BARE, '{"answer": 42}', ('{"answer": 42}', "", [])),
+        (AnswerSyntax("arguments", ("f",)), '{"a": 1}', ("", "", [["f", '{"a": 1}']])),
+        (
+            AnswerSyntax("tagged", NAMES, max_calls=1),
+            '<tool_call>{"name": "f"}<tool_call>{"name": "g"}',
+            ("", "", [["f", "{}"]]),
+        ),
+        (AnswerSyntax(has_reasoning=True, starts_in_reasoning=True), "\nso\n</think>\n\nyes", ("yes", "so", [])),
+    ],
+)
+def test_parser_handles_unusual_answers(syntax, text, expected):
+    assert parse(syntax, [text]) == parse(syntax, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("<tool_call></tool_call>", ("tagged", False)),
+        ("<tool_call> <think> </think>", ("tagged", True)),
+        ('{"name": function name, "parameters": dictionary}', ("bare", False)),
+        ("<|python_tag|>", ("bare", False)),
+        ("", ("tagged", False)),
+    ],
+)
+def test_syntax_follows_the_chat_template(template, expected):
+    assert syntax_of_template(template) == expected

@@ -1,0 +1,97 @@
+"""Fields of OpenAI's and vLLM's requests are honoured, ignored with a header, or refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from kvtier.server.fields import FIELDS, HEADER
+from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODIES = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
+    TEXT: {"prompt": "Hello", "max_tokens": 1},
+}
+PLACES = {CHAT: "c", TEXT: "t"}
+VALUES = {"store": True, "metadata": {"a": "b"}}
+"""Values of ignored fields that have a type. Any other ignored field accepts any value."""
+
+
+def send(server, path: str, **fields) -> httpx.Response:
+    return server.post(path, {"model": server.model, **BODIES[path], **fields})
+
+
+def of_kind(kind: str, path: str) -> list[str]:
+    return [name for name, field in FIELDS.items() if field.kind == kind and PLACES[path] in field.places]
+
+
+def events(answer: httpx.Response) -> list[dict]:
+    lines = answer.text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+
+
+@pytest.mark.parametrize(("path", "model"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
+def test_field_table_honoured_fields_are_those_of_the_model(path, model):
+    honoured = {name for name in of_kind("honoured", path) if "." not in name}
+    assert honoured == {name for name in model.model_fields if FIELDS[name].kind == "honoured"}
+    assert {*model.model_fields} <= {*FIELDS}
+    nested = {name.partition(".")[2] for name in FIELDS if name.startswith("stream_options.")}
+    assert nested == {*StreamOptions.model_fields}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_ignored_fields_are_accepted_and_named_in_header(server, path):
+    names = [name for name in of_kind("ignored", path) if "." not in name]
+    answer = send(server, path, **{name: VALUES.get(name, "x") for name in names})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER] == ", ".join(sorted(names))
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_refused_field_is_400_with_its_name(server, path):
+    for name in of_kind("refused", path):
+        error = send(server, path, **{name: {"other": [1]}}).json()["error"]
+        assert (error["param"], name in error["message"]) == (name, True), error
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_refused_field_with_neutral_value_is_accepted(server, path):
+    for name in of_kind("refused", path):
+        for value in (None, *FIELDS[name].neutral):
+            answer = send(server, path, **{name: value})
+            assert (answer.status_code, HEADER in answer.headers) == (200, False), (name, value, answer.text)
+
+
+def test_field_outside_table_is_400_with_nearest_name(server):
+    error = send(server, CHAT, prompt_cache_kee="x").json()["error"]
+    assert (error["param"], error["code"]) == ("prompt_cache_kee", "extra_forbidden")
+    assert "did you mean prompt_cache_key?" in error["message"]
+
+
+def test_field_of_other_endpoint_is_400(server):
+    assert send(server, CHAT, prompt="x").json()["error"]["param"] == "prompt"
+    assert send(server, CHAT, suffix="x").json()["error"]["param"] == "suffix"
+    assert send(server, TEXT, tools=[]).json()["error"]["param"] == "tools"
+
+
+def test_ignored_fields_above_limit_of_fields_are_400(server):
+    unknown = {f"field{number}": 1 for number in range(70)}
+    answer = send(server, CHAT, verbosity="low", **unknown)
+    assert answer.status_code == 400
+    assert "the limit is 64" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_stream_with_continuous_usage_has_usage_in_all_events(server, path):
+    options = {"continuous_usage_stats": True, "include_usage": True, "include_obfuscation": True}
+    more = {"ignore_eos": True, "temperature": 0}
+    answer = send(server, path, stream=True, stream_options=options, **more, max_tokens=4)
+    assert answer.headers[HEADER] == "stream_options.include_obfuscation"
+    counts = [event["usage"]["completion_tokens"] for event in events(answer)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert events(answer)[-1]["choices"] == []
