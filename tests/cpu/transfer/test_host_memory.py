@@ -214,18 +214,18 @@ def test_wait_ready_ends_when_growth_ends_or_after_the_timeout(stuck, watched, e
     else:
         stuck.gate.release()
     if end == "grown":
-        assert waiters[0].result(30) == 2
+        assert waiters[0].result(120) == 2
         assert not waiters[1].done()
         stuck.gate.release()
-        assert waiters[1].result(30) == 4
+        assert waiters[1].result(120) == 4
     elif end == "timeout":
         for waiter in waiters:
             with pytest.raises(TransferTimeoutError, match="0 of"):
-                waiter.result(30)
+                waiter.result(120)
     else:
         with pytest.raises(OutOfMemoryError, match="0 of 2"):
-            waiters[0].result(30)
-        assert waiters[1].result(30) == 0
+            waiters[0].result(120)
+        assert waiters[1].result(120) == 0
     stuck.gate.release(9)
 
 
