@@ -1,13 +1,14 @@
-"""Metrics: counters, gauges and histograms in the Prometheus text format.
+"""Metrics: counters, gauges and histograms, without dependencies.
 
     registry = Registry()
     hits = registry.counter("kvtier_hit_tokens_total", "Tokens found in a tier.", ("tier",))
     host_hits = hits.of("host")                     # keep the series to avoid lookups
     host_hits.add(48)
-    registry.render()                               # kvtier_hit_tokens_total{tier="host"} 48
+    registry.collect()                              # (CollectedMetric("counter", "kvtier_hit_tokens_total", ..),)
 
 A registry is passed explicitly; there is no global registry. Several threads may update and read metrics. Every series
-has a lock, so no update is lost, and the counts and the sum of a histogram are always consistent.
+has a lock, so no update is lost, and the counts and the sum of a histogram are always consistent. The server formats
+collected metrics with prometheus-client (`kvtier.server.exposition`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,10 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from kvtier.errors import ArgumentError
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type for HTTP responses with the output of `Registry.render()`."""
 
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(?<!_bucket)(?<!_sum)(?<!_count)")
 _LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -75,6 +73,19 @@ class Distribution:
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedMetric:
+    """All series of one metric at one time. Can be pickled."""
+
+    kind: str
+    """counter, gauge or histogram."""
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    series: tuple[tuple[tuple[str, ...], float | Distribution], ...]
+    """Label values and value of each series, in the order of creation."""
 
 
 class Histogram:
@@ -168,51 +179,20 @@ class Registry:
             self._families[name] = family
         return family
 
-    def before_render(self, task: Callable[[], object]) -> None:
-        """Run a task before each `render`, in the same thread, for example to update metrics."""
+    def before_collect(self, task: Callable[[], object]) -> None:
+        """Run a task before each `collect`, in the same thread, for example to update metrics."""
         with self._lock:
             self._tasks.append(task)
 
-    def render(self) -> str:
-        """Return all metrics in the Prometheus text format 0.0.4, in the order of declaration."""
+    def collect(self) -> tuple[CollectedMetric, ...]:
+        """Return all metrics in the order of declaration."""
         with self._lock:
             tasks, families = list(self._tasks), list(self._families.values())
         for task in tasks:
             task()
-        return "".join(_render(family) for family in families)
+        return tuple(_collected(family) for family in families)
 
 
-def _render(family: Family[Any]) -> str:
-    lines = [f"# HELP {family.name} {_escape(family.text)}", f"# TYPE {family.name} {family.kind}"]
-    for values, series in family.series.items():
-        labels = [f'{key}="{_escape(value, quote=True)}"' for key, value in zip(family.labels, values, strict=True)]
-        lines += _lines(family.name, labels, series.value)
-    return "\n".join(lines) + "\n"
-
-
-def _lines(name: str, labels: list[str], value: float | Distribution) -> list[str]:
-    if not isinstance(value, Distribution):
-        return [f"{name}{_braces(labels)} {_number(value)}"]
-    bounds = [f'le="{_number(bound)}"' for bound in (*value.bounds, math.inf)]
-    counts = accumulate(value.counts)  # buckets are cumulative in the text format
-    lines = [f"{name}_bucket{_braces([*labels, le])} {count}" for le, count in zip(bounds, counts, strict=True)]
-    rest = {"_sum": value.total, "_count": value.count}
-    return lines + [f"{name}{part}{_braces(labels)} {_number(number)}" for part, number in rest.items()]
-
-
-def _braces(labels: list[str]) -> str:
-    return f"{{{','.join(labels)}}}" if labels else ""
-
-
-def _escape(text: str, *, quote: bool = False) -> str:
-    text = text.replace("\\", r"\\").replace("\n", r"\n")
-    return text.replace('"', r"\"") if quote else text
-
-
-def _number(value: float) -> str:
-    """Format a number for Prometheus. Integers up to 2**53 have no decimal point."""
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    if math.isnan(value):
-        return "NaN"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
+def _collected(family: Family[Any]) -> CollectedMetric:
+    series = tuple((labels, each.value) for labels, each in family.series.items())
+    return CollectedMetric(family.kind, family.name, family.text, family.labels, series)

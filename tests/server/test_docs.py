@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.cli.main import main
 from kvtier.cli.serve import _tenants
@@ -68,6 +69,25 @@ def test_example_settings_on_operating_page_are_valid(flags):
     assert {f"--{name}" for name in file["serve"]} <= {*flags["serve"]}
     tenants = _tenants(file["tenants"], {})
     assert [(tenant.name, tenant.admin) for tenant in tenants] == [("shop", False), ("operator", True)]
+
+
+def test_metrics_page_lists_every_metric_of_a_server(server):
+    server.post("/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 2, "ignore_eos": True})
+    page = server.get("/metrics").text
+    texts = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
+    labels = {
+        family.name + ("_total" if family.type == "counter" else ""): {*sample.labels} - {"le"}
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    rows = dict(re.findall(r"^\| `([\w:]+)` (\| .*)$", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    served = dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
+    assert {*rows} ^ {*served} == set()
+    for name, row in rows.items():
+        _, kind, named, text, _ = (cell.strip() for cell in row.split("|"))
+        assert (kind, text) == (served[name], texts[name]), name
+        expected = {*re.findall(r"\w+", named)} | ({"model_name", "engine"} if name.startswith("vllm:") else set())
+        assert name not in labels or expected == labels[name], name
 
 
 def test_metrics_on_operating_page_exist(server):

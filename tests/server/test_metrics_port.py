@@ -8,6 +8,7 @@ import sys
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from server_support import VERIFY
@@ -89,6 +90,20 @@ def test_metrics_port_needs_no_key_and_has_no_prompts(guarded):
     assert found["vllm:request_success_total"][0].labels["finished_reason"] == "length"
     assert found["vllm:cache_config_info"][0].labels["block_size"] == "16"
     assert {sample.labels["model_name"] for name in READ_BY_OTHERS for sample in found[name]} == {server.model}
+
+
+def test_metrics_port_negotiates_openmetrics(guarded):
+    _, address = guarded
+    with httpx.Client(verify=VERIFY, timeout=60) as client:
+        text = client.get(f"{address}/metrics")
+        accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5,*/*;q=0.2"
+        opened = client.get(f"{address}/metrics", headers={"accept": accept})
+    assert text.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert opened.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    names = {sample.name for family in parse_open_metrics(opened.text) for sample in family.samples}
+    assert names == set(samples(text.text))
+    assert {"process_cpu_seconds_total", "kvtier_engine_process_cpu_seconds_total"} < names
+    assert {"python_gc_collections_total", "kvtier_engine_gc_collections_total"} < names
 
 
 def test_metrics_port_serves_nothing_else(guarded):

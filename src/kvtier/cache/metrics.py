@@ -1,4 +1,4 @@
-"""CacheMetrics: the Prometheus metrics of a cache. Each rendering of the registry updates the metrics."""
+"""CacheMetrics: the Prometheus metrics of a cache. Each collection of the registry updates them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CacheMetrics:
         self._bad = new.counter("kvtier_store_quarantined_total", "Objects found corrupt.", ("store",))
         self._refused = new.counter("kvtier_store_refused_total", "Calls rejected by an open breaker.", ("store",))
         self._held = new.gauge("kvtier_store_used_bytes", "Bytes used by a store.", ("store",))
-        registry.before_render(self.update)
+        registry.before_collect(self.update)
 
     def observe(self, completed: Iterable[PendingTransfer]) -> None:
         for done in completed:

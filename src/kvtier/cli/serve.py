@@ -16,7 +16,7 @@ from kvtier.cli.parser import Commands, add_command, suggest
 from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.server.config import EngineOptions, Limits, ServerConfig, Tenant
 
-_NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic")
+_NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "prometheus_client")
 _KINDS = {"str": (str, "a string"), "int": (int, "an integer"), "bool": (bool, "true or false")}
 _LEVELS = ("debug", "info", "warning", "error")
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"

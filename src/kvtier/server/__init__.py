@@ -3,5 +3,5 @@
     clients --HTTP--> front end (this process) --commands--> engine process (EngineRunner)
                                                <--events, one frame per step--
 
-The extra `server` installs fastapi, uvicorn, uvloop and httptools. Importing this package needs none of them.
+The extra `server` installs fastapi, uvicorn, uvloop, httptools and more. Importing this package needs none of them.
 """

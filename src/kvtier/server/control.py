@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from kvtier.errors import ArgumentError
-from kvtier.metrics import CONTENT_TYPE
 from kvtier.server.admission import Admission
 from kvtier.server.bodies import Bodies, takes
 from kvtier.server.config import Tenant, salt_of
@@ -51,9 +50,9 @@ def add_state(
         }
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return PlainTextResponse(await page.render(), media_type=CONTENT_TYPE)
+    async def metrics(request: Request) -> Response:
+        """Return the metrics in Prometheus' text format, or in OpenMetrics if the header Accept contains it."""
+        return await page.response(request.headers.get("accept", ""))
 
 
 def add_control(

@@ -111,6 +111,11 @@ class EngineClient:
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None  # the constructor started the process
+        return self._process.pid
+
     async def start(self) -> Started:
         """Wait until the engine is ready. Raises ClosedError with the reason if the engine fails to start."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)

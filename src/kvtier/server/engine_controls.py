@@ -105,7 +105,7 @@ def _without_result(method: Callable[..., None]) -> Callable[..., dict[str, bool
 CONTROLS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
     {
         "snapshot": snapshot,
-        "metrics": lambda engine: {"text": engine.tiers.metrics.render()},
+        "metrics": lambda engine: {"metrics": engine.tiers.metrics.collect()},
         "explain": lambda engine, request_id: asdict(engine.explain(request_id)),
         "beat": lambda _: {},  # a reply proves that the engine's thread runs
         "pin": _on_prompt(CacheRuntime.pin, "pinned_tokens"),

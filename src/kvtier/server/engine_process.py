@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from kvtier.engine.speculate import NgramProposer
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.events import EventConfig, publish_events
 from kvtier.index import IndexCleared, Listener
+from kvtier.metrics import Registry
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
@@ -59,6 +61,7 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
             listener = _publish(options, opened)
             engine = make_llm(options, listener).engine
             opened.enter_context(_record(engine, options.record))
+            _count_collections(engine.tiers.metrics)
         except Exception as error:  # the front end reports any error and exits
             channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
             return
@@ -75,6 +78,17 @@ def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> Listener |
     opened.enter_context(contextlib.closing(publisher))
     publisher(IndexCleared())
     return publisher
+
+
+def _count_collections(registry: Registry) -> None:
+    """Declare a counter of the garbage collections of this process, which delay the engine's steps."""
+    counter = registry.counter("kvtier_engine_gc_collections_total", "Garbage collections.", ("generation",))
+
+    def update() -> None:
+        for generation, stats in enumerate(gc.get_stats()):
+            counter.of(str(generation)).raise_to(stats["collections"])
+
+    registry.before_collect(update)
 
 
 def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[object]:

@@ -5,53 +5,62 @@ from __future__ import annotations
 import asyncio
 import time
 
-from starlette.responses import PlainTextResponse, Response
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvtier.errors import KvtierError
-from kvtier.metrics import CONTENT_TYPE
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
+from kvtier.server.exposition import Exposition
 from kvtier.server.request_log import RequestLog
 
-# Requests within this time share one rendering, so that clients without a key cannot load the engine.
+# Requests within this time share the collected metrics, so that clients without a key cannot load the engine.
 _FRESH_SECONDS = 1.0
 
 
 class MetricsPage:
-    """Renders the metrics of front end and engine. As an ASGI app, serves GET /metrics and nothing else."""
+    """Returns the metrics of front end and engine. As an ASGI app, serves GET /metrics and nothing else."""
 
     def __init__(self, engine: Heartbeat, request_log: RequestLog) -> None:
         self._engine = engine
         self._request_log = request_log
+        self._exposition = Exposition(lambda: engine.engine.pid)
         self._lock = asyncio.Lock()
-        self._shared = ""
         self._expires = 0.0
 
-    async def render(self) -> str:
-        """Return the current metrics. Raises ApiError while the engine does not reply."""
+    async def response(self, accept: str) -> Response:
+        """Return current metrics in a format of the header Accept. Raises ApiError while the engine does not reply."""
         snapshot = await self._engine.call("snapshot")
         for state in ("running", "waiting"):
             self._request_log.rows.of(state).set(snapshot[state])
         self._request_log.vllm.update(snapshot)
-        text: str = (await self._engine.call("metrics"))["text"]
-        return self._request_log.registry.render() + text
+        in_engine = (await self._engine.call("metrics"))["metrics"]
+        self._exposition.update([*self._request_log.registry.collect(), *in_engine])
+        return self._encoded(accept)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (await self._response(scope))(scope, receive, send)
+        await (await self._shared(scope))(scope, receive, send)
 
-    async def _response(self, scope: Scope) -> Response:
+    async def _shared(self, scope: Scope) -> Response:
+        """Return the response to a client without a key."""
         if scope["path"] != "/metrics":
             return ApiError(404, "this port serves only GET /metrics").response()
         if scope["method"] not in ("GET", "HEAD"):
             return ApiError(405, "this port serves only GET /metrics").response()
+        accept = Headers(scope=scope).get("accept", "")
         try:
             async with self._lock:
-                if time.monotonic() >= self._expires:
-                    self._shared = await self.render()
-                    self._expires = time.monotonic() + _FRESH_SECONDS
-            return PlainTextResponse(self._shared, media_type=CONTENT_TYPE)
+                if time.monotonic() < self._expires:
+                    return self._encoded(accept)
+                response = await self.response(accept)
+                self._expires = time.monotonic() + _FRESH_SECONDS
+                return response
         except ApiError as error:
             return error.response()
         except KvtierError as error:
             return from_engine(error).response()
+
+    def _encoded(self, accept: str) -> Response:
+        page, content_type = self._exposition.encode(accept)
+        return Response(page, headers={"content-type": content_type})

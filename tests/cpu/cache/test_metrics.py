@@ -1,19 +1,15 @@
-"""Metrics of the cache, parsed with the Prometheus client library."""
+"""Metrics of the cache."""
 
 from __future__ import annotations
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvtier.cache.config import WaitPolicy, WritebackConfig
+from kvtier.metrics import Registry
 from tiers_machine import BLOCK, TiersMachine
 
 
-def sampled(text: str) -> dict[tuple[str, ...], float]:
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+def sampled(registry: Registry) -> dict[tuple[str, ...], object]:
+    """Return the value of each series by name and label values."""
+    return {(metric.name, *labels): value for metric in registry.collect() for labels, value in metric.series}
 
 
 def test_cache_metrics_count_transferred_blocks_and_bytes():
@@ -29,7 +25,7 @@ def test_cache_metrics_count_transferred_blocks_and_bytes():
             machine.tiers.demote(machine.manager_chain(prompt))
         else:
             machine.tiers.reset()
-    shown = sampled(machine.tiers.metrics.render())
+    shown = sampled(machine.tiers.metrics)
     counts = machine.manager.transfers.counts
     blocks = 32 // BLOCK
     assert shown["kvtier_cache_moved_blocks_total", "load"] == 2 * blocks
@@ -40,7 +36,7 @@ def test_cache_metrics_count_transferred_blocks_and_bytes():
     for purpose, total in ((route, count.num_bytes) for route, count in counts.items()):
         assert shown["kvtier_cache_moved_bytes_total", purpose.value] == total
         assert shown["kvtier_cache_moving_blocks", purpose.value] == 0
-    assert shown["kvtier_cache_move_seconds_count", "save"] > 0
+    assert shown["kvtier_cache_move_seconds", "save"].count > 0
     assert shown["kvtier_store_objects_total", "disk", "write", "done"] >= blocks
     assert shown["kvtier_cache_blocks", "device"] == 12
     machine.teardown()
