@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -17,7 +18,14 @@ from server_support import VERIFY
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "kvtier.rules.yml"
+RULE_TESTS = RULES.with_name("kvtier.rules.test.yml")
 DASHBOARD = json.loads((DEPLOY / "grafana" / "kvtier.json").read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def dashboard_queries() -> list[str]:
@@ -33,10 +41,12 @@ def test_metrics_in_dashboard_and_rules_exist(server):
     page = server.get("/metrics").text
     known = set(re.findall(r"^# TYPE (\S+)", page, re.MULTILINE))
     names = {
-        name for query in dashboard_queries() + rule_queries() for name in re.findall(r"(?:kvtier_|vllm:)\w+", query)
+        name
+        for query in dashboard_queries() + rule_queries()
+        for name in re.findall(r"(?:kvtier_|vllm:|process_)\w+", query)
     }
     assert len(names) > 12
-    assert {re.sub(r"_bucket$", "", name) for name in names} - known == set()
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in names} - known == set()
 
 
 def test_panels_of_the_dashboard_have_unique_ids_and_titles():
@@ -52,47 +62,101 @@ def test_promtool_accepts_the_rules_and_the_configuration():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (apt-get install prometheus)")
-def test_queries_return_data_from_a_real_prometheus(start, tmp_path):
-    ports = []
-    for _ in range(2):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-    disk = ("--host-blocks", "64", "--disk", str(tmp_path / "kv"))
-    server = start("--blocks", "64", *disk, "--metrics-port", str(ports[0]))
-    config = RULES.with_name("prometheus.yml").read_text().replace("15s", "1s").replace("9400", str(ports[0]))
-    (tmp_path / "prometheus.yml").write_text(config)
-    shutil.copy(RULES, tmp_path)
-    options = ["--config.file", str(tmp_path / "prometheus.yml"), "--storage.tsdb.path", str(tmp_path / "tsdb")]
-    address = f"http://127.0.0.1:{ports[1]}"
-    with (tmp_path / "prometheus.log").open("w") as log:
-        prometheus = subprocess.Popen(
-            ["prometheus", *options, "--web.listen-address", f"127.0.0.1:{ports[1]}"], stdout=log, stderr=log
-        )
-    # Queries of calls, decisions and errors return data only after such an event; these have data from the start.
-    always = [query for query in dashboard_queries() if not re.search("decisions|store_objects", query)]
-    assert len(always) > 12
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (apt-get install prometheus)")
+def test_every_alert_fires_in_its_unit_test():
+    done = subprocess.run(["promtool", "test", "rules", str(RULE_TESTS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = re.findall(r"^ *alertname: (\w+)$", RULE_TESTS.read_text(), re.MULTILINE)
+    assert sorted(tested) == sorted(re.findall(r"^ *- alert: (\w+)$", RULES.read_text(), re.MULTILINE))
 
-    def without_data() -> list[str]:
-        body = {"model": server.model, "prompt": "0123456789" * 20, "max_tokens": 20, "temperature": 0}
-        assert server.post("/v1/completions", body).status_code == 200
-        empty = []
-        for query in always:
-            try:
-                answer = httpx.get(f"{address}/api/v1/query", params={"query": query}, verify=VERIFY, timeout=30)
-            except httpx.ConnectError:
-                return always
-            assert answer.status_code in (200, 503), answer.text  # 503 while Prometheus starts
-            if answer.status_code == 503 or not answer.json()["data"]["result"]:
-                empty.append(query)
-        return empty
+
+class Prometheus:
+    """A real Prometheus with the configuration and rules of deploy/, which scrapes one server every second."""
+
+    def __init__(self, folder: Path, metrics_port: int) -> None:
+        config = RULES.with_name("prometheus.yml").read_text().replace("15s", "1s").replace("9400", str(metrics_port))
+        (folder / "prometheus.yml").write_text(config)
+        shutil.copy(RULES, folder)
+        port = free_port()
+        self._address = f"http://127.0.0.1:{port}"
+        options = ["--config.file", str(folder / "prometheus.yml"), "--storage.tsdb.path", str(folder / "tsdb")]
+        with (folder / "prometheus.log").open("w") as log:
+            command = ["prometheus", *options, "--web.listen-address", f"127.0.0.1:{port}"]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self._client = httpx.Client(verify=VERIFY, timeout=30)
+
+    def get(self, path: str, **params: str) -> dict | None:
+        """Return the data of a reply, or None while Prometheus starts."""
+        try:
+            answer = self._client.get(f"{self._address}/api/v1/{path}", params=params)
+        except httpx.ConnectError:
+            return None
+        if answer.status_code == 503:
+            return None
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def values(self, query: str) -> list[float]:
+        """Return the numbers of an instant query, without NaN."""
+        data = self.get("query", query=query)
+        found = [float(sample["value"][1]) for sample in data["result"]] if data is not None else []
+        return [value for value in found if not math.isnan(value)]
+
+    def close(self) -> None:
+        self._client.close()
+        self._process.terminate()
+        self._process.wait()
+
+
+class Load:
+    """Sends requests that use all tiers of a server, and some that fail."""
+
+    def __init__(self, server) -> None:
+        self._server = server
+        self._number = 0
+
+    def run(self) -> None:
+        """Send one of four prompts. After twelve requests, let the server return 503 and take four other prompts."""
+        prompt = f"{self._number // 12:04}{self._number % 4}" * 40
+        body = {"model": self._server.model, "prompt": prompt, "max_tokens": 20, "temperature": 0}
+        assert self._post("/v1/completions", body) == 200
+        self._number += 1
+        if self._number % 12 == 0:
+            assert self._post("/control/sleep") == 200
+            assert self._post("/v1/completions", body) == 503
+            assert self._post("/control/wake") == 200
+
+    def _post(self, path: str, body: dict | None = None) -> int:
+        return self._server.post(path, body).status_code
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (apt-get install prometheus)")
+def test_every_query_returns_data_from_a_real_prometheus(start, tmp_path):
+    port = free_port()
+    # Four prompts of 13 blocks do not fit on the device, but in host memory: they are loaded and evicted.
+    tiers = ("--blocks", "24", "--host-blocks", "64", "--disk", str(tmp_path / "kv"))
+    server = start(*tiers, "--metrics-port", str(port))
+    load, prometheus = Load(server), Prometheus(tmp_path, port)
+    # An alert returns data only while it fires. The unit tests of the rules cover that; here, its value must exist.
+    alerts = [re.fullmatch(r"(.*) (?:==|>) [\d.]+", query)[1] for query in rule_queries()]
+    queries = dashboard_queries() + alerts
+    assert len(queries) > 25
+
+    def unfinished() -> list[str]:
+        """Return the queries without data, and queries of rates that are still 0 on the dashboard."""
+        load.run()
+        values = {query: prometheus.values(query) for query in queries}
+        moving = [query for query in dashboard_queries() if "rate(" in query]
+        return [query for query in queries if not values[query] or (query in moving and sum(values[query]) <= 0)]
 
     try:
-        deadline = time.monotonic() + 60
-        while missing := without_data():
+        deadline = time.monotonic() + 120
+        while missing := unfinished():
             assert time.monotonic() < deadline, missing
-            time.sleep(0.2)
+        (group,) = prometheus.get("rules")["groups"]
+        assert [rule["name"] for rule in group["rules"] if rule["health"] not in ("ok", "unknown")] == []
+        assert len(group["rules"]) == len(alerts)
+        (target,) = prometheus.get("targets")["activeTargets"]
+        assert (target["health"], target["lastError"]) == ("up", "")
     finally:
-        prometheus.terminate()
-        prometheus.wait()
+        prometheus.close()
