@@ -57,6 +57,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
     num_cached: int = 0
@@ -67,6 +68,7 @@ class Answer:
         self.tokens += output.token_ids
         self.text += output.text
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.reason, self.error, self.num_cached = output.finish_reason, output.error, output.num_cached_tokens
         self.num_steps += 1
 

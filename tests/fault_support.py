@@ -279,10 +279,10 @@ def inject(run, monkeypatch):
     if run.stage == "inputs":
         build = engine_modules._input
 
-        def broken_input(row):
+        def broken_input(row, num_scored):
             if row.request.num_new_tokens >= run.model.ages.get(row.request.id.split("#")[0], 1 << 30):
                 raise Break("inputs")
-            return build(row)
+            return build(row, num_scored)
 
         monkeypatch.setattr(engine_modules, "_input", broken_input)
 

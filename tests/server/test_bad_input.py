@@ -38,6 +38,9 @@ CASES = {
     "seed": [2**63, "x", 1.5],
     "max_tokens": [0, -1, "ten", 2**31],
     "min_tokens": [-1],
+    "prompt_logprobs": [-1, 21, "all", True],
+    "prompt_logprobs_start": [-1, 2**31],
+    "return_token_ids": ["yes"],
     "stop": [[""], "", 5, [["a"]], ["x"] * 17],
     "stop_token_ids": [[-1], "x", ["a"], [259], [5, 10**6]],  # the tiny model has 259 tokens
     "stream": ["yes", 1],
@@ -186,7 +189,11 @@ def test_conflicting_options_are_400(server):
     assert error(n=2, temperature=0)["param"] == "n"
     assert error(n=17)["param"] == "n"
     assert error(TEXT, prompt=["x"] * 9, n=2, max_tokens=1)["param"] == "n"
-    assert error(TEXT, echo=True)["param"] == "echo"
+    assert error(echo=True)["param"] == "echo"
+    assert error(stream=True, prompt_logprobs=1)["param"] == "prompt_logprobs"
+    assert error(prompt_logprobs_start=3)["param"] == "prompt_logprobs_start"
+    assert error(TEXT, prompt="x", echo=True, prompt_logprobs_start=3)["param"] == "prompt_logprobs_start"
+    assert error(TEXT, prompt="x", max_tokens=0)["param"] == "max_tokens"
 
 
 def test_too_large_body_is_413_with_or_without_content_length(server):

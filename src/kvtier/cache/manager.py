@@ -122,14 +122,16 @@ class CacheManager:
 
     # ---- life of a request -----------------------------------------------------------------------------------------
 
-    def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Prefetch | None:
+    def prefetch(
+        self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, max_tokens: int | None = None
+    ) -> Prefetch | None:
         """Begin to fetch a prompt's blocks from stores to the host. Return None if there is no store.
 
         The caller waits until `is_prefetched` is True, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
         if not self.stores or not chain.num_tokens:
             return None
-        return self._prefetcher.start(chain, self._most_blocks(chain), retention, now)
+        return self._prefetcher.start(chain, self._most_blocks(chain, max_tokens), retention, now)
 
     def is_prefetched(self, prefetch: Prefetch, *, now: float = 0.0) -> bool:
         """True if the request need not wait, because the blocks have arrived or the maximum wait has passed."""
@@ -151,20 +153,22 @@ class CacheManager:
         retention: Retention = _KEEP,
         may_load: bool = True,
         prefetch: Prefetch | None = None,
+        max_tokens: int | None = None,
     ) -> Allocation:
         """Lease the longest cached prefix. The last token never matches, because its logits must be computed.
 
-        If `may_load` is False, only blocks on the device match. The caller must end `prefetch` after this call.
+        If `may_load` is False, only blocks on the device match. The caller must end `prefetch` after this call. At most
+        `max_tokens` tokens match.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
-        lease = self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention)
+        lease = self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain, max_tokens), retention=retention)
         allocation = Allocation(lease)
         if missing := self._device_states(lease).count(ABSENT):
             allocation = self._match_below(allocation, missing, may_load, prefetch, now)
         self._allocations.add(allocation)
         if self.config.prefix_caching and self.foreign is None:
-            self._match_partly(allocation, now)
+            self._match_partly(allocation, max_tokens, now)
             allocation.tokens_from["device"] = allocation.num_cached_tokens - sum(allocation.tokens_from.values())
         return allocation
 
@@ -366,9 +370,8 @@ class CacheManager:
 
     # ---- match and load --------------------------------------------------------------------------------------------
 
-    def _most_blocks(self, chain: Chain) -> int:
-        """Return the maximum number of blocks to match, given that the last token is always computed."""
-        return (chain.num_tokens - 1) // self.namespace.block_tokens
+    def _most_blocks(self, chain: Chain, max_tokens: int | None) -> int:
+        return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
         """Return the device state of each matched block. Without a host tier, return b"", because all are READY."""
@@ -396,13 +399,13 @@ class CacheManager:
         allocation.decision = decision or (prefetch.decision if prefetch is not None else None)
         return allocation
 
-    def _match_partly(self, allocation: Allocation, now: float) -> None:
+    def _match_partly(self, allocation: Allocation, max_tokens: int | None, now: float) -> None:
         """Find a cached block that starts with the same tokens as the first missing block, and lease it for a copy.
 
         prompt   |b0|b1|t t t t v v|..
         cached   |b0|b1|t t t t u u|        the 4 tokens t are copied
         """
-        wanted = allocation.chain.num_tokens - allocation.num_cached_tokens - 1
+        wanted = _most_tokens(allocation.chain, max_tokens) - allocation.num_cached_tokens
         if wanted < 1:
             return
         partial_hit = self.tree.match_within(allocation.lease, wanted, max_children=self.config.partial_scan, now=now)
@@ -481,3 +484,9 @@ class CacheManager:
     def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:
             raise StateError("this allocation has already ended")
+
+
+def _most_tokens(chain: Chain, max_tokens: int | None) -> int:
+    """Return the maximum number of tokens to match, given that the last token is always computed."""
+    most = chain.num_tokens - 1
+    return most if max_tokens is None else min(most, max_tokens)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-from kvtier.engine.params import Explanation, FinishReason, Logprobs, Output, Penalties, SamplingParams
+from kvtier.engine.params import Explanation, FinishReason, Logprobs, Output, Penalties, PromptLogprobs, SamplingParams
 from kvtier.engine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "NgramProposer",
     "Output",
     "Penalties",
+    "PromptLogprobs",
     "Proposer",
     "SamplingParams",
     "Tokenizer",

@@ -24,6 +24,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.modules import InputBuilder, ModelForward, Sampler
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
 from kvtier.engine.sampling import RequestSampler
+from kvtier.engine.scoring import PromptScores
 from kvtier.engine.sequence import EngineSequence, StopChecker
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
@@ -253,10 +254,19 @@ class Engine:
     ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
         chain = Chain(self.manager.namespace, tokens, salt=salt)
-        request = Request(f"{name}#{index}", chain, min(params.max_tokens, room), priority=priority)
+        scores = None
+        if params.prompt_logprobs is not None and not index:  # the other sequences share the prompt of the first
+            scores = PromptScores(tokens, params.prompt_logprobs_start, params.prompt_logprobs)
+        request = Request(
+            f"{name}#{index}",
+            chain,
+            max(1, min(params.max_tokens, room)),
+            priority=priority,
+            max_cached_tokens=None if scores is None else params.prompt_logprobs_start - 1,
+        )
         sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)
         stream = self.tokenizer.stream() if self.tokenizer is not None else None
-        return EngineSequence(name, index, request, sampler, stream, StopChecker(params.stop))
+        return EngineSequence(name, index, request, sampler, stream, StopChecker(params.stop), scores)
 
     def _start(self, sequence: EngineSequence) -> None:
         self._live[sequence.request.id] = sequence
@@ -266,6 +276,10 @@ class Engine:
     def _explain_miss(self, sequence: EngineSequence) -> None:
         allocation = sequence.request.allocation
         if sequence.miss or allocation is None:
+            return
+        limit = sequence.request.max_cached_tokens
+        if limit is not None and allocation.num_cached_tokens == limit < allocation.chain.num_tokens - 1:
+            sequence.miss = f"the log-probabilities of the prompt need all tokens from {limit} on"
             return
         try:
             sequence.miss = str(self.manager.explain(allocation))
@@ -280,10 +294,12 @@ class Engine:
             samples = self._choose.samples.get(row.request.id)
             tokens: tuple[int, ...] = ()
             try:
+                if (scores := self._choose.scores.get(row.request.id)) and not sequence.sampler.error:
+                    outputs += sequence.take_scores(scores)
                 if samples and not sequence.sampler.error:
                     output = sequence.take(samples)
                     outputs.append(output)
-                    tokens = output.token_ids
+                    tokens = output.token_ids or (samples[0].token_id,)  # with max_tokens=0, the sample is dropped
             except Exception as error:  # raised by the tokenizer or the stop checker
                 sequence.sampler.fail(error)
             if sequence.sampler.error:

@@ -32,7 +32,8 @@ class SequenceInput(NamedTuple):
     block_table: Table
     """Blocks of the sequence, in order. They must have room for the computed and the new tokens."""
     num_logits: int = 1
-    """Number of last tokens that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens."""
+    """Number of last tokens that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens. Tokens
+    whose logits score the prompt come first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.packaged import DEFAULT_MODEL
-from kvtier.engine.params import FinishReason, Logprobs, Output, SamplingParams
+from kvtier.engine.params import FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, ClosedError, StateError
@@ -39,6 +39,8 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     error: str = ""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """One element per prompt token from SamplingParams.prompt_logprobs_start on, the same for all n completions."""
 
 
 class LLM:
@@ -148,7 +150,8 @@ class LLM:
         if interrupted.is_set():
             return []
         return [
-            [_joined(outputs[name, index]) for index in range(each.n)] for name, each in zip(names, params, strict=True)
+            [_joined(outputs[name, index], outputs[name, 0]) for index in range(each.n)]
+            for name, each in zip(names, params, strict=True)
         ]
 
     def _run(self, total: int, interrupted: threading.Event) -> dict[tuple[str, int], list[Output]]:
@@ -182,7 +185,8 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _joined(outputs: Sequence[Output]) -> Completion:
+def _joined(outputs: Sequence[Output], first: Sequence[Output]) -> Completion:
+    """Return the completion of a sequence. `first` has the outputs of the first sequence of the same prompt."""
     last = outputs[-1]
     assert last.finish_reason is not None
     return Completion(
@@ -193,4 +197,5 @@ def _joined(outputs: Sequence[Output]) -> Completion:
         last.num_prompt_tokens,
         last.num_cached_tokens,
         last.error,
+        tuple(score for output in first for score in output.prompt_logprobs),
     )

@@ -9,6 +9,7 @@ FORWARD   Sampler        samples tokens for the engine
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,9 @@ from kvtier.batch import BATCH, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
+from kvtier.engine.params import PromptLogprobs
 from kvtier.engine.sampling import Sample, sample
+from kvtier.engine.scoring import score_rows
 from kvtier.engine.sequence import EngineSequence
 from kvtier.scheduler import Row, Step
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 LOGITS = Key("logits", torch.Tensor)
 FORWARD_BATCH = Key("forward batch", ForwardBatch)
+SCORES = Key("scores", dict)
+"""Log-probabilities of prompt tokens, by the id of the scheduler request."""
 
 
 class DeviceCacheGroup:
@@ -88,6 +93,8 @@ class InputBuilder(Module):
         self._planned: Mapping[str, Row] = {}
         self.rows: list[tuple[Row, EngineSequence]] = []
         """Rows of the current batch, in the order of the batch, without rows whose inputs could not be built."""
+        self.num_scored: list[int] = []
+        """Number of prompt tokens that each row scores."""
         self._ready: dict[int, ForwardBatch] = {}
         self.sequences: list[SequenceInput] = []
 
@@ -98,16 +105,18 @@ class InputBuilder(Module):
     def setup(self, env: Environment) -> None:
         """Build the batch on the host and copy it to the device. A request fails if its input cannot be built."""
         batch = env.at(BATCH)
-        self.rows, inputs = [], []
+        self.rows, self.num_scored, inputs = [], [], []
         for ticket in batch.requests:
             sequence: EngineSequence = ticket.request
             row = self._planned[sequence.request.id]
             try:
-                inputs.append(_input(row))
+                scored = sequence.scores.num_rows(row.first, row.stop) if sequence.scores is not None else 0
+                inputs.append(_input(row, scored))
             except Exception as error:
                 sequence.sampler.fail(error)
             else:
                 self.rows.append((row, sequence))
+                self.num_scored.append(scored)
         self.sequences = inputs
         group = self._groups[0]
         send = self._copies.to_device if self._copies is not None else None
@@ -125,7 +134,7 @@ class ModelForward(Module):
     """Runs the models of all cache groups. The first model produces the logits."""
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
-    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
+    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS, SCORES})
 
     def __init__(self, groups: Sequence[DeviceCacheGroup], inputs: InputBuilder, ranks: Ranks | None = None) -> None:
         self._groups = groups
@@ -141,10 +150,40 @@ class ModelForward(Module):
 
     def _compute(self, env: Environment) -> None:
         batch, transfers = env.at(FORWARD_BATCH), self._inputs.transfers
-        logits = self._groups[0].logits(batch, transfers.before_layer(0))
+        scores: dict[str, list[PromptLogprobs]] = {}
+        if any(self._inputs.num_scored):
+            logits = self._score(batch, transfers.before_layer(0), scores)
+        else:
+            logits = self._groups[0].logits(batch, transfers.before_layer(0))
         for number, group in enumerate(self._groups[1:], 1):
             group.model.forward(batch, group.cache, transfers.before_layer(number))
         env.produce(LOGITS, logits)
+        env.produce(SCORES, scores)
+
+    def _score(
+        self,
+        batch: ForwardBatch,
+        before_layer: Callable[[int], None] | None,
+        scores: dict[str, list[PromptLogprobs]],
+    ) -> torch.Tensor:
+        """Compute a batch with rows that score their prompts. Return the logits of the other rows."""
+        group, inputs = self._groups[0], self._inputs
+        hidden = group.model.forward(batch, group.cache, before_layer)
+        counts = np.array([inputs.num_scored, [_num_sampled(row) for row, _ in inputs.rows]])
+        is_scored = np.repeat(np.tile([True, False], len(inputs.rows)), counts.T.ravel())
+        scored, sampled = (
+            hidden[torch.from_numpy(np.flatnonzero(chosen)).to(hidden.device)] for chosen in (is_scored, ~is_scored)
+        )
+        mine = [
+            (sequence.request.id, sequence.scores, count)
+            for count, (_, sequence) in zip(inputs.num_scored, inputs.rows, strict=True)
+            if count and sequence.scores is not None
+        ]
+        targets = np.concatenate([each.targets(count) for _, each, count in mine])
+        found = iter(score_rows(group.model, scored, targets, max(each.num_top for _, each, _ in mine)))
+        for id, _, count in mine:
+            scores[id] = list(itertools.islice(found, count))
+        return group.model.logits(sampled)
 
 
 class Sampler(Module):
@@ -154,21 +193,25 @@ class Sampler(Module):
     failure, a row gets no more samples, and `RequestSampler.error` contains the reason.
     """
 
-    reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
+    reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS, SCORES})
 
     def __init__(self, inputs: InputBuilder, copies: PinnedCopier | None = None) -> None:
         self._inputs = inputs
         self._to_list = copies.to_list if copies is not None else None
         self._send = copies.to_device if copies is not None else None
         self.samples: dict[str, list[Sample]] = {}
+        self.scores: dict[str, list[PromptLogprobs]] = {}
+        """Log-probabilities of prompt tokens, by the id of the scheduler request."""
 
     @torch.inference_mode()
     def forward(self, env: Environment) -> None:
         logits, rows = env.at(LOGITS), self._inputs.rows
         self.samples = {sequence.request.id: [] for _, sequence in rows}
+        self.scores = {}
         if not self._inputs.transfers.arrived():
             return  # blocks are missing, so the logits are wrong; the scheduler runs these rows again
-        counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row, _ in rows], np.int64)
+        self.scores = env.at(SCORES)
+        counts = np.array([_num_sampled(row) for row, _ in rows], np.int64)
         firsts = np.cumsum(counts) - counts
         alive = [i for i, count in enumerate(counts) if count]
         for depth in range(int(counts.max(initial=0))):
@@ -193,7 +236,12 @@ class Sampler(Module):
         return depth < row.num_draft and row.request.draft[depth] == one.token_id
 
 
-def _input(row: Row) -> SequenceInput:
+def _num_sampled(row: Row) -> int:
+    """Return the number of tokens that are sampled after a row, including the verified drafts."""
+    return row.num_draft + 1 if row.wants_token else 0
+
+
+def _input(row: Row, num_scored: int) -> SequenceInput:
     request = row.request
     assert request.allocation is not None
     known = row.stop - row.num_draft
@@ -202,4 +250,4 @@ def _input(row: Row) -> SequenceInput:
     else:
         tokens = request.chain.token_range(row.first, known).tolist()
     tokens += request.draft[: row.num_draft]
-    return SequenceInput(tokens, row.first, request.allocation.table, row.num_draft + 1 if row.wants_token else 0)
+    return SequenceInput(tokens, row.first, request.allocation.table, num_scored + _num_sampled(row))

@@ -72,11 +72,17 @@ class SamplingParams:
     """Strings that end the output. They are not included in the output."""
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 128
+    """0 computes the prompt and generates nothing."""
     min_tokens: int = 0
     """Minimum number of output tokens. End-of-text and stop tokens are not sampled before this number."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report the log-probabilities of each sampled token and of this number of most likely tokens. None: no report."""
+    prompt_logprobs: int | None = None
+    """Report the log-probabilities of the prompt's tokens and of this number of most likely tokens. None: no report."""
+    prompt_logprobs_start: int = 1
+    """Index of the first prompt token to report. The tokens before it may come from the cache. Token 0 has no
+    log-probability."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
@@ -87,11 +93,14 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, 1 << 31)
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _whole("max_tokens", self.max_tokens, 1, 1 << 31)
+        _whole("max_tokens", self.max_tokens, 0, 1 << 31)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _whole("n", self.n, 1, 1 << 16)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, _MAX_LOGPROBS)
+        _whole("prompt_logprobs_start", self.prompt_logprobs_start, 1, 1 << 31)
         if self.seed is not None:
             _whole("seed", self.seed, 0, (1 << 64) - 1)
         if not all(isinstance(token, int) for token in self.stop_token_ids):
@@ -112,6 +121,16 @@ class Logprobs(NamedTuple):
     """Natural logarithms of the probabilities of the model, before penalties, temperature and filters."""
 
     chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log-probability) of the most likely tokens, in descending order."""
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probability of a prompt token, given the tokens before it."""
+
+    chosen: float
+    rank: int
+    """1 if no other token is more likely."""
     top: tuple[tuple[int, float], ...]
     """(token, log-probability) of the most likely tokens, in descending order."""
 
@@ -161,11 +180,14 @@ class Output:
     num_prompt_tokens: int
     num_cached_tokens: int
     error: str = ""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """The next prompt tokens from SamplingParams.prompt_logprobs_start on. Only the first sequence reports them."""
 
     def __reduce__(self) -> tuple[type[Output], tuple[object, ...]]:
         """Pickle the fields as a tuple. A round trip takes 8.5 us instead of 31.6 us (x86-64, 2026-11-15)."""
         fields = (self.request_id, self.index, self.text, self.token_ids, self.logprobs)
-        return Output, (*fields, self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error)
+        rest = (self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error, self.prompt_logprobs)
+        return Output, (*fields, *rest)
 
 
 @dataclass(frozen=True, slots=True)

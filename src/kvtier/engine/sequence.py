@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.batch.pipeline import Ticket
-from kvtier.engine.params import Explanation, FinishReason, Output
+from kvtier.engine.params import Explanation, FinishReason, Output, PromptLogprobs
 from kvtier.engine.sampling import RequestSampler, Sample
+from kvtier.engine.scoring import PromptScores
 from kvtier.engine.tokenizer import TokenStream
 from kvtier.scheduler import Request
+
+_SCORES_PER_OUTPUT = 128  # the server renders an output at once: 20 alternatives for each of 128 tokens take 8 ms
 
 
 class StopChecker:
@@ -50,6 +53,8 @@ class EngineSequence:
     sampler: RequestSampler
     stream: TokenStream | None
     stop: StopChecker
+    scores: PromptScores | None = None
+    """Prompt tokens whose log-probabilities are reported. None if there are none."""
     miss: str = ""
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
@@ -60,6 +65,9 @@ class EngineSequence:
 
     def take(self, samples: list[Sample]) -> Output:
         """Add sampled tokens and return the output. Tokens after the end of the sequence are dropped."""
+        if not self.sampler.params.max_tokens:  # the sample is not part of the output
+            self.finish_reason = FinishReason.LENGTH
+            return self.output("", [])
         text, taken = "", 0
         for sample in samples:
             taken += 1
@@ -77,6 +85,18 @@ class EngineSequence:
         if self.finish_reason is not None:
             text += self._rest(stopped=self.finish_reason is FinishReason.STOP and not is_end)
         return self.output(text, samples[:taken])
+
+    def take_scores(self, scores: list[PromptLogprobs]) -> list[Output]:
+        """Return outputs with the log-probabilities of prompt tokens, a limited number in each."""
+        assert self.scores is not None
+        self.scores.take(scores)
+        count = self.scores.num_top
+        cut = [score if len(score.top) == count else score._replace(top=score.top[:count]) for score in scores]
+        outputs = []
+        for begin in range(0, len(cut), _SCORES_PER_OUTPUT):
+            outputs.append(self.output("", []))
+            outputs[-1].prompt_logprobs = tuple(cut[begin : begin + _SCORES_PER_OUTPUT])
+        return outputs
 
     def end(self, reason: FinishReason, error: str = "") -> Output:
         self.finish_reason = reason

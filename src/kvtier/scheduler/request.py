@@ -49,6 +49,9 @@ class Request:
     priority: int = 0
     retention: Retention = _NOT_GIVEN
     """By default, the blocks have the priority of the request and do not expire."""
+    max_cached_tokens: int | None = None
+    """Maximum number of leading tokens that may come from the cache. The engine needs the logits of all later tokens.
+    Rises as tokens are computed, so that a preempted request computes no token twice for its logits."""
     num_prompt_tokens: int = field(init=False)
     state: RequestState = field(init=False, default=RequestState.WAITING)
     reason: str = field(init=False, default="")

@@ -79,7 +79,9 @@ class Scheduler:
     def _build(self, builder: _StepBuilder, now: float) -> None:
         for request in self._waiting:
             if request.prefetch is None and request.may_load:
-                request.prefetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
+                request.prefetch = self.manager.prefetch(
+                    request.chain, now=now, retention=request.retention, max_tokens=request.max_cached_tokens
+                )
         # Generating requests run first, because each needs only one token and users wait for their output.
         for request in sorted(self._running, key=lambda request: not request.is_generating):
             if request.state is RequestState.RUNNING:
@@ -223,7 +225,12 @@ class Scheduler:
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
         """Allocate KV for a request's first step. Return None if the request waits for a repeated prefetch."""
         allocation = self.manager.match(
-            request.chain, now=now, retention=request.retention, may_load=request.may_load, prefetch=request.prefetch
+            request.chain,
+            now=now,
+            retention=request.retention,
+            may_load=request.may_load,
+            prefetch=request.prefetch,
+            max_tokens=request.max_cached_tokens,
         )
         if (
             request.prefetch is not None
@@ -378,6 +385,8 @@ class Scheduler:
         # The KV of accepted drafts is already computed, because the drafts were inputs of the step.
         self.manager.extend(allocation, result.tokens)
         request.num_computed = row.stop - num_rejected
+        if request.max_cached_tokens is not None:
+            request.max_cached_tokens = max(request.max_cached_tokens, request.num_computed)
         request.draft = ()
         self.manager.publish(allocation, request.num_computed, now=now)
         is_full = request.num_new_tokens >= request.max_new_tokens

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvtier.engine.params import FinishReason, Output
+from kvtier.engine.params import FinishReason, Output, SamplingParams
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError
 from kvtier.server.admission import Admission
@@ -24,6 +25,7 @@ from kvtier.server.fields import HEADER
 from kvtier.server.messages import Submit
 from kvtier.server.middleware import EventStream, before_deadline, request_timeout, unless_gone
 from kvtier.server.prepare import Prepared
+from kvtier.server.prompt_report import PromptReport
 from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from kvtier.server.request_log import RequestLog, RequestRecord
 from kvtier.server.responses import DONE, CompletionFormat, event, usage_body, with_usage
@@ -106,7 +108,8 @@ class Completions:
         tenant, body, prompts = request.state.tenant, prepared.body, prepared.prompts
         room = self._max_new_tokens(prepared, tenant)
         try:
-            params = body.sampling_params(max_tokens=body.token_limit[1] or room, logprobs=body.num_logprobs)
+            limit = body.token_limit[1]
+            params = body.sampling_params(max_tokens=room if limit is None else limit, logprobs=body.num_logprobs)
         except ArgumentError as error:  # a combination of fields is invalid
             name = "n" if "samples" in str(error) else "min_tokens" if "min_tokens" in str(error) else None
             raise ApiError(400, f"{name or 'sampling'}: {error}", name) from error
@@ -121,10 +124,29 @@ class Completions:
             for name, prompt in zip(names, prompts, strict=True)
         )
         kind: dict[str, bool] = {"is_chat": isinstance(body, ChatRequest), "logprobs": params.logprobs is not None}
-        format = CompletionFormat(id, self.model, int(time.time()), self.tokenizer, **kind, syntax=prepared.syntax)
+        prompt = self._prompt_report(body, prompts, params)
+        format = CompletionFormat(
+            id, self.model, int(time.time()), self.tokenizer, **kind, syntax=prepared.syntax, prompt=prompt
+        )
         options = body.stream_options or StreamOptions()
         record = RequestRecord(id, tenant_name(tenant), body.endpoint)
         return HttpJob(tenant, submits, format, bool(body.stream), options, request.state.began, record)
+
+    def _prompt_report(
+        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> PromptReport | None:
+        if not body.echo and body.prompt_logprobs is None and not body.return_token_ids:
+            return None
+        return PromptReport(
+            self.tokenizer,
+            prompts,
+            params.n,
+            echo=bool(body.echo),
+            num_echoed_top=params.logprobs or 0,
+            num_top=body.prompt_logprobs,
+            first_scored=params.prompt_logprobs_start,
+            token_ids=bool(body.return_token_ids),
+        )
 
     def _max_new_tokens(self, prepared: _Prepared, tenant: Tenant | None) -> int:
         """Return the number of tokens left for an answer to the longest prompt. Raises 400 if too few are left."""
@@ -183,7 +205,12 @@ class Completions:
                 while job.mailbox.num_left:
                     outputs = await job.mailbox.take()
                     self._count(job, outputs)
-                    yield outputs
+                    if not any(output.prompt_logprobs for output in outputs):
+                        yield outputs
+                        continue
+                    for output in outputs:  # one at a time, because rendering log-probabilities takes milliseconds
+                        yield [output]
+                        await asyncio.sleep(0)
             record.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"
         except TimeoutError as error:
             record.finish = "timeout"
@@ -200,7 +227,7 @@ class Completions:
     def _count(self, job: HttpJob, outputs: Sequence[Output]) -> None:
         now, record = time.monotonic(), job.record
         self.request_log.delivery.observe(now - job.mailbox.sent)
-        if record.ttft_seconds is None:
+        if record.ttft_seconds is None and not outputs[0].prompt_logprobs:
             record.ttft_seconds = now - job.began
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
@@ -261,4 +288,7 @@ def _by_choice(job: HttpJob, outputs: Sequence[Output]) -> dict[int, list[Output
         if len(job.submits) > 1:
             choice += int(output.request_id.rsplit("-", 1)[1]) * job.submits[0].params.n
         groups.setdefault(choice, []).append(output)
+        if output.prompt_logprobs:  # only the first answer has them, and all n answers show them
+            for sibling in range(1, job.submits[0].params.n):
+                groups.setdefault(choice + sibling, []).append(replace(output, index=sibling))
     return groups

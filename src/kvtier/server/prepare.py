@@ -197,6 +197,7 @@ class Preparation:
             raise ApiError(400, message, "max_tokens")
         if isinstance(body, ChatRequest):
             _check_tool_choice(body)
+        _check_prompt_logprobs(body)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
 
@@ -263,6 +264,18 @@ def _schema_text(body: Sampling) -> str | None:
     format = body.response_format
     schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else {}
     return _checked_schema(body, text, schema, "response_format", _SCHEMA)
+
+
+def _check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    name = "prompt_logprobs"
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, f"{name} cannot be combined with stream: true; use echo and logprobs", name)
+    if body.prompt_logprobs_start is not None and body.num_prompt_logprobs is None:
+        field = "prompt_logprobs_start"
+        raise ApiError(400, f"{field} needs {name}, or echo and logprobs", field)
+    field, limit = body.token_limit
+    if limit == 0 and not body.echo and body.prompt_logprobs is None:
+        raise ApiError(400, f"{field}: 0 needs echo: true or {name}", field)
 
 
 def _check_tool_choice(body: ChatRequest) -> None:

@@ -248,9 +248,14 @@ class Sampling(Strict):
     stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True), _few(16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True), _few(64)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """0 needs echo or prompt_logprobs."""
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """Index of the first prompt token whose log-probability is computed. Earlier tokens may come from the cache."""
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None
@@ -289,8 +294,15 @@ class Sampling(Strict):
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            prompt_logprobs_start=max(1, self.prompt_logprobs_start or 1),
             n=self.n or 1,
         )
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to compute per prompt token; None for no log-probabilities of the prompt."""
+        return self.prompt_logprobs
 
 
 class ChatRequest(Sampling):  # POST /v1/chat/completions
@@ -301,6 +313,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    echo: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), _few(128)] | None = None
@@ -361,15 +374,21 @@ class CompletionRequest(Sampling):  # POST /v1/completions
     parse_special: bool = True
     """True if the text of a special token in a prompt is parsed as that token."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    """True if the answer begins with the prompt."""
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
+
+    @property
     def token_limit(self) -> tuple[str, int]:
-        return "max_tokens", self.max_tokens or 16
+        return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:

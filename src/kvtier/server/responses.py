@@ -7,11 +7,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from kvtier.engine.params import FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, CallDelta
+from kvtier.server.prompt_report import PromptReport, ScoredToken
 
 DONE = b"data: [DONE]\n\n"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -21,6 +23,9 @@ _TAILS = {
     reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason).encode()
     for reason in (None, "stop", "length")
 }
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def usage_body(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -40,6 +45,7 @@ def _merge(outputs: Sequence[Output]) -> Output:
         text="".join(output.text for output in outputs),
         token_ids=tuple(token for output in outputs for token in output.token_ids),
         logprobs=tuple(logprobs for output in outputs for logprobs in output.logprobs),
+        prompt_logprobs=tuple(score for output in outputs for score in output.prompt_logprobs),
     )
 
 
@@ -57,6 +63,9 @@ class _Answer:
     parser: AnswerParser | None = None
     lists: dict[str, list[bytes]] = field(default_factory=dict)
     """Lists of log-probabilities by name. Each piece is JSON without the enclosing brackets."""
+    prompt: list[bytes] = field(default_factory=list)
+    """vLLM's `prompt_logprobs`, in pieces as in `lists`."""
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     length: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
@@ -115,8 +124,12 @@ class CompletionFormat:
         is_chat: bool,
         logprobs: bool,
         syntax: AnswerSyntax | None = None,
+        prompt: PromptReport | None = None,
     ) -> None:
-        """`syntax` is the form of reasoning and tool calls; None returns the text as it is."""
+        """`syntax` is the form of reasoning and tool calls; None returns the text as it is.
+
+        `prompt` describes the prompts in the response; None leaves them out.
+        """
         kind, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
         self._frame = {"id": id, "object": kind, "created": created, "model": model}
         self._chunk = {**self._frame, "object": chunk}
@@ -127,13 +140,20 @@ class CompletionFormat:
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._logprobs = logprobs
+        self._prompt = prompt
         self._answers: defaultdict[int, _Answer] = defaultdict(_Answer)
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
         """Append outputs to a choice, for a response that is not streamed. Returns the number of bytes added."""
-        output = _merge(outputs)
-        lists = self._lists(index, output) if self._logprobs else {}
-        return self._answers[index].add(output, self._parse(index, output), lists)
+        output, prompt = self._with_prompt(index, _merge(outputs))
+        answer, num_bytes = self._answers[index], 0
+        lists = self._lists(index, output, prompt) if self._logprobs else {}
+        if self._prompt is not None:
+            answer.token_ids += output.token_ids
+            if prompt:
+                answer.prompt.append(to_json(self._prompt.entries(prompt))[1:-1])
+                num_bytes = len(answer.prompt[-1])
+        return num_bytes + answer.add(output, self._parse(index, output), lists)
 
     def whole(self, num_choices: int, usage: dict[str, Any]) -> bytes:
         choices = []
@@ -143,25 +163,34 @@ class CompletionFormat:
             head = {"index": index, **content}
             logprobs = answer.logprobs(b',"refusal":null' if self._is_chat else b"")
             reason = to_json(_reason(answer, answer.parser))
-            choices.append(b'%b,"logprobs":%b,"finish_reason":%b}' % (to_json(head)[:-1], logprobs, reason))
+            rest = b"" if self._is_chat else self._prompt_fields(index)
+            if self._prompt is not None and self._prompt.token_ids:
+                rest += b',"token_ids":' + to_json(answer.token_ids)
+            choices.append(b'%b,"logprobs":%b,"finish_reason":%b%b}' % (to_json(head)[:-1], logprobs, reason, rest))
         frame = to_json(self._frame)[:-1]
-        return b'%b,"choices":[%b],"usage":%b}' % (frame, b",".join(choices), to_json(usage))
+        rest = self._prompt_fields(0) if self._is_chat else b""
+        return b'%b,"choices":[%b],"usage":%b%b}' % (frame, b",".join(choices), to_json(usage), rest)
 
     def opening(self, index: int) -> bytes:
         """Return the first event of a chat choice, with the role; empty for a text completion."""
-        return self._event(index, {"delta": {"role": "assistant", "content": ""}}) if self._is_chat else b""
+        if not self._is_chat:
+            return b""
+        data = self._event(index, {"delta": {"role": "assistant", "content": ""}})
+        return data.removesuffix(b"}\n\n") + self._prompt_fields(index) + b"}\n\n"
 
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
         """Return an event with new outputs of a choice; empty if there is nothing to send yet."""
-        output = _merge(outputs)
+        output, prompt = self._with_prompt(index, _merge(outputs))
         if not self._syntax.is_plain:
             return self._parsed_piece(index, output)
         text, reason = output.text, _reason(output)
-        if self._logprobs:
-            lists = self._lists(index, output)
+        ids = self._token_fields(index, output)
+        if self._logprobs or ids:
+            lists = self._lists(index, output, prompt) if self._logprobs else None
             if self._is_chat:
-                return self._event(index, {"delta": {"content": text}}, {**lists, "refusal": None}, reason)
-            return self._event(index, {"text": text}, lists, reason)
+                logprobs = None if lists is None else {**lists, "refusal": None}
+                return self._event(index, {"delta": {"content": text}}, logprobs, reason, ids)
+            return self._event(index, {"text": text}, lists, reason, ids)
         if not text and reason is None:
             return b""  # the engine holds back an incomplete character or a possible stop text
         if not text and self._is_chat:
@@ -178,9 +207,10 @@ class CompletionFormat:
             body["tool_calls"] = [{"index": call.index, **_call_body(call)} for call in delta.calls]
         reason = _reason(output, self._answers[index].parser)
         logprobs = {**self._lists(index, output), "refusal": None} if self._logprobs else None
-        if not body and reason is None and logprobs is None:
+        ids = self._token_fields(index, output)
+        if not body and reason is None and logprobs is None and not ids:
             return b""
-        return self._event(index, {"delta": body}, logprobs, reason)
+        return self._event(index, {"delta": body}, logprobs, reason, ids)
 
     def _parse(self, index: int, output: Output) -> AnswerDelta:
         """Return the parts of an answer that the new text of a choice completes."""
@@ -195,21 +225,61 @@ class CompletionFormat:
     def closing(self, usage: dict[str, Any]) -> bytes:
         return event({**self._chunk, "choices": [], "usage": usage})
 
-    def _event(self, index: int, content: Mapping[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
-        rest = {**content, "logprobs": logprobs, "finish_reason": reason}
+    def _with_prompt(self, index: int, output: Output) -> tuple[Output, list[ScoredToken]]:
+        """Return an output whose text begins with the echo of the prompt, and the prompt's tokens that it scores."""
+        if self._prompt is None:
+            return output, []
+        if text := self._prompt.text(index):
+            output = replace(output, text=text + output.text)
+        return output, self._prompt.tokens(index, output.prompt_logprobs)
+
+    def _prompt_fields(self, index: int) -> bytes:
+        """Return the fields about the prompt of a choice, each with a comma before it."""
+        if self._prompt is None:
+            return b""
+        data = b""
+        if self._prompt.num_top is not None and self._answers[index].prompt:
+            data += b',"prompt_logprobs":[%b]' % b",".join(self._answers[index].prompt)
+        if self._prompt.token_ids:
+            data += b',"prompt_token_ids":' + to_json(list(self._prompt.prompt(index)))
+        return data
+
+    def _token_fields(self, index: int, output: Output) -> dict[str, Any]:
+        """Return the fields with token ids for an event of a choice; empty if they were not requested."""
+        if self._prompt is None or not self._prompt.token_ids:
+            return {}
+        fields: dict[str, Any] = {"token_ids": list(output.token_ids)}
+        if not self._is_chat and (prompt := self._prompt.new_ids(index)) is not None:
+            fields["prompt_token_ids"] = prompt
+        return fields
+
+    def _event(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        logprobs: Any = None,
+        reason: str | None = None,
+        more: Mapping[str, Any] = _NOTHING,
+    ) -> bytes:
+        rest = {**content, "logprobs": logprobs, "finish_reason": reason, **more}
         return self._head + str(index).encode() + b"," + to_json(rest)[1:] + b"]}\n\n"
 
-    def _lists(self, index: int, output: Output) -> dict[str, list[Any]]:
+    def _lists(self, index: int, output: Output, prompt: Sequence[ScoredToken] = ()) -> dict[str, list[Any]]:
         """Return the lists of log-probabilities by name. `text_offset` contains each token's position in the text."""
         if self._is_chat:
             return {"content": self._content(output)}
         answer = self._answers[index]
         special, bytes_of = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        if self._prompt is None or not self._prompt.echo:
+            prompt = ()
+        tokens = [*(each.token_id for each in prompt), *output.token_ids]
+        logprobs = [*(each.score for each in prompt), *output.logprobs]
+        count = self._prompt.num_echoed_top if self._prompt is not None else None
         return {
-            "tokens": [self._name(token) for token in output.token_ids],
-            "token_logprobs": [_finite(logprobs.chosen) for logprobs in output.logprobs],
-            "top_logprobs": [self._top(logprobs.top) for logprobs in output.logprobs],
-            "text_offset": [answer.advance(b"" if token in special else bytes_of(token)) for token in output.token_ids],
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None if each is None else _finite(each.chosen) for each in logprobs],
+            "top_logprobs": [None if each is None else self._top(each.top[:count]) for each in logprobs],
+            "text_offset": [answer.advance(b"" if token in special else bytes_of(token)) for token in tokens],
         }
 
     def _content(self, output: Output) -> list[dict[str, Any]]:
