@@ -376,12 +376,25 @@ def settle_stores(driver: Driver) -> None:
     from kvtier.messages import Route
 
     manager = connectors(driver)[0].scheduler.manager
-    for _ in range(2000):
+    for _ in range(20_000):
         is_due = any(queue.is_due for queue in manager.queues)
-        if not (is_due or manager.transfers.num_blocks(Route.HOST_TO_STORE) or manager.transfers.has_plan):
+        is_writing = manager.transfers.counts[Route.HOST_TO_STORE].num_in_flight > 0
+        if not (is_due or is_writing or manager.transfers.has_plan):
             return
         driver.ask([[3]], max_tokens=1)
     raise AssertionError("the stores did not finish")
+
+
+def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """Answer requests one after the other, and wait after each one until its blocks are in the stores.
+
+    Host memory with blocks that a slow store is still writing has no room for the blocks of the next request.
+    """
+    answers = []
+    for prompt in prompts:
+        answers += driver.ask([prompt])
+        settle_stores(driver)
+    return answers
 
 
 def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:

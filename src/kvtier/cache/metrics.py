@@ -55,7 +55,7 @@ class CacheMetrics:
             self._moved.of(name).raise_to(total.num_blocks)
             self._bytes.of(name).raise_to(total.num_bytes)
             self._failed.of(name).raise_to(total.num_failed)
-            self._queue.of(name).set(manager.transfers.num_blocks(route))
+            self._queue.of(name).set(total.num_in_flight)
         if len(manager.tree.tiers) > 1:
             self._failed.of("scrub").raise_to(manager.num_damaged)
         for tier in stats.tiers:

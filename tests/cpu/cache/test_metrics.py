@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kvtier.cache.config import WaitPolicy, WritebackConfig
+from cache_support import NAMESPACE, prompt
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.metrics import CacheMetrics
+from kvtier.messages import Report, Route, TransferResult
 from kvtier.metrics import Registry
 from tiers_machine import BLOCK, TiersMachine
 
@@ -40,3 +44,21 @@ def test_cache_metrics_count_transferred_blocks_and_bytes():
     assert shown["kvtier_store_objects_total", "disk", "write", "done"] >= blocks
     assert shown["kvtier_cache_blocks", "device"] == 12
     machine.teardown()
+
+
+def test_cache_metrics_count_blocks_in_flight_to_a_store():
+    config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),))
+    manager, registry = CacheManager(NAMESPACE, config), Registry()
+    CacheMetrics(manager, {}, registry)
+    allocation = manager.match(prompt(1, 3))
+    assert manager.allocate(allocation, 3 * BLOCK) is None
+    manager.publish(allocation, 3 * BLOCK)
+    saves = [each for each in manager.plan().transfers if each.route is Route.DEVICE_TO_HOST]
+    assert moving(registry) == {"load": 0, "save": 3, "fetch": 0, "store": 0}
+    manager.apply(Report(0, 0, tuple(TransferResult(each.id, True, 1, 0.1) for each in saves)))
+    assert moving(registry) == {"load": 0, "save": 0, "fetch": 0, "store": 3}
+
+
+def moving(registry: Registry) -> dict[str, object]:
+    shown = sampled(registry)
+    return {route.value: shown["kvtier_cache_moving_blocks", route.value] for route in Route}

@@ -300,7 +300,8 @@ class KvtierConnector(KVConnectorBase_V1):
         if self._scheduler is None or now < self._next_stats:
             return None
         self._next_stats = now + _STATS_SECONDS
-        return KvtierStats(data=self._collector.collect(self._scheduler.num_held_blocks))
+        side = self._scheduler
+        return KvtierStats(data=self._collector.collect(side.num_held_blocks, side.num_skipped_blocks))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

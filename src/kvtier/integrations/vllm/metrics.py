@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.cache.manager import CacheManager
+from kvtier.messages import Route
 
 Samples = dict[str, dict[str, float]]
 """Metric -> label value -> number."""
@@ -27,6 +28,7 @@ METRICS = {
     "moved_blocks": Metric("vllm:kvtier_moved_blocks", "Blocks moved.", "purpose"),
     "moved_bytes": Metric("vllm:kvtier_moved_bytes", "Bytes moved.", "purpose"),
     "failed_blocks": Metric("vllm:kvtier_failed_blocks", "Blocks that did not arrive.", "purpose"),
+    "skipped_blocks": Metric("vllm:kvtier_skipped_blocks", "Full blocks that were not saved: no room.", "purpose"),
     "evicted_blocks": Metric("vllm:kvtier_evicted_blocks", "Blocks evicted to make room.", "tier"),
     "moving_blocks": Metric("vllm:kvtier_moving_blocks", "Blocks in flight.", "purpose", is_counter=False),
     "used_blocks": Metric("vllm:kvtier_used_blocks", "Blocks in use.", "tier", is_counter=False),
@@ -35,17 +37,18 @@ METRICS = {
 }
 
 
-def totals_of(manager: CacheManager, num_held: int) -> Samples:
+def totals_of(manager: CacheManager, num_held: int, num_skipped: int) -> Samples:
     """Return the present value of every metric."""
-    counts, stats, transfers = manager.transfers.counts, manager.stats, manager.transfers
+    counts, stats = manager.transfers.counts, manager.stats
     failed = {route.value: float(total.num_failed) for route, total in counts.items()}
     return {
         "hit_tokens": {tier.name: float(tier.hit_tokens) for tier in stats.tiers},
         "moved_blocks": {route.value: float(total.num_blocks) for route, total in counts.items()},
         "moved_bytes": {route.value: float(total.num_bytes) for route, total in counts.items()},
         "failed_blocks": {**failed, "scrub": float(manager.num_damaged)},
+        "skipped_blocks": {Route.DEVICE_TO_HOST.value: float(num_skipped)},
         "evicted_blocks": {tier.name: float(tier.num_evicted) for tier in manager.tree.tiers},
-        "moving_blocks": {route.value: float(transfers.num_blocks(route)) for route in counts},
+        "moving_blocks": {route.value: float(total.num_in_flight) for route, total in counts.items()},
         "used_blocks": {tier.name: float(tier.num_used) for tier in stats.tiers},
         "total_blocks": {tier.name: float(tier.pool.num_slots) for tier in manager.tree.tiers},
         "held_blocks": {"saving": float(num_held)},
@@ -69,8 +72,8 @@ class Collector:
         self._manager = manager
         self._last: Samples = {}
 
-    def collect(self, num_held: int) -> Samples:
-        totals = totals_of(self._manager, num_held)
+    def collect(self, num_held: int, num_skipped: int) -> Samples:
+        totals = totals_of(self._manager, num_held, num_skipped)
         changes = {name: dict(values) for name, values in totals.items()}
         for name, values in self._last.items():
             if METRICS[name].is_counter:

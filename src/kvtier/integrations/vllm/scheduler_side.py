@@ -85,6 +85,8 @@ class SchedulerSide:
         self._orphans: set[int] = set()
         """Saves in flight whose request has released its own references to the device blocks."""
         self._new_namespace = b""
+        self.num_skipped_blocks = 0
+        """Full blocks of finished requests that were not saved, because host memory or a limit had no room."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -220,10 +222,11 @@ class SchedulerSide:
         now = self._clock()
         self._withdraw(tracked)
         self._end_prefetch(tracked)
-        if tracked.has_run and tracked.may_save:
+        if tracked.has_run and (tracked.may_save or tracked.saved.is_over):
             num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_tokens
             if num_full > tracked.saved.num_blocks:
                 self._save(tracked, block_ids, num_full, now)
+                self.num_skipped_blocks += max(0, self._num_savable(tracked, num_full) - tracked.saved.num_blocks)
         if tracked.has_run and not tracked.was_loaded:
             self._count_use(tracked, now)
         self._orphans |= tracked.saves
@@ -308,10 +311,8 @@ class SchedulerSide:
             tracked.prefetch = None
 
     def _save(self, tracked: TrackedRequest, table: Sequence[int], num_full: int, now: float) -> None:
-        if not self._config.save_generated:
-            num_full = min(num_full, tracked.request.num_prompt_tokens // self._block_tokens)
         self._extend(tracked)
-        num_full = min(num_full, tracked.chain.num_blocks, len(table))
+        num_full = min(self._num_savable(tracked, num_full), tracked.chain.num_blocks, len(table))
         if num_full <= tracked.saved.num_blocks:
             return
         started = self._device.save(
@@ -329,6 +330,11 @@ class SchedulerSide:
             self._pool.touch([self._pool.blocks[block] for block in held])
             self._saves[number] = held, tracked
             tracked.saves.add(number)
+
+    def _num_savable(self, tracked: TrackedRequest, num_full: int) -> int:
+        """Return how many of a request's first full blocks the settings allow to save."""
+        num_prompt = tracked.request.num_prompt_tokens // self._block_tokens
+        return num_full if self._config.save_generated else min(num_full, num_prompt)
 
     def _num_dropped(self, table: Sequence[int]) -> int:
         """Return the number of leading null blocks. vLLM has dropped these blocks: they are outside the window."""
