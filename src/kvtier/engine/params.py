@@ -209,3 +209,9 @@ class Explanation:
     waited_seconds: float | None
     """Time from arrival to admission."""
     ttft_seconds: float | None
+    arrived_at: float = 0.0
+    """Time of arrival on the engine's clock, time.monotonic() by default."""
+    fetch_seconds: tuple[float, float] | None = None
+    """Start and end of the fetch from stores to host memory, from arrival on. None if nothing was fetched."""
+    loaded_seconds: float | None = None
+    """Time from arrival to the end of the load to the device. None if nothing was loaded."""

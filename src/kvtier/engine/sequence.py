@@ -132,6 +132,7 @@ class EngineSequence:
     def explain(self) -> Explanation:
         request = self.request
         state = self.finish_reason.value if self.finish_reason is not None else request.state.value
+        arrival, fetched = request.arrival, request.fetch_times
         return Explanation(
             self.id,
             state,
@@ -142,6 +143,9 @@ class EngineSequence:
             self.miss,
             dict(request.tokens_from),
             request.why_loaded,
-            None if request.scheduled_at is None else request.scheduled_at - request.arrival,
-            None if self.first_token_at is None else self.first_token_at - request.arrival,
+            None if request.scheduled_at is None else request.scheduled_at - arrival,
+            None if self.first_token_at is None else self.first_token_at - arrival,
+            arrival,
+            None if fetched is None else (fetched[0] - arrival, fetched[1] - arrival),
+            None if request.loaded_at is None else request.loaded_at - arrival,
         )

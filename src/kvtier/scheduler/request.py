@@ -58,6 +58,10 @@ class Request:
     arrival: float = field(init=False, default=0.0)
     scheduled_at: float | None = field(init=False, default=None)
     """Time of the first admission."""
+    fetch_times: tuple[float, float] | None = field(init=False, default=None)
+    """Start and end of the fetch from stores before the first admission. None if nothing was fetched."""
+    loaded_at: float | None = field(init=False, default=None)
+    """Time at which the first load of cached blocks was complete. None if nothing was loaded."""
     prefetch: Prefetch | None = field(init=False, default=None)
     """Fetch of the request's blocks from stores to the host while the request waits."""
     allocation: Allocation | None = field(init=False, default=None)

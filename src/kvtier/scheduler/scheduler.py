@@ -194,6 +194,8 @@ class Scheduler:
                 return
             if request.prefetch is not None and not self.manager.is_prefetched(request.prefetch, now=now):
                 continue  # its blocks are in flight, so later requests are admitted first
+            if request.prefetch is not None and request.prefetch.num_blocks and request.fetch_times is None:
+                request.fetch_times = request.prefetch.started, now
             if tenant_of(request.chain.salt) in full or self._never_fits(request, builder):
                 continue
             allocation = self._allocate(request, builder.budget, now)
@@ -318,8 +320,12 @@ class Scheduler:
 
     def _is_ready(self, request: Request, now: float) -> bool:
         """True if the request's cached blocks are on the device. After a failed load, queue the request again."""
+        was_loading = _held(request).is_loading
         try:
-            return self.manager.is_ready(_held(request))
+            is_ready = self.manager.is_ready(_held(request))
+            if was_loading and is_ready and request.loaded_at is None:
+                request.loaded_at = now
+            return is_ready
         except LoadError:
             self._to_waiting(request, now)
             request.may_load = False

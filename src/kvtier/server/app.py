@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -31,6 +31,9 @@ from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
 from kvtier.server.schema_cache import SchemaChecks
 from kvtier.server.worker_pool import WorkerPool
+
+if TYPE_CHECKING:  # needs the extra `otel`
+    from kvtier.server.tracing import Tracing
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("format.js", "history.js", "charts.js", "panels.js", "page.js")
@@ -94,6 +97,7 @@ def make_app(
     request_log: RequestLog,
     heartbeat: Heartbeat,
     page: MetricsPage,
+    tracing: Tracing | None,
 ) -> ASGIApp:
     app = FastAPI(
         title="kvtier",
@@ -106,7 +110,8 @@ def make_app(
     _add_error_handlers(app)
     limits, model = config.limits, config.model_name
     bodies = Bodies(Preparation(pool.config, tokenizer), pool, limits, admission)
-    completions = Completions(heartbeat.engine, SchemaChecks(pool), tokenizer, model, limits, admission, request_log)
+    checks, engine = SchemaChecks(pool), heartbeat.engine
+    completions = Completions(engine, checks, tokenizer, model, limits, admission, request_log, tracing)
     _add_generation(app, completions, bodies)
     _add_model(app, model, max_context, bodies, admission)
     _add_health_and_page(app, heartbeat, admission)

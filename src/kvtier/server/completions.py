@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,6 +31,9 @@ from kvtier.server.request_log import RequestLog, RequestRecord
 from kvtier.server.responses import DONE, CompletionFormat, event, usage_body, with_usage
 from kvtier.server.schema_cache import SchemaChecks
 
+if TYPE_CHECKING:  # needs the extra `otel`
+    from kvtier.server.tracing import RequestTrace, Tracing
+
 _Prepared = Prepared[ChatRequest] | Prepared[CompletionRequest]
 _log = logging.getLogger("kvtier.server")
 _GRACE_SECONDS = 5.0  # added to the request's time limit, so that the client can read the rest of the response
@@ -51,6 +54,7 @@ class HttpJob:
     arrived: dict[tuple[str, int], float] = field(default_factory=dict)
     """Time at which the newest token of each answer arrived, by request id and index."""
     mailbox: Mailbox = field(default_factory=Mailbox)
+    trace: RequestTrace | None = None
 
     @property
     def num_answers(self) -> int:
@@ -74,6 +78,8 @@ class Completions:
     limits: Limits
     admission: Admission
     request_log: RequestLog
+    tracing: Tracing | None = None
+    """None if the server sends no traces."""
 
     async def answer(self, prepared: _Prepared, request: Request) -> Response:
         """Run a request. Raises ApiError for errors before the first token. A stream reports later errors as events."""
@@ -83,9 +89,11 @@ class Completions:
                 check = self._check_schema(prepared, tenant_name(tenant))
                 await before_deadline(request, self.limits, check)
         job = self._job(prepared, request)
+        if self.tracing is not None:
+            job.trace = self.tracing.begin(request.headers, job.began)
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
-        headers = {"x-request-id": job.record.id}
+        headers = {"x-request-id": job.record.id, **(job.trace.headers if job.trace is not None else {})}
         if prepared.ignored:
             headers[HEADER] = ", ".join(prepared.ignored)
         if not job.stream:
@@ -256,6 +264,8 @@ class Completions:
             record.tokens_from = explanation.tokens_from
             record.explanation = "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
         self.request_log.ended(record, explanation)
+        if self.tracing is not None and job.trace is not None:
+            self.tracing.end(job.trace, job.began, record, job.mailbox.explanations.values())
         self.admission.spend(job.tenant, record.prompt_tokens - record.cached_tokens + record.new_tokens)
         _log.info(
             "request=%s tenant=%s endpoint=%s finish=%s prompt=%d cached=%d new=%d ttft_ms=%s seconds=%.3f",

@@ -160,6 +160,8 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; a non-local address needs API keys", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0: any free port", metavar="PORT")
     metrics_port: int = option(0, "port for GET /metrics without a key; 0: none", metavar="PORT")
+    otlp_traces_endpoint: str = option("", "OTLP/HTTP address for traces (extra `otel`)", metavar="URL")
+    """For example http://collector:4318/v1/traces. One trace per completion request."""
     name: str = option("", "name of the model in the API (default: name of the folder or file)")
     tenants: tuple[Tenant, ...] = ()
     """A server without tenants has no keys. It accepts only clients on this machine and treats them as admins."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import uvicorn
 import uvloop
@@ -33,8 +33,12 @@ from kvtier.server.prepare import PrepareConfig
 from kvtier.server.request_log import RequestLog
 from kvtier.server.worker_pool import WorkerPool
 
+if TYPE_CHECKING:  # needs the extra `otel`
+    from kvtier.server.tracing import Tracing
+
 _log = logging.getLogger("kvtier.server")
 _CLOSE_SECONDS = 60.0  # time for the engine to save the cache
+_TRACE_SECONDS = 5.0  # time to send the last traces
 _THREAD_SECONDS = 5.0  # time for the executor's threads to end after the engine process has exited
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -49,6 +53,7 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
                 listening, draining --the engine exited--> exit, code 1
                 any --second SIGTERM or SIGINT--> exit at once, code 128 + signal, nothing saved
     """
+    tracing = _open_tracing(config)
     executor = ThreadPoolExecutor(thread_name_prefix="kvtier")
     with (
         contextlib.closing(_bind(config.host, config.port)) as listener,
@@ -56,7 +61,7 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.get_loop().set_default_executor(executor)
-        code = runner.run(_run(config, listener, metrics_listener, ready))
+        code = runner.run(_run(config, listener, metrics_listener, tracing, ready))
         _end_threads(executor, code)
         return code
 
@@ -99,6 +104,7 @@ async def _run(
     config: ServerConfig,
     listener: socket.socket,
     metrics_listener: socket.socket | None,
+    tracing: Tracing | None,
     ready: Callable[[str], object],
 ) -> int:
     task = asyncio.current_task()
@@ -123,7 +129,7 @@ async def _run(
     pool.start()
     request_log, heartbeat = RequestLog(config.model_name, started.block_tokens), Heartbeat(engine, limits)
     page = MetricsPage(heartbeat, request_log)
-    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat, page)
+    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat, page, tracing)
     address = _address(listener)
     server = _Uvicorn(_uvicorn_config(limits, app, request_log), lambda: ready(address))
 
@@ -146,6 +152,8 @@ async def _run(
     _log.info("saving the cache and exiting")
     seconds = _CLOSE_SECONDS if await heartbeat.is_responsive() else 0.0
     code = await engine.close(seconds)
+    if tracing is not None:
+        await _close_tracing(tracing)
     if failed or code:
         _log.error("the engine process exited with code %s", code)
     return 1 if failed or code else 0
@@ -196,6 +204,24 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _open_tracing(config: ServerConfig) -> Tracing | None:
+    if not config.otlp_traces_endpoint:
+        return None
+    try:
+        from kvtier.server.tracing import Tracing
+    except ImportError as error:
+        raise UnavailableError(f"traces need the extra: pip install 'kvtier[otel]' ({error})") from error
+    return Tracing(config.otlp_traces_endpoint, config.model_name)
+
+
+async def _close_tracing(tracing: Tracing) -> None:
+    try:
+        async with asyncio.timeout(_TRACE_SECONDS):
+            await asyncio.to_thread(tracing.close)
+    except TimeoutError:
+        _log.warning("the last traces were not sent within %g s", _TRACE_SECONDS)
 
 
 async def _set_quotas(engine: EngineClient, tenants: Sequence[Tenant]) -> None:

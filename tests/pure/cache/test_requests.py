@@ -264,6 +264,21 @@ def test_request_keeps_sources_of_tokens_and_load_decision():
     assert request.why_loaded == "load 20 tokens: nothing measured yet"
 
 
+def test_request_keeps_times_of_fetch_and_load():
+    lab = Lab(20, stores=[disk()])
+    scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
+    computed, fetched = Request("computed", prompt(1, 5), 2), Request("fetched", prompt(1, 5), 2)
+    for request in (computed, fetched):
+        scheduler.add(request, lab.now)
+        run(scheduler, lab)
+        lab.settle()
+        lab.manager.reset()
+    assert (computed.fetch_times, computed.loaded_at) == (None, None)
+    start, end = fetched.fetch_times
+    # The fetch takes one step, the load another one; the steps are 0.1 s apart.
+    assert fetched.arrival <= start < end == fetched.scheduled_at < fetched.loaded_at
+
+
 # ---- sizes of messages ---------------------------------------------------------------------------------------------
 
 
