@@ -1,6 +1,6 @@
-"""Generate docs/reference from the docstrings of public names, and the table of fields in docs/api.md.
+"""Generate docs/reference from the docstrings of public names, and the tables of fields in docs/api.md.
 
-Parses the sources; does not import kvtier. Only the module with the fields is run.
+Parses the sources; imports only the two modules with the fields, which need no other package.
 
 python docs/make_reference.py            write the pages
 python docs/make_reference.py --check    exit code 1 if a page is out of date
@@ -11,17 +11,16 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import fill, indent
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 API = ROOT / "docs" / "api.md"
-FIELDS = ROOT / "src" / "kvtier" / "server" / "fields.py"
-FIRST_LINE, LAST_LINE = "<!-- table of docs/make_reference.py -->\n", "<!-- end of the table -->\n"
+FIRST_LINE, LAST_LINE = "<!-- table {} of docs/make_reference.py -->\n", "<!-- end of the table -->\n"
 ENDPOINTS = {"ct": "both", "c": "chat", "t": "text"}
 # Public names are those in __all__, or all definitions of a module without __all__.
 CACHE = "config writeback allocation manager admin"
@@ -61,16 +60,29 @@ def page(modules: tuple[str, ...]) -> str:
 
 
 def api_page(text: str) -> str:
-    """Return docs/api.md with the table of fields, which replaces the lines between the two comments."""
-    before, _, rest = text.partition(FIRST_LINE)
-    after = rest.partition(LAST_LINE)[2]
-    rows = ["| field | of | endpoints | class | note |", "|---|---|---|---|---|"]
-    for name, field in runpy.run_path(str(FIELDS))["FIELDS"].items():
+    """Return docs/api.md with the tables of fields, which replace the lines between two comments each."""
+    if str(ROOT / "src") not in sys.path:
+        sys.path.insert(0, str(ROOT / "src"))
+    from kvtier.server import agent_fields, fields
+
+    for table in (fields.FIELDS, agent_fields.MESSAGES_FIELDS):
+        has_places = table is fields.FIELDS
+        name = "FIELDS" if has_places else "MESSAGES_FIELDS"
+        before, first_line, rest = text.partition(FIRST_LINE.format(name))
+        after = rest.partition(LAST_LINE)[2]
+        text = before + first_line + "\n".join(_field_rows(table, has_places)) + "\n" + LAST_LINE + after
+    return text
+
+
+def _field_rows(table: Mapping[str, Any], has_places: bool) -> Iterator[str]:
+    yield f"| field | of |{' endpoints |' if has_places else ''} class | note |"
+    yield "|---|---|---|---|" + ("---|" if has_places else "")
+    for name, field in table.items():
         note = field.note
         if field.neutral:
             note += f"; {', '.join(f'`{json.dumps(value)}`' for value in field.neutral)} accepted"
-        rows.append(f"| `{name}` | {field.origin} | {ENDPOINTS[field.places]} | {field.kind} | {note} |")
-    return before + FIRST_LINE + "\n".join(rows) + "\n" + LAST_LINE + after
+        places = f" {ENDPOINTS[field.places]} |" if has_places else ""
+        yield f"| `{name}` | {field.origin} |{places} {field.kind} | {note} |"
 
 
 def _entry(name: str, node: Definition, doc: str) -> str:

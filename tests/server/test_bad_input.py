@@ -182,7 +182,11 @@ def test_conflicting_options_are_400(server):
         base = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
         return refused(server.post(path, {"model": server.model, **base, **more}))
 
-    assert error(top_logprobs=2)["message"].startswith("the body: top_logprobs needs logprobs")
+    assert error(top_logprobs=2)["param"] == "top_logprobs"
+    assert error(continue_final_message=True)["param"] == "continue_final_message"
+    final = [*MESSAGES, {"role": "assistant", "content": "x"}]
+    both = {"messages": final, "continue_final_message": True, "add_generation_prompt": True}
+    assert error(**both)["param"] == "continue_final_message"
     assert error(stream_options={"include_usage": True})["param"] == "stream_options"
     assert error(max_tokens=5, max_completion_tokens=5)["param"] == "max_tokens"
     assert error(max_tokens=5, min_tokens=6)["param"] == "min_tokens"

@@ -7,7 +7,7 @@ import tokenizers
 
 from kvtier.engine import Tokenizer
 from kvtier.engine.params import FinishReason, Logprobs, Output
-from kvtier.server.responses import CompletionFormat, usage_body
+from kvtier.server.responses import CompletionFormat, Usage
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
@@ -31,7 +31,7 @@ def whole(form, tokens, top=(), step=1):
         new = tuple(tokens[begin : begin + step])
         logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)
         form.add(0, [Output("id", 0, TEXT if begin == 0 else "", new, logprobs, FinishReason.LENGTH, 1, 0)])
-    return json.loads(form.whole(1, usage_body(3, 1, len(tokens))))
+    return json.loads(form.whole(1, Usage(3, 1, len(tokens))))
 
 
 def output(tokens, reason=None):
@@ -90,14 +90,14 @@ def test_response_in_pieces_equals_response_at_once(tokenizer, is_chat, logprobs
     assert choice.get("text", choice.get("message", {}).get("content")) == TEXT
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
     assert (choice["logprobs"] is not None) == logprobs
-    assert at_once["usage"] == usage_body(3, 1, len(tokens))
+    assert at_once["usage"] == Usage(3, 1, len(tokens)).body()
     assert list(at_once) == ["id", "object", "created", "model", "choices", "usage"]
 
 
 def test_completion_format_counts_bytes_of_added_outputs(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
     num_bytes = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
-    assert 0 < num_bytes <= len(form.whole(1, usage_body(0, 0, 0)))
+    assert 0 < num_bytes <= len(form.whole(1, Usage(0, 0, 0)))
 
 
 def test_response_above_the_size_limit_is_400(start):

@@ -182,12 +182,14 @@ class Output:
     error: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """The next prompt tokens from SamplingParams.prompt_logprobs_start on. Only the first sequence reports them."""
+    stop_text: str = ""
+    """The stop string that ended the sequence."""
 
     def __reduce__(self) -> tuple[type[Output], tuple[object, ...]]:
         """Pickle the fields as a tuple. A round trip takes 8.5 us instead of 31.6 us (x86-64, 2026-11-15)."""
         fields = (self.request_id, self.index, self.text, self.token_ids, self.logprobs)
-        rest = (self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error, self.prompt_logprobs)
-        return Output, (*fields, *rest)
+        rest = (self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error)
+        return Output, (*fields, *rest, self.prompt_logprobs, self.stop_text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,18 @@ class StopChecker:
         self._stops = tuple(stops)
         self._held = ""
         self._longest = max(map(len, stops), default=0)
+        self.found = ""
+        """The stop string that was found first."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Add text. Returns the text that can be released, and True if a stop string was found after that text."""
         if not self._stops:
             return piece, False
         text = self._held + piece
-        end = min((text.find(stop) for stop in self._stops if stop in text), default=None)
-        if end is not None:
+        ends = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if ends:
             self._held = ""
+            end, self.found = min(ends, key=lambda found: found[0])
             return text[:end], True
         # hold back the longest suffix of the text that is a prefix of a stop string
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
@@ -118,6 +121,7 @@ class EngineSequence:
             self.request.num_prompt_tokens,
             self.request.num_cached_tokens,
             error,
+            stop_text=self.stop.found,
         )
 
     def _rest(self, *, stopped: bool) -> str:

@@ -188,9 +188,14 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a conversation with the chat template. `variables` are passed to the template."""
+        """Render a conversation with the chat template. `variables` are passed to the template.
+
+        With `continue_final_message`, the text ends with the content of the last message, so that an answer continues
+        it.
+        """
         template = self._tool_template if tools else self._template
         if template is None:
             raise StateError("this checkpoint has no chat template; use a text as the prompt")
@@ -199,9 +204,11 @@ class Tokenizer:
         for index, message in enumerate(messages):
             if "role" not in message:
                 raise ArgumentError(f"message {index} has no role; its keys are {', '.join(message) or 'none'}")
-        names = {**self.special, **variables}
+        is_open = add_generation_prompt and not continue_final_message
+        names = {**self.special, "messages": messages, "tools": tools, "add_generation_prompt": is_open, **variables}
         try:
-            return template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names)
+            text = template.render(**names)
+            return _until_end(text, messages[-1]["content"]) if continue_final_message else text
         except jinja2.TemplateError as error:
             raise ArgumentError(f"the chat template cannot render these messages: {error}") from error
 
@@ -287,6 +294,14 @@ class TokenStream:
         text = decode(self._shown + released, skip_special=False)[len(known) :]
         self._shown, self._held = released, self._held[count:]
         return text
+
+
+def _until_end(text: str, content: str) -> str:
+    """Return the text until the end of the last message. Templates may strip the content of messages."""
+    for form in (content, content.rstrip(), content.strip()):
+        if form and (begin := text.rfind(form)) >= 0:
+            return text[: begin + len(form)]
+    raise ArgumentError("the chat template changes the final message, so that it cannot be continued")
 
 
 def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:

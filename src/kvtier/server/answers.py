@@ -65,15 +65,40 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """New parts of an answer."""
+class TextDelta:
+    """New part of the content or of the reasoning."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    kind: Literal["content", "reasoning"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """New parts of an answer, in the order of the text."""
+
+    parts: tuple[TextDelta | CallDelta, ...] = ()
+
+    @property
+    def content(self) -> str:
+        return self._text("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._text("reasoning")
+
+    @property
+    def calls(self) -> tuple[CallDelta, ...]:
+        return tuple(part for part in self.parts if isinstance(part, CallDelta))
 
     def __add__(self, other: AnswerDelta) -> AnswerDelta:
-        return AnswerDelta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+        return AnswerDelta(self.parts + other.parts)
+
+    def _text(self, kind: str) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, TextDelta) and part.kind == kind)
+
+
+def content_delta(text: str) -> AnswerDelta:
+    return AnswerDelta((TextDelta("content", text),))
 
 
 class _CallScanner:
@@ -231,9 +256,12 @@ class AnswerParser:
         """Text of a call whose name is not known yet. It becomes content if it turns out to be no call."""
         self._is_open_call = False  # True after the first part of the current call
         self.num_calls = 0
-        self._content: list[str] = []
-        self._reasoned: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._parts: list[TextDelta | CallDelta] = []
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the next text is reasoning."""
+        return self._state == self._reasoning
 
     def feed(self, text: str) -> AnswerDelta:
         """Process the next text of the answer. Returns what is certain now."""
@@ -246,17 +274,20 @@ class AnswerParser:
         """Return the text that was held back. Call it once, after the last text."""
         rest, self._text = self._text, ""
         if self._state == self._reasoning:
-            self._reasoned.append(rest)
+            self._add("reasoning", rest)
         elif self._state in (self._start, self._plain):
-            self._content.append("" if self._drops_space and not rest.strip(_SPACE) else rest)
+            self._add("content", "" if self._drops_space and not rest.strip(_SPACE) else rest)
         elif self._state == self._call and not self._is_open_call and self._syntax.calls != "list":
-            self._content.append(self._raw)
+            self._add("content", self._raw)
         return self._take()
 
     def _take(self) -> AnswerDelta:
-        delta = AnswerDelta("".join(self._content), "".join(self._reasoned), tuple(self._calls))
-        self._content, self._reasoned, self._calls = [], [], []
+        delta, self._parts = AnswerDelta(tuple(self._parts)), []
         return delta
+
+    def _add(self, kind: Literal["content", "reasoning"], text: str) -> None:
+        if text:
+            self._parts.append(TextDelta(kind, text))
 
     # Each state processes text and returns True if the next state can continue, False if it needs more text.
 
@@ -279,12 +310,12 @@ class AnswerParser:
             self._drops_space = not self._text
         before, tag, after = self._text.partition(_END_THINK)
         if tag:
-            self._reasoned.append(before.rstrip(_SPACE))
+            self._add("reasoning", before.rstrip(_SPACE))
             self._may_be_reasoning = False
             self._go(after, self._start, drops_space=True)
             return True
         size = _certain(self._text, _END_THINK)
-        self._reasoned.append(self._text[:size])
+        self._add("reasoning", self._text[:size])
         self._text = self._text[size:]
         return False
 
@@ -296,12 +327,12 @@ class AnswerParser:
             before, tag, after = self._text.partition(_CALL)
             if tag:
                 text = before.rstrip(_SPACE)
-                self._content.append(text)
+                self._add("content", text)
                 self._raw = before[len(text) :] + tag
                 self._go(after, self._call)
                 return True
             size = _certain(self._text, _CALL)
-        self._content.append(self._text[:size])
+        self._add("content", self._text[:size])
         self._text = self._text[size:]
         return False
 
@@ -330,7 +361,7 @@ class AnswerParser:
     def _failed_call(self) -> bool:
         """Pass on text that looked like a call, with its tag."""
         size = len(self._raw)
-        self._content.append(self._text[:size])
+        self._add("content", self._text[:size])
         self._reset_call()
         self._go(self._text[size:], self._plain)
         return True
@@ -347,7 +378,7 @@ class AnswerParser:
 
     def _add_call(self, id: str | None, name: str | None, arguments: str) -> None:
         if self._syntax.max_calls is None or self.num_calls <= self._syntax.max_calls:
-            self._calls.append(CallDelta(self.num_calls - 1, id, name, arguments))
+            self._parts.append(CallDelta(self.num_calls - 1, id, name, arguments))
 
     def _end_call(self) -> None:
         self._reset_call()

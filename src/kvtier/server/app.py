@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,10 @@ from kvtier.server.config import ServerConfig
 from kvtier.server.control import add_control, add_state
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
+from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.middleware import ClientGone, GuardMiddleware
-from kvtier.server.prepare import Preparation
+from kvtier.server.prepare import Body, Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
@@ -112,28 +115,28 @@ def make_app(
     bodies = Bodies(Preparation(pool.config, tokenizer), pool, limits, admission)
     checks, engine = SchemaChecks(pool), heartbeat.engine
     completions = Completions(engine, checks, tokenizer, model, limits, admission, request_log, tracing)
-    _add_generation(app, completions, bodies)
+    _add_generation(app, completions, bodies, admission)
     _add_model(app, model, max_context, bodies, admission)
     _add_health_and_page(app, heartbeat, admission)
     add_state(app, heartbeat, model, request_log, admission, page)
-    add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies)
+    add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies, request_log)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return GuardMiddleware(app, config.tenants, limits, request_log)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def _(_: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+    async def _(request: Request, error: ApiError) -> JSONResponse:
+        return error.response(request.url.path)
 
     @app.exception_handler(KvtierError)
-    async def _(_: Request, error: KvtierError) -> JSONResponse:
-        return from_engine(error).response()
+    async def _(request: Request, error: KvtierError) -> JSONResponse:
+        return from_engine(error).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        response = ApiError(error.status_code, message).response()
+        response = ApiError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 
@@ -142,11 +145,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # never sent; the status appears only in logs and metrics
 
     @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> JSONResponse:  # starlette also logs the error
-        return ApiError(500, "internal error; see the server's log").response()
+    async def _(request: Request, _: Exception) -> JSONResponse:  # starlette also logs the error
+        return ApiError(500, "internal error; see the server's log").response(request.url.path)
 
 
-def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies) -> None:
+def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admission: Admission) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -157,14 +160,41 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies) -> N
         """Continue one or several texts."""
         return await completions.answer(await bodies.read(request, CompletionRequest), request)
 
+    @app.post("/v1/messages", responses=_STREAM, openapi_extra=takes(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Generate the next message of a conversation, in Anthropic's format."""
+        with _renamed_fields(MessagesRequest.names):
+            return await completions.answer(await bodies.read_as_chat(request, MessagesRequest), request)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        """Return the number of tokens of a conversation in Anthropic's format."""
+        with _renamed_fields(CountTokensRequest.names):
+            return {"input_tokens": len(await _tokens(request, CountTokensRequest, bodies, admission))}
+
+
+@contextmanager
+def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields in errors of a request that was translated."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error
+
+
+async def _tokens(request: Request, model: type[Body], bodies: Bodies, admission: Admission) -> Sequence[int]:
+    """Return the tokens of a request that generates nothing, and charge its tenant."""
+    with admission.admit(1, request.state.tenant):
+        (tokens,) = (await bodies.read(request, model)).prompts
+    admission.spend(request.state.tenant, math.ceil(len(tokens) / _TOKENIZED))
+    return tokens
+
 
 def _add_model(app: FastAPI, name: str, max_context: int, bodies: Bodies, admission: Admission) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or of a conversation."""
-        with admission.admit(1, request.state.tenant):
-            (tokens,) = (await bodies.read(request, TokenizeRequest)).prompts
-        admission.spend(request.state.tenant, math.ceil(len(tokens) / _TOKENIZED))
+        tokens = await _tokens(request, TokenizeRequest, bodies, admission)
         body = {"tokens": tokens, "count": len(tokens), "max_model_len": max_context}
         return Response(to_json(body), media_type="application/json")
 

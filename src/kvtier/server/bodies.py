@@ -16,8 +16,9 @@ from starlette.requests import ClientDisconnect
 from kvtier.server.admission import Admission
 from kvtier.server.config import Limits, tenant_name
 from kvtier.server.errors import ApiError
+from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.middleware import ClientGone, before_deadline, body_too_large
-from kvtier.server.prepare import Body, Preparation, Prepared
+from kvtier.server.prepare import AgentRequest, Body, Preparation, Prepared
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -46,6 +47,15 @@ class Bodies:
 
     async def read(self, request: Request, model: type[Body]) -> Prepared[Body]:
         """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects."""
+        prepared: Prepared[Body] = await self._read(request, model)
+        return prepared
+
+    async def read_as_chat(self, request: Request, model: type[AgentRequest]) -> Prepared[ChatRequest]:
+        """Read, translate and prepare the body of another API. Errors have the names of the chat request's fields."""
+        prepared: Prepared[ChatRequest] = await self._read(request, model)
+        return prepared
+
+    async def _read(self, request: Request, model: type[BaseModel]) -> Prepared[Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(400, "the body must be JSON: send the header Content-Type: application/json")
@@ -59,7 +69,7 @@ class Bodies:
                 return self.preparation.prepare(**job)
             with self.admission.prepare(tenant):
                 work = self.pool.run("prepare", name, **job)
-                prepared: Prepared[Body] = await before_deadline(request, self.limits, work)
+                prepared: Prepared[Any] = await before_deadline(request, self.limits, work)
                 return prepared
         finally:
             self._num_bytes[name] -= _num_counted(data)
@@ -98,7 +108,8 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def body_schemas() -> dict[str, Any]:
-    models = (ChatRequest, CompletionRequest, TokenizeRequest, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
+    completions = (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, TokenizeRequest)
+    models = (*completions, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,12 +23,13 @@ from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.fields import HEADER
 from kvtier.server.messages import Submit
+from kvtier.server.messages_format import MessagesFormat
 from kvtier.server.middleware import EventStream, before_deadline, request_timeout, unless_gone
 from kvtier.server.prepare import Prepared
 from kvtier.server.prompt_report import PromptReport
 from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from kvtier.server.request_log import RequestLog, RequestRecord
-from kvtier.server.responses import DONE, CompletionFormat, event, usage_body, with_usage
+from kvtier.server.responses import AnswerFormat, CompletionFormat, Usage, with_usage
 from kvtier.server.schema_cache import SchemaChecks
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -45,7 +46,7 @@ class HttpJob:
 
     tenant: Tenant | None
     submits: tuple[Submit, ...]
-    format: CompletionFormat
+    format: AnswerFormat
     stream: bool
     options: StreamOptions
     began: float
@@ -65,8 +66,8 @@ class HttpJob:
         return sum(len(submit.tokens) for submit in self.submits)
 
     @property
-    def usage(self) -> dict[str, Any]:
-        return usage_body(self.record.prompt_tokens, self.record.cached_tokens, self.record.new_tokens)
+    def usage(self) -> Usage:
+        return Usage(self.record.prompt_tokens, self.record.cached_tokens, self.record.new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Completions:
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
         headers = {"x-request-id": job.record.id, **(job.trace.headers if job.trace is not None else {})}
+        if prepared.source is not None:
+            headers["request-id"] = job.record.id  # Anthropic's name
         if prepared.ignored:
             headers[HEADER] = ", ".join(prepared.ignored)
         if not job.stream:
@@ -121,7 +124,8 @@ class Completions:
         except ArgumentError as error:  # a combination of fields is invalid
             name = "n" if "samples" in str(error) else "min_tokens" if "min_tokens" in str(error) else None
             raise ApiError(400, f"{name or 'sampling'}: {error}", name) from error
-        id = f"{body.id_prefix}-{secrets.token_hex(12)}"
+        api = prepared.source or body
+        id = f"{api.id_prefix}{secrets.token_hex(12)}"
         salt = salt_of(tenant, body.cache_salt)
         names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
         priority = body.priority or 0
@@ -131,14 +135,26 @@ class Completions:
             Submit(name, tuple(prompt), params, priority, salt, prepared.schema)
             for name, prompt in zip(names, prompts, strict=True)
         )
-        kind: dict[str, bool] = {"is_chat": isinstance(body, ChatRequest), "logprobs": params.logprobs is not None}
-        prompt = self._prompt_report(body, prompts, params)
-        format = CompletionFormat(
-            id, self.model, int(time.time()), self.tokenizer, **kind, syntax=prepared.syntax, prompt=prompt
-        )
+        record = RequestRecord(id, tenant_name(tenant), api.endpoint, notes=prepared.notes)
         options = body.stream_options or StreamOptions()
-        record = RequestRecord(id, tenant_name(tenant), body.endpoint)
+        format = self._format(prepared, id, params, options)
         return HttpJob(tenant, submits, format, bool(body.stream), options, request.state.began, record)
+
+    def _format(self, prepared: _Prepared, id: str, params: SamplingParams, options: StreamOptions) -> AnswerFormat:
+        if prepared.source is not None:
+            return MessagesFormat(id, self.model, prepared.syntax)
+        body = prepared.body
+        return CompletionFormat(
+            id,
+            self.model,
+            int(time.time()),
+            self.tokenizer,
+            is_chat=isinstance(body, ChatRequest),
+            logprobs=params.logprobs is not None,
+            syntax=prepared.syntax,
+            include_usage=options.include_usage,
+            prompt=self._prompt_report(body, prepared.prompts, params),
+        )
 
     def _prompt_report(
         self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -195,11 +211,11 @@ class Completions:
                     data = _event(job, outputs, opened)
                     if data:
                         yield data
-            yield (job.format.closing(job.usage) if job.options.include_usage else b"") + DONE
+            yield job.format.closing(job.usage)
         except ApiError as error:
             if not opened:
                 raise
-            yield event(error.body) + DONE
+            yield job.format.failure(error)
 
     async def _outputs(self, job: HttpJob) -> AsyncGenerator[list[Output]]:
         """Admit and submit a job, and yield its outputs. Records the request even if it fails."""
@@ -260,9 +276,11 @@ class Completions:
             record.prompt_tokens = job.num_prompt_tokens
         record.ended, record.seconds = time.time(), time.monotonic() - job.began
         explanation = next(iter(job.mailbox.explanations.values()), None)
+        reasons = [*record.notes]
         if explanation is not None:
             record.tokens_from = explanation.tokens_from
-            record.explanation = "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
+            reasons = [explanation.miss, explanation.why_loaded, *reasons]
+        record.explanation = "; ".join(filter(None, reasons))
         self.request_log.ended(record, explanation)
         if self.tracing is not None and job.trace is not None:
             self.tracing.end(job.trace, job.began, record, job.mailbox.explanations.values())

@@ -163,6 +163,9 @@ class ServerConfig:
     otlp_traces_endpoint: str = option("", "OTLP/HTTP address for traces (extra `otel`)", metavar="URL")
     """For example http://collector:4318/v1/traces. One trace per completion request."""
     name: str = option("", "name of the model in the API (default: name of the folder or file)")
+    keep_billing_line: bool = option(False, "keep the line that some clients put at the head of the system text")
+    """The line starts with `x-anthropic-billing-header:` and changes with every request. It is removed by default,
+    because the cached prefix would end there."""
     tenants: tuple[Tenant, ...] = ()
     """A server without tenants has no keys. It accepts only clients on this machine and treats them as admins."""
 

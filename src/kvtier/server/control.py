@@ -56,7 +56,12 @@ def add_state(
 
 
 def add_control(
-    app: FastAPI, engine: Heartbeat, admission: Admission, tenants: Mapping[str, Tenant], bodies: Bodies
+    app: FastAPI,
+    engine: Heartbeat,
+    admission: Admission,
+    tenants: Mapping[str, Tenant],
+    bodies: Bodies,
+    request_log: RequestLog,
 ) -> None:
     """Add the endpoints below /control. They call functions of the engine process (engine_controls)."""
     for name, text in _ON_PROMPT.items():
@@ -66,9 +71,10 @@ def add_control(
     async def explain(request_id: str) -> dict[str, Any]:
         """Explain how a request ended, and which part of its prompt was cached."""
         try:
-            return await engine.call("explain", request_id=request_id)
+            explanation = await engine.call("explain", request_id=request_id)
         except ArgumentError as error:
             raise ApiError(404, str(error), "request_id") from error
+        return {**explanation, "notes": request_log.notes(request_id)}
 
     @app.get("/control/tiers")
     async def tiers() -> dict[str, Any]:

@@ -18,10 +18,13 @@ HEADER = "x-kvtier-ignored"
 
 
 class ApiField(NamedTuple):
-    """A field of a request. `places` has c for /v1/chat/completions and t for /v1/completions."""
+    """A field of a request. `places` has c for /v1/chat/completions and t for /v1/completions.
+
+    It is empty for the APIs that have a table of their own (agent_fields.py).
+    """
 
     places: str
-    origin: Literal["OpenAI", "vLLM", "kvtier"]
+    origin: Literal["OpenAI", "Anthropic", "vLLM", "kvtier"]
     kind: Literal["honoured", "ignored", "refused"]
     note: str = ""
     neutral: tuple[Any, ...] = ()
@@ -106,8 +109,8 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "spaces_between_special_tokens": _ignored("ct", "vLLM", "special tokens are not shown"),
         "media_io_kwargs": _ignored("c", "vLLM", "text only"),
         "mm_processor_kwargs": _ignored("c", "vLLM", "text only"),
-        "add_generation_prompt": _refused("c", "vLLM", "always true", True),
-        "continue_final_message": _refused("c", "vLLM", "always false", False),
+        "add_generation_prompt": _honoured("c", "vLLM", "false ends the prompt after the last message"),
+        "continue_final_message": _honoured("c", "vLLM", "the answer continues the last message"),
         "add_special_tokens": _refused("ct", "vLLM", "see `/tokenize` and token prompts"),
         "include_reasoning": _refused("c", "vLLM", "always true", True),
         "chat_template": _refused("c", "vLLM", "templates come from the checkpoint"),
@@ -141,12 +144,14 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
 class UnsupportedFieldError(Exception):
     """A refused field with a value that would change the answer."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"not supported ({FIELDS[name].note.replace('`', '')})")
+    def __init__(self, name: str, note: str) -> None:
+        super().__init__(f"not supported ({note.replace('`', '')})")
         self.name = name
 
 
-def split(body: Mapping[str, Any], known: Collection[str], place: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def split(
+    body: Mapping[str, Any], known: Collection[str], place: str = "", table: Mapping[str, ApiField] = FIELDS
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the model.
 
     A field of another endpoint is not in the table of this one. Such fields and unknown fields are returned for
@@ -154,7 +159,7 @@ def split(body: Mapping[str, Any], known: Collection[str], place: str) -> tuple[
     """
     kept, ignored = dict(body), []
     for name, value in body.items():
-        field = FIELDS.get(name)
+        field = table.get(name)
         if field is None or place not in field.places or field.kind == "honoured":
             continue
         if field.kind == "ignored" and value is not None:
@@ -162,12 +167,12 @@ def split(body: Mapping[str, Any], known: Collection[str], place: str) -> tuple[
         if name in known:
             continue
         if field.kind == "refused" and not _has_no_effect(value, field):
-            raise UnsupportedFieldError(name)
+            raise UnsupportedFieldError(name, field.note)
         del kept[name]
     options = body.get("stream_options")
     if isinstance(options, dict):
         nested = (f"stream_options.{name}" for name in options if options[name] is not None)
-        ignored += [name for name in nested if name in FIELDS and FIELDS[name].kind == "ignored"]
+        ignored += [name for name in nested if name in table and table[name].kind == "ignored"]
     return kept, tuple(sorted(ignored))
 
 

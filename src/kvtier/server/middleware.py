@@ -26,7 +26,7 @@ _log = logging.getLogger("kvtier.server")
 _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
 _ADMIN = ("/control", "/state", "/metrics")
 _POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
-_ONCE = (b"authorization", b"host", b"origin", b"content-type")
+_ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 
 
@@ -122,7 +122,7 @@ class GuardMiddleware:
                 raise body_too_large(f"{length} bytes", self._limits)
             await self._app(scope, receive, watch)
         except ApiError as error:
-            await error.response()(scope, receive, watch)
+            await error.response(scope["path"])(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._request_log.http(route, status)
@@ -139,7 +139,7 @@ class GuardMiddleware:
             raise ApiError(503, message, code="too_many_connections")
         if path in _OPEN:
             return
-        tenant = self._authenticate(headers.get("authorization", "")) if self._keys else None
+        tenant = self._authenticate(headers) if self._keys else None
         if any(path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN):
             peer = (scope.get("client") or (None,))[0]
             if not (tenant.admin if tenant is not None else peer in LOCAL_HOSTS):
@@ -147,12 +147,13 @@ class GuardMiddleware:
         else:
             state["tenant"] = tenant
 
-    def _authenticate(self, authorization: str) -> Tenant:
-        scheme, _, key = authorization.partition(" ")
+    def _authenticate(self, headers: dict[str, str]) -> Tenant:
+        """Return the tenant of the key. Anthropic's clients send the key in the header x-api-key."""
+        scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [tenant for known, tenant in self._keys if hmac.compare_digest(known, digest)]
         if scheme.lower() != "bearer" or not matches:
-            message = "missing or unknown API key: send the header Authorization: Bearer <key>"
+            message = "missing or unknown API key: send the header Authorization: Bearer <key>, or x-api-key: <key>"
             raise ApiError(401, message, code="invalid_api_key")
         return matches[0]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.server.answers import AnswerSyntax, syntax_of_template
 from kvtier.server.errors import ApiError
 from kvtier.server.fields import FIELDS, UnsupportedFieldError, split
+from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.protocol import (
     MAX_FIELDS,
     ChatRequest,
@@ -34,7 +36,18 @@ from kvtier.server.protocol import (
 from kvtier.server.tool_schemas import arguments_schema, calls_schema
 
 Body = TypeVar("Body", bound=BaseModel)
+AgentRequest = MessagesRequest
+"""Requests of other APIs, which are translated into chat requests."""
 _SCHEMA = "response_format.json_schema.schema"
+_BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+_REMOVED_BILLING_LINE = (
+    "a billing line was removed from the start of the system text: it changes with every request, so that the cached "
+    "prefix would end there"
+)
+_KEPT_BILLING_LINE = (
+    "the system text starts with a billing line that changes with every request, so that the cached prefix ends there; "
+    "start the server without --keep-billing-line"
+)
 _TAIL_TOKENS = 16  # enough for the end of a generation prompt, such as "<think>\n" in single bytes
 
 
@@ -50,6 +63,10 @@ class Prepared(Generic[Body]):
     """Form of reasoning and tool calls in the answer."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that have no effect."""
+    source: AgentRequest | None = None
+    """The request that `body` was translated from, without its prompt."""
+    notes: tuple[str, ...] = ()
+    """Remarks about the prompt for the explanation of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,8 @@ class PrepareConfig:
     """Limit on n times the number of prompts in a request."""
     seconds: float
     """Time limit of one call in a worker process."""
+    keeps_billing_line: bool = False
+    """False removes the billing line at the start of system texts."""
 
 
 class Preparation:
@@ -81,6 +100,10 @@ class Preparation:
         match body:
             case CompletionRequest() | ChatRequest():
                 return replace(self._generation(body, max_tokens), ignored=ignored)
+            case MessagesRequest():
+                return self._translated(body, ignored, max_tokens)
+            case CountTokensRequest():
+                return Prepared(body, self._count(body, max_tokens))
             case TokenizeRequest():
                 tokens = self._one(body, max_tokens, add_special=body.add_special_tokens)
             case PromptBody():
@@ -108,14 +131,52 @@ class Preparation:
                 raise ApiError(500, why, code="engine_error") from error
         return self._compiler
 
+    def _translated(self, body: AgentRequest, ignored: tuple[str, ...], max_tokens: int) -> Prepared[Any]:
+        prepared = self._generation(_to_chat(body), max_tokens)
+        ignored = tuple(sorted({*ignored, *body.skipped}))
+        return replace(prepared, ignored=ignored, source=body.without_prompt())
+
+    def _count(self, body: CountTokensRequest, max_tokens: int) -> list[list[int]]:
+        chat = _to_chat(body)
+        self._check(chat)
+        messages, _ = self._without_billing_line(chat.messages)
+        return [self._encode_request(chat, messages, max_tokens)]
+
+    def _without_billing_line(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
+        """Return the messages without a billing line at the start, and a remark if there is one."""
+        first = messages[0].for_template()
+        line = _BILLING_LINE.match(first["content"]) if first["role"] in ("system", "developer") else None
+        if line is None:
+            return messages, ()
+        if self._config.keeps_billing_line:
+            return messages, (_KEPT_BILLING_LINE,)
+        text = first["content"][line.end() :]
+        rest = [messages[0].model_copy(update={"content": text})] if text else []
+        return [*rest, *messages[1:]] or messages, (_REMOVED_BILLING_LINE,)
+
+    def _encode_request(self, body: ChatRequest, messages: Sequence[Message], max_tokens: int) -> list[int]:
+        ends = {
+            "add_generation_prompt": body.add_generation_prompt,
+            "continue_final_message": body.continue_final_message,
+        }
+        return self._encode_chat(
+            messages,
+            max_tokens,
+            parse_special=body.parse_special,
+            tools=body.template_tools,
+            variables=body.chat_template_kwargs,
+            ends={name: value for name, value in ends.items() if value is not None},
+        )
+
     def _generation(self, body: CompletionRequest | ChatRequest, max_tokens: int) -> Prepared[Any]:
         self._check(body)
         schema = _schema_text(body)
+        notes: tuple[str, ...] = ()
         syntax = AnswerSyntax()
         cleared: dict[str, Any] = {body.prompt_field: [], "response_format": None}
         if isinstance(body, ChatRequest):
-            options: dict[str, Any] = {"tools": body.template_tools, "variables": body.chat_template_kwargs}
-            prompts = [self._encode_chat(body.messages, max_tokens, parse_special=body.parse_special, **options)]
+            messages, notes = self._without_billing_line(body.messages)
+            prompts = [self._encode_request(body, messages, max_tokens)]
             schema = _forced_schema(body) or schema
             syntax = self._syntax(body, prompts[0], is_free=schema is None)
             cleared["tools"] = None
@@ -124,7 +185,7 @@ class Preparation:
             prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
         self._check_prompts(prompts, body.prompt_field, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
-        return Prepared(body.model_copy(update=cleared), prompts, schema, syntax)
+        return Prepared(body.model_copy(update=cleared), prompts, schema, syntax, notes=notes)
 
     def _syntax(self, body: ChatRequest, prompt: Sequence[int], *, is_free: bool) -> AnswerSyntax:
         """Return the form of the answer. `is_free` is False if a schema determines the whole answer."""
@@ -168,11 +229,18 @@ class Preparation:
         *,
         parse_special: bool,
         tools: Sequence[Any] | None = None,
-        variables: dict[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        ends: Mapping[str, bool] | None = None,
     ) -> list[int]:
+        """`variables` and `ends` are options of chat_text: variables of the template, and the end of the prompt."""
         rendered = [message.for_template() for message in messages]
         self._check_sizes(["".join(message["content"] for message in rendered)], "messages", max_tokens)
-        options: dict[str, Any] = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
+        options: dict[str, Any] = {
+            "parse_special": parse_special,
+            "max_tokens": max_tokens,
+            "tools": tools,
+            **(ends or {}),
+        }
         variables = variables or {}
         if taken := sorted({"self", "messages", *options} & variables.keys()):
             name = "chat_template_kwargs"
@@ -227,6 +295,7 @@ class Preparation:
 def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[str, ...]]:
     """Return the validated body, and the names of the fields that are ignored."""
     ignored: tuple[str, ...] = ()
+    table = getattr(model, "fields", None)
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
@@ -237,23 +306,37 @@ def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[s
     try:
         if issubclass(model, Sampling) and isinstance(value, dict) and len(value) <= MAX_FIELDS:
             value, ignored = split(value, model.model_fields, model.place)
+        elif table is not None and isinstance(value, dict) and len(value) <= MAX_FIELDS:
+            value, ignored = split(value, model.model_fields, table=table)
         return model.model_validate(value), ignored
     except UnsupportedFieldError as error:
         raise ApiError(400, f"{error.name}: {error}", error.name, "unsupported_field") from error
     except ValidationError as error:
-        raise _from_validation(error) from error
+        raise _from_validation(error, {*model.model_fields, *(table or FIELDS)}) from error
 
 
-def _from_validation(error: ValidationError) -> ApiError:
-    """Convert the first error that pydantic reports. The input is not quoted, because it may be a prompt."""
+def _to_chat(body: CountTokensRequest) -> ChatRequest:
+    try:
+        return body.to_chat()
+    except ValidationError as error:
+        raise _from_validation(error, ChatRequest.model_fields) from error
+
+
+def _from_validation(error: ValidationError, known: Collection[str]) -> ApiError:
+    """Convert the first error that pydantic reports. The input is not quoted, because it may be a prompt.
+
+    `known` has the names of all fields. An error of the whole body starts with the name of the field that causes it.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"])) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *FIELDS}
         near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
         message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
-    return ApiError(400, f"{where or 'the body'}: {message}", where, str(first["type"]))
+    first_word = message.partition(" ")[0].rstrip(":")
+    param = where or (first_word if first_word in known else None)
+    head = f"{where}: " if where else "" if param else "the body: "
+    return ApiError(400, head + message, param, str(first["type"]))
 
 
 def _schema_text(body: Sampling) -> str | None:

@@ -7,7 +7,7 @@ stops at the first invalid item, and lists of tokens are checked as a whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -31,7 +31,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-_INT64 = 1 << 63
+INT64 = 1 << 63
 MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31 fields
 _MAX_PROMPTS = 128
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
@@ -63,8 +63,13 @@ def _bounded(value: Any, most: int = MAX_FIELDS) -> Any:
     return value
 
 
-def _few(most: int) -> BeforeValidator:
+def few(most: int) -> BeforeValidator:
+    """Return a check of the size of a list or an object, for models and fields."""
     return BeforeValidator(lambda value: _bounded(value, most))
+
+
+TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), few(64)]
+"""Variables for the chat template."""
 
 
 def _token_ids(values: list[Any], where: str = "") -> list[int]:
@@ -148,9 +153,11 @@ class Message(Strict):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), _few(4096)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), few(4096)] | None = None
     name: ShortText | None = None
-    tool_calls: Annotated[list[AnyObject], Field(max_length=128, fail_fast=True), _few(128)] | None = None
+    reasoning_content: Text | None = None
+    """Reasoning of an earlier answer. Templates that support it keep it while a tool loop runs."""
+    tool_calls: Annotated[list[AnyObject], Field(max_length=128, fail_fast=True), few(128)] | None = None
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
@@ -163,17 +170,22 @@ class Message(Strict):
         """Return the message for chat templates, with its content joined to one text."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         tool_calls = [_template_call(call) for call in self.tool_calls or ()]
-        optional = {"name": self.name, "tool_calls": tool_calls, "tool_call_id": self.tool_call_id}
+        optional = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": tool_calls,
+            "tool_call_id": self.tool_call_id,
+        }
         return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), _few(4096)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), few(4096)]
 
 
 class FunctionDefinition(Strict):
     """A function that the model may call."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
     parameters: AnyObject | None = None
     strict: bool | None = None
@@ -195,6 +207,17 @@ class NamedToolChoice(Strict):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+def check_end(messages: Sequence[Message], add_prompt: bool | None, is_continued: bool | None) -> None:
+    """Check the fields for the end of a chat prompt. Raises ValueError."""
+    if not is_continued:
+        return
+    if add_prompt:
+        raise ValueError("continue_final_message excludes add_generation_prompt: true")
+    last = messages[-1].for_template()
+    if last["role"] != "assistant" or not last["content"].strip():
+        raise ValueError("continue_final_message needs a final message of the assistant that is not empty")
 
 
 class StreamOptions(Strict):
@@ -244,9 +267,9 @@ class Sampling(Strict):
     presence_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
     frequency_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY[0], le=REPETITION_PENALTY[1])] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True), _few(16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True), _few(64)] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True), few(16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True), few(64)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     """0 needs echo or prompt_logprobs."""
@@ -263,7 +286,7 @@ class Sampling(Strict):
     response_format: ResponseFormat | None = None
     # These fields are accepted because OpenAI's clients send them. They have no effect.
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=64), _few(64)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=64), few(64)] | None = None
     store: bool | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
 
@@ -308,7 +331,7 @@ class Sampling(Strict):
 class ChatRequest(Sampling):  # POST /v1/chat/completions
     endpoint: ClassVar = "chat"
     place: ClassVar = "c"
-    id_prefix: ClassVar = "chatcmpl"
+    id_prefix: ClassVar = "chatcmpl-"
     prompt_field: ClassVar = "messages"
 
     messages: Messages
@@ -316,13 +339,15 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     echo: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), _few(128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), few(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False limits an answer to one tool call."""
-    chat_template_kwargs: (
-        Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), _few(64)] | None
-    ) = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    """False ends the prompt after the last message, without the start of an answer."""
+    continue_final_message: bool | None = None
+    """True if the answer continues the last message, which is the assistant's."""
     parse_special: bool = False
     """True if the text of a special token in messages, tools or chat_template_kwargs is parsed as that token."""
 
@@ -330,6 +355,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     def _agrees(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        check_end(self.messages, self.add_generation_prompt, self.continue_final_message)
         return self
 
     @property
@@ -367,7 +393,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 class CompletionRequest(Sampling):  # POST /v1/completions
     endpoint: ClassVar = "completion"
     place: ClassVar = "t"
-    id_prefix: ClassVar = "cmpl"
+    id_prefix: ClassVar = "cmpl-"
     prompt_field: ClassVar = "prompt"
 
     prompt: Prompts

@@ -31,6 +31,7 @@ class RequestRecord:
     ttft_seconds: float | None = None
     seconds: float = 0.0
     tokens_from: dict[str, int] = field(default_factory=dict)  # cached tokens by tier
+    notes: tuple[str, ...] = ()  # remarks about the prompt
     explanation: str = ""  # why the cache match ended, and why blocks were loaded or recomputed
 
 
@@ -75,6 +76,10 @@ class RequestLog:
         if record.ttft_seconds is not None:
             self._ttft.observe(record.ttft_seconds)
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
+
+    def notes(self, request_id: str) -> list[str]:
+        """Return the remarks about the prompt of a recent request."""
+        return next((list(record.notes) for record in self._recent if record.id == request_id), [])
 
     @property
     def recent(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's format, whole or as a stream of events."""
+"""Completions in OpenAI's format, whole or as a stream of events. `AnswerFormat` is the interface of all formats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.engine.params import FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, CallDelta
+from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, CallDelta, content_delta
+from kvtier.server.errors import ApiError
 from kvtier.server.prompt_report import PromptReport, ScoredToken
 
 DONE = b"data: [DONE]\n\n"
@@ -28,16 +29,46 @@ _TAILS = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def usage_body(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+class Usage(NamedTuple):
+    """Numbers of tokens of a request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        """Return the usage in OpenAI's format."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
-def _merge(outputs: Sequence[Output]) -> Output:
+class AnswerFormat(Protocol):
+    """Formats the answers to one request. `index` is the number of an answer, called choice by OpenAI."""
+
+    def add(self, index: int, outputs: Sequence[Output]) -> int:
+        """Append outputs to a choice, for a response that is not streamed. Returns the number of bytes added."""
+
+    def whole(self, num_choices: int, usage: Usage) -> bytes:
+        """Return the response, which is not streamed."""
+
+    def opening(self, index: int) -> bytes:
+        """Return the events that precede the first output of a choice."""
+
+    def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
+        """Return the events for new outputs of a choice; empty if there is nothing to send yet."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the events that end the stream."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events that end the stream after an error."""
+
+
+def merge(outputs: Sequence[Output]) -> Output:
     if len(outputs) == 1:
         return outputs[0]
     return replace(
@@ -125,10 +156,12 @@ class CompletionFormat:
         logprobs: bool,
         syntax: AnswerSyntax | None = None,
         prompt: PromptReport | None = None,
+        include_usage: bool = False,
     ) -> None:
         """`syntax` is the form of reasoning and tool calls; None returns the text as it is.
 
-        `prompt` describes the prompts in the response; None leaves them out.
+        `prompt` describes the prompts in the response; None leaves them out. `include_usage` adds an event with the
+        usage to the end of a stream.
         """
         kind, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
         self._frame = {"id": id, "object": kind, "created": created, "model": model}
@@ -141,11 +174,11 @@ class CompletionFormat:
         self._is_chat = is_chat
         self._logprobs = logprobs
         self._prompt = prompt
+        self._include_usage = include_usage
         self._answers: defaultdict[int, _Answer] = defaultdict(_Answer)
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
-        """Append outputs to a choice, for a response that is not streamed. Returns the number of bytes added."""
-        output, prompt = self._with_prompt(index, _merge(outputs))
+        output, prompt = self._with_prompt(index, merge(outputs))
         answer, num_bytes = self._answers[index], 0
         lists = self._lists(index, output, prompt) if self._logprobs else {}
         if self._prompt is not None:
@@ -155,7 +188,7 @@ class CompletionFormat:
                 num_bytes = len(answer.prompt[-1])
         return num_bytes + answer.add(output, self._parse(index, output), lists)
 
-    def whole(self, num_choices: int, usage: dict[str, Any]) -> bytes:
+    def whole(self, num_choices: int, usage: Usage) -> bytes:
         choices = []
         for index in range(num_choices):
             answer = self._answers[index]
@@ -169,7 +202,7 @@ class CompletionFormat:
             choices.append(b'%b,"logprobs":%b,"finish_reason":%b%b}' % (to_json(head)[:-1], logprobs, reason, rest))
         frame = to_json(self._frame)[:-1]
         rest = self._prompt_fields(0) if self._is_chat else b""
-        return b'%b,"choices":[%b],"usage":%b%b}' % (frame, b",".join(choices), to_json(usage), rest)
+        return b'%b,"choices":[%b],"usage":%b%b}' % (frame, b",".join(choices), to_json(usage.body()), rest)
 
     def opening(self, index: int) -> bytes:
         """Return the first event of a chat choice, with the role; empty for a text completion."""
@@ -179,8 +212,7 @@ class CompletionFormat:
         return data.removesuffix(b"}\n\n") + self._prompt_fields(index) + b"}\n\n"
 
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
-        """Return an event with new outputs of a choice; empty if there is nothing to send yet."""
-        output, prompt = self._with_prompt(index, _merge(outputs))
+        output, prompt = self._with_prompt(index, merge(outputs))
         if not self._syntax.is_plain:
             return self._parsed_piece(index, output)
         text, reason = output.text, _reason(output)
@@ -215,15 +247,20 @@ class CompletionFormat:
     def _parse(self, index: int, output: Output) -> AnswerDelta:
         """Return the parts of an answer that the new text of a choice completes."""
         if self._syntax.is_plain:
-            return AnswerDelta(output.text)
+            return content_delta(output.text)
         answer = self._answers[index]
         if answer.parser is None:
             answer.parser = AnswerParser(self._syntax, f"call-{self._id}-{index}-")
         delta = answer.parser.feed(output.text)
         return delta if output.finish_reason is None else delta + answer.parser.finish()
 
-    def closing(self, usage: dict[str, Any]) -> bytes:
-        return event({**self._chunk, "choices": [], "usage": usage})
+    def closing(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return event({**self._chunk, "choices": [], "usage": usage.body()}) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body) + DONE
 
     def _with_prompt(self, index: int, output: Output) -> tuple[Output, list[ScoredToken]]:
         """Return an output whose text begins with the echo of the prompt, and the prompt's tokens that it scores."""
@@ -311,9 +348,9 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
 
 
-def with_usage(data: bytes, usage: dict[str, Any]) -> bytes:
+def with_usage(data: bytes, usage: Usage) -> bytes:
     """Add the usage to an event."""
-    return data.removesuffix(b"}\n\n") + b',"usage":' + to_json(usage) + b"}\n\n"
+    return data.removesuffix(b"}\n\n") + b',"usage":' + to_json(usage.body()) + b"}\n\n"
 
 
 def to_json(value: Any) -> bytes:

@@ -124,7 +124,7 @@ async def _run(
     limits = config.limits
     admission = Admission(started, limits.waiting)
     model = (config.engine.model, config.model_name, started.vocab_size, started.eos_token_ids)
-    prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds)
+    prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds, config.keep_billing_line)
     pool = WorkerPool(prepare, limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
     request_log, heartbeat = RequestLog(config.model_name, started.block_tokens), Heartbeat(engine, limits)

@@ -81,6 +81,10 @@ def test_gguf_chat_template_equals_transformers(smollm2):
     for options in ({}, {"add_generation_prompt": False}):
         expected = oracle.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
         assert ours.chat_text(messages, **options) == expected
+    for content in ("4", "It is", " It is 4. "):
+        open_messages = [messages[0], {"role": "assistant", "content": content}]
+        expected = oracle.apply_chat_template(open_messages, tokenize=False, continue_final_message=True)
+        assert ours.chat_text(open_messages, continue_final_message=True) == expected
     system = [{"role": "system", "content": "Be brief."}, *messages]
     assert ours.encode_chat(system) == oracle.apply_chat_template(system, add_generation_prompt=True)["input_ids"]
 
@@ -214,6 +218,16 @@ def test_chat_template_from_folder_equals_transformers(folder):
 
 def with_template(source):
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=source)
+
+
+def test_continued_message_that_the_template_changes_raises():
+    messages = [{"role": "assistant", "content": "one two"}]
+    template = "{% for message in messages %}{{ message.content | METHOD }};{% endfor %}"
+    with pytest.raises(ArgumentError, match="changes the final message"):
+        with_template(template.replace("METHOD", "upper")).chat_text(messages, continue_final_message=True)
+    assert (
+        with_template(template.replace("METHOD", "trim")).chat_text(messages, continue_final_message=True) == "one two"
+    )
 
 
 def test_chat_template_can_call_strftime_now():

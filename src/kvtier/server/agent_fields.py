@@ -1,0 +1,63 @@
+"""Fields of Anthropic's Messages API and of OpenAI's Responses API, in the three classes of fields.py.
+
+The tables in docs/api.md are generated from this module, by a script that imports no other module of kvtier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from kvtier.server.fields import ApiField
+
+_Origin = Literal["Anthropic", "OpenAI", "vLLM", "kvtier"]
+
+
+def _honoured(origin: _Origin, note: str = "") -> ApiField:
+    return ApiField("", origin, "honoured", note)
+
+
+def _ignored(origin: _Origin, note: str) -> ApiField:
+    return ApiField("", origin, "ignored", note)
+
+
+def _refused(origin: _Origin, note: str, *neutral: Any) -> ApiField:
+    return ApiField("", origin, "refused", note, neutral)
+
+
+MESSAGES_FIELDS: Mapping[str, ApiField] = MappingProxyType(
+    {
+        "model": _honoured("Anthropic"),
+        "messages": _honoured("Anthropic", "text, thinking, `tool_use`, `tool_result`; a final answer is continued"),
+        "max_tokens": _honoured("Anthropic", "required, except by `count_tokens`"),
+        "system": _honoured("Anthropic", "text; a billing line at its start is removed"),
+        "stop_sequences": _honoured("Anthropic", "at most 16 texts"),
+        "stream": _honoured("Anthropic"),
+        "temperature": _honoured("Anthropic", "0 to 100"),
+        "top_p": _honoured("Anthropic"),
+        "top_k": _honoured("Anthropic"),
+        "tools": _honoured("Anthropic", "type `custom`; others are skipped, see below"),
+        "tool_choice": _honoured("Anthropic"),
+        "thinking": _honoured("Anthropic", "sets `enable_thinking` of the template; no budget"),
+        "output_config": _honoured("Anthropic", "`format`; `effort` has no effect"),
+        "output_format": _honoured("Anthropic", "old name of `output_config.format`"),
+        "metadata": _ignored("Anthropic", "tenants have keys"),
+        "service_tier": _ignored("Anthropic", "see `priority`"),
+        "cache_control": _ignored("Anthropic", "every prefix is cached"),
+        "context_management": _ignored("Anthropic", "prompts are not edited"),
+        "inference_geo": _ignored("Anthropic", "one server"),
+        "speed": _ignored("Anthropic", "one speed"),
+        "betas": _ignored("Anthropic", "a header of Anthropic's API"),
+        "user_profile_id": _ignored("Anthropic", "tenants have keys"),
+        "diagnostics": _ignored("Anthropic", "see `/control/explain`"),
+        "container": _refused("Anthropic", "no code execution"),
+        "mcp_servers": _refused("Anthropic", "the client calls tools", []),
+        "fallbacks": _refused("Anthropic", "one model", []),
+        "seed": _honoured("kvtier"),
+        "chat_template_kwargs": _honoured("vLLM", "variables of the template"),
+        "cache_salt": _honoured("vLLM", "a separate part of the cache"),
+        "priority": _honoured("vLLM", "as for completions"),
+        "kv_transfer_params": _ignored("vLLM", "see `/control`"),
+    }
+)
