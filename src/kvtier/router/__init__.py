@@ -1,0 +1,20 @@
+"""Cache-aware routing: chooses the replica that is expected to start a prompt first.
+
+Pure: no sockets, no threads, no clock. The caller receives KV events and applies them through `Router.feed`.
+"""
+
+from kvtier.router.feed import EventBatch, FeedState, ReplicaFeed
+from kvtier.router.placement import PlacementIndex, hashes_of
+from kvtier.router.router import ReplicaCosts, RouteDecision, Router, RouterConfig
+
+__all__ = [
+    "EventBatch",
+    "FeedState",
+    "PlacementIndex",
+    "ReplicaCosts",
+    "ReplicaFeed",
+    "RouteDecision",
+    "Router",
+    "RouterConfig",
+    "hashes_of",
+]

@@ -1,0 +1,246 @@
+"""Router: estimates for each replica the time until a prompt starts there, and chooses the shortest.
+
+    time = queue                                     prompts that were sent there and have no token yet
+         + load of the prefix from its tiers         or computing it, whichever is faster
+         + computing the rest
+
+Without events, every replica has an estimate of queue + computing, so requests go to the shortest queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.cache.cost_model import CostModel
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.messages import Route
+from kvtier.router.feed import DEVICE, EXPECTED, HOST, STORE, TIERS, ReplicaFeed
+from kvtier.router.placement import U64, Counts, Found, PlacementIndex
+
+F64 = np.ndarray[Any, np.dtype[np.float64]]
+
+# Used until a replica reports measurements. Only their ratios matter: a block in host memory is worth 95 % of its
+# computation, and one in a store 60 %.
+_TOKEN_SECONDS = 1e-4
+_HOST_SHARE, _STORE_SHARE = 0.05, 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCosts:
+    """Linear fit of the times that a replica measures. Blocks on the device cost nothing."""
+
+    step_seconds: float
+    """Fixed time of a step."""
+    token_seconds: float
+    attended_seconds: float
+    """Seconds per computed token and token of its context."""
+    host_seconds: float
+    """Seconds to load a block from host memory."""
+    store_seconds: float
+    """Seconds to load a block from a store into device memory."""
+
+    def __post_init__(self) -> None:
+        values = (
+            self.step_seconds,
+            self.token_seconds,
+            self.attended_seconds,
+            self.host_seconds,
+            self.store_seconds,
+        )
+        if not all(0 <= value < float("inf") for value in values):
+            raise RangeError(f"costs must be finite and 0 or more, got {self}")
+
+    @classmethod
+    def guess(cls, block_tokens: int) -> ReplicaCosts:
+        """Return the costs of a replica that has measured nothing."""
+        block = _TOKEN_SECONDS * block_tokens
+        return cls(0.0, _TOKEN_SECONDS, 0.0, _HOST_SHARE * block, _STORE_SHARE * block)
+
+    @classmethod
+    def of(cls, model: CostModel, block_tokens: int) -> ReplicaCosts:
+        """Return the measured costs, with guesses for what was not measured."""
+        guess = cls.guess(block_tokens)
+        step = model.compute_seconds(0, 0)
+        if step is None:
+            return guess
+        # compute_seconds(first, n) is linear in n and n * (first + n / 2)
+        one = (model.compute_seconds(0, 1) or step) - step
+        far = (model.compute_seconds(1000, 1) or step) - step
+        attended = max(0.0, (far - one) / 1000)
+        token = max(0.0, one - attended / 2)
+        block = token * block_tokens
+        host = _block_seconds(model, (Route.HOST_TO_DEVICE, ""))
+        host = _HOST_SHARE * block if host is None else host
+        return cls(step, token, attended, host, host + _STORE_SHARE * block)
+
+
+def _block_seconds(model: CostModel, link: tuple[Route, str]) -> float | None:
+    fixed, many = model.transfer_seconds(link, 0), model.transfer_seconds(link, 64)
+    return None if fixed is None or many is None else max(0.0, many - fixed) / 64
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Block size of the fleet and the largest number of replicas, which sets the size of the index."""
+
+    block_tokens: int = 16
+    max_replicas: int = 64
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1 or self.max_replicas < 1:
+            raise RangeError(f"block_tokens and max_replicas must be at least 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Chosen replica, and the estimate for it. Pass it to `Router.on_first_token` and `Router.on_finish`."""
+
+    replica: str
+    number: int
+    """Number of the replica in the index."""
+    queue_seconds: float
+    start_seconds: float
+    """Seconds to load and compute the prompt once the queue is empty."""
+    num_blocks: dict[str, int]
+    """Cached blocks of the prompt by tier, on this replica."""
+    expected: Found
+    """Blocks that the replica will compute."""
+
+
+class Router:
+    """Replicas, their blocks and their queues. All methods except `check` mutate it. Not thread-safe.
+
+    Blocks of a prompt that was sent to a replica count as `expected` there until the prompt ends, so that prompts with
+    the same prefix follow it before the first event arrives.
+    """
+
+    def __init__(self, config: RouterConfig | None = None) -> None:
+        self.config = config or RouterConfig()
+        size = self.config.max_replicas
+        self.index = PlacementIndex(len(TIERS), size)
+        self._names: list[str | None] = [None] * size
+        self._feeds: dict[str, ReplicaFeed] = {}
+        self._queue: F64 = np.full(size, np.inf)  # inf: not available
+        self._costs: F64 = np.zeros((5, size))
+        self._last_used: F64 = np.zeros(size)
+        self._clock = 0
+        self._open: dict[int, RouteDecision] = {}  # decisions without a first token, by id
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        return tuple(self._feeds)
+
+    def add(self, name: str, costs: ReplicaCosts | None = None) -> None:
+        """Add a replica that can take requests."""
+        if name in self._feeds:
+            raise ArgumentError(f"replica {name!r} exists already")
+        if None not in self._names:
+            raise RangeError(f"all {len(self._names)} places for replicas are taken; raise max_replicas")
+        number = self._names.index(None)
+        self._names[number] = name
+        self._feeds[name] = ReplicaFeed(self.index, number)
+        self._queue[number] = 0.0
+        self.set_costs(name, costs or ReplicaCosts.guess(self.config.block_tokens))
+
+    def remove(self, name: str) -> None:
+        """Remove a replica and forget its blocks. Its open decisions may still be passed to `on_finish`."""
+        number = self._number(name)
+        del self._feeds[name]
+        self._names[number] = None
+        self._queue[number] = np.inf
+        self.index.clear(number)
+        self._open = {key: each for key, each in self._open.items() if each.replica != name}
+
+    def feed(self, name: str) -> ReplicaFeed:
+        """Return the feed that applies the events of a replica."""
+        self._number(name)
+        return self._feeds[name]
+
+    def set_costs(self, name: str, costs: ReplicaCosts) -> None:
+        self._costs[:, self._number(name)] = (
+            costs.step_seconds,
+            costs.token_seconds,
+            costs.attended_seconds,
+            costs.host_seconds,
+            costs.store_seconds,
+        )
+
+    def route(self, hashes: U64, num_tokens: int, *, without: frozenset[str] = frozenset()) -> RouteDecision | None:
+        """Choose a replica for a prompt. `hashes` are those of its full blocks; `without` excludes replicas.
+
+        Returns None if no replica is left.
+        """
+        queue = self._queue
+        if without:
+            queue = queue.copy()
+            queue[[number for number, name in enumerate(self._names) if name in without]] = np.inf
+        found = self.index.find(hashes)
+        counts = self.index.match(found)
+        start = self._start_seconds(counts, num_tokens)
+        total = queue + start
+        best = float(total.min())
+        if best == np.inf:
+            return None
+        # Equal estimates are common at low load. Take the replica that was used longest ago, which has the coldest
+        # blocks to evict.
+        equal = np.flatnonzero(total <= best * (1 + 1e-6))
+        number = int(equal[self._last_used[equal].argmin()])
+        name = self._names[number]
+        assert name is not None
+        self._clock += 1
+        self._last_used[number] = self._clock
+        num_blocks: list[int] = counts[:, number].tolist()
+        expected = self.index.store(number, EXPECTED, found.after(sum(num_blocks[:EXPECTED])))
+        blocks = dict(zip(TIERS, num_blocks, strict=True))
+        decision = RouteDecision(name, number, float(queue[number]), float(start[number]), blocks, expected)
+        self._queue[number] += decision.start_seconds
+        self._open[id(decision)] = decision
+        return decision
+
+    def on_first_token(self, decision: RouteDecision) -> None:
+        """Remove a prompt from the queue of its replica. Idempotent."""
+        if self._open.pop(id(decision), None) is not None:
+            waiting = [each.start_seconds for each in self._open.values() if each.number == decision.number]
+            self._queue[decision.number] = sum(waiting)  # a sum without rounding errors of earlier requests
+
+    def on_finish(self, decision: RouteDecision) -> None:
+        """End a request, also one that failed. Its blocks are no longer expected; events report what is cached."""
+        self.on_first_token(decision)
+        if len(decision.expected) and self._names[decision.number] == decision.replica:
+            self.index.remove(decision.number, EXPECTED, decision.expected)
+
+    def check(self) -> None:
+        """Raise StateError if the state is inconsistent."""
+        self.index.check()
+        names = {name for name in self._names if name is not None}
+        if names != set(self._feeds):
+            raise StateError(f"the names {names} differ from the feeds {set(self._feeds)}")
+        for number, name in enumerate(self._names):
+            waiting = sum(each.start_seconds for each in self._open.values() if each.number == number)
+            if (name is None) != (self._queue[number] == np.inf):
+                raise StateError(f"place {number} has the name {name} and the queue {self._queue[number]}")
+            if name is not None and abs(self._queue[number] - waiting) > 1e-6 * (1 + waiting):
+                raise StateError(f"the queue of {name} is {self._queue[number]} s, but its prompts take {waiting} s")
+
+    def _start_seconds(self, counts: Counts, num_tokens: int) -> F64:
+        """Return, for each replica, the time to load the cached prefix or to compute it, and to compute the rest."""
+        step, token, attended, host, store = self._costs
+        size = self.config.block_tokens
+        free = counts[DEVICE] + counts[EXPECTED]
+        loads = counts[HOST] * host + counts[STORE] * store
+
+        def computing(num_cached: Counts) -> F64:
+            rest = np.maximum(1, num_tokens - num_cached * size)
+            seconds: F64 = token * rest + attended * rest * (num_tokens - rest / 2)
+            return seconds
+
+        start: F64 = step + np.minimum(loads + computing(free + counts[HOST] + counts[STORE]), computing(free))
+        return start
+
+    def _number(self, name: str) -> int:
+        if name not in self._feeds:
+            raise ArgumentError(f"there is no replica {name!r}; the replicas are {', '.join(self._feeds) or 'none'}")
+        return self._names.index(name)

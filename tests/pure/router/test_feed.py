@@ -1,0 +1,136 @@
+"""Check the feed of a replica: lost, late, repeated and unknown events, and restarts of the replica."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.index import BlockPool, Chain, IndexCleared, Namespace, RadixTree, Shortage, Tier, make_policy
+from kvtier.index.events import BlocksStored
+from kvtier.messages import KEY_BYTES
+from kvtier.router import EventBatch, FeedState, PlacementIndex, ReplicaFeed
+
+NAMESPACE = Namespace("model", block_tokens=2)
+
+
+def as_map(event):
+    """Return an event in vLLM's format, as the publisher sends it."""
+    if isinstance(event, IndexCleared):
+        return {"type": "AllBlocksCleared"}
+    keys = [event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
+    kind = "BlockStored" if isinstance(event, BlocksStored) else "BlockRemoved"
+    hashes = [int.from_bytes(key[-8:], "big") for key in keys]
+    return {"type": kind, "block_hashes": hashes, "medium": {"device": "GPU", "host": "CPU"}[event.tier]}
+
+
+def served(num_requests, seed):
+    """Serve random prompts from a small tree. Return the batches of events and the keys that the tree holds."""
+    rng, batches, events = random.Random(seed), [], []
+    pool = BlockPool("device", 40)
+    tree = RadixTree(NAMESPACE, [Tier(0, pool, lambda: make_policy("lru"))], listener=events.append)
+    for number in range(num_requests):
+        if rng.random() < 0.01:
+            tree.reset()
+        tokens = [rng.randrange(3) for _ in range(2 * rng.randrange(1, 12))]
+        lease = tree.match(Chain(NAMESPACE, tokens))
+        num_new = len(tokens) // 2 - lease.num_blocks
+        if not isinstance(tree.allocate(lease, num_new), Shortage):
+            tree.publish(lease, len(tokens))
+        tree.release(lease)
+        if events:
+            batches.append(EventBatch(len(batches), float(number), [as_map(event) for event in events]))
+            events.clear()
+    held, todo = set(), list(tree.roots.values())
+    while todo:
+        node = todo.pop()
+        todo += node.children.values()
+        held |= {node.keys[at : at + KEY_BYTES] for at in range(0, len(node.keys), KEY_BYTES)}
+    return batches, {int.from_bytes(key[-8:], "big") for key in held}
+
+
+def blocks_of(index, replica=0):
+    keys = index._keys.reshape(-1)
+    keys = keys[keys != 0]
+    return set(keys[index.holds(replica, 0, keys)].tolist())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_feed_with_all_events_equals_the_replica(seed):
+    batches, held = served(300, seed)
+    index = PlacementIndex(4, 3)
+    feed = ReplicaFeed(index, 2)
+    assert {feed.apply(batch) for batch in batches} == {FeedState.LIVE}
+    assert blocks_of(index, 2) == held
+    index.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_feed_after_lost_batches_and_a_replay_equals_the_replica(seed):
+    """Lose batches in runs, deliver others twice, and replay from the first missing number, also late."""
+    batches, held = served(400, seed)
+    rng = random.Random(seed)
+    index = PlacementIndex(4, 1)
+    feed = ReplicaFeed(index, 0)
+    for batch in batches[rng.randrange(50) :]:
+        if rng.random() < 0.2:
+            continue
+        state = feed.apply(batch)
+        assert (state is FeedState.LIVE) == (feed.next_number == batch.number + 1)
+        if state is not FeedState.LIVE and rng.random() < 0.1:
+            for replayed in batches[feed.next_number : batch.number + 1]:
+                feed.apply(replayed)
+            assert feed.state is FeedState.LIVE
+        if rng.random() < 0.1:
+            feed.apply(batches[rng.randrange(feed.next_number)] if feed.next_number else batch)
+    for replayed in batches[feed.next_number :]:
+        feed.apply(replayed)
+    assert feed.state is FeedState.LIVE
+    assert blocks_of(index) == held
+
+
+def test_feed_without_replay_forgets_the_replica():
+    index = PlacementIndex(4, 1)
+    feed = ReplicaFeed(index, 0)
+    stored = [{"type": "BlockStored", "block_hashes": [number], "medium": "GPU"} for number in range(1, 6)]
+    feed.apply(EventBatch(0, 0.0, [stored[0]]))
+    assert feed.apply(EventBatch(2, 2.0, [stored[2]])) is FeedState.GAP
+    assert (feed.next_number, blocks_of(index)) == (1, {1})
+    assert feed.restart() is FeedState.LIVE
+    assert (feed.next_number, blocks_of(index)) == (3, {3})
+
+
+def test_feed_of_restarted_replica_starts_again():
+    index = PlacementIndex(4, 1)
+    feed = ReplicaFeed(index, 0)
+    for number in range(3):
+        event = {"type": "BlockStored", "block_hashes": [10 + number], "medium": "GPU"}
+        feed.apply(EventBatch(number, 100.0 + number, [event]))
+    state = feed.apply(EventBatch(0, 200.0, [{"type": "BlockStored", "block_hashes": [7], "medium": None}]))
+    assert (state, feed.next_number, blocks_of(index)) == (FeedState.LIVE, 1, {7})
+    feed.apply(EventBatch(0, 200.0, [{"type": "AllBlocksCleared"}]))  # a repeated batch
+    assert blocks_of(index) == {7}
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.just({}),
+            st.just({"type": "BlockStored"}),
+            st.just({"type": "Other", "block_hashes": [1]}),
+            st.just({"type": "BlockStored", "block_hashes": [None]}),
+            st.just({"type": "BlockRemoved", "block_hashes": [b"short"]}),
+            st.just({"type": "BlockStored", "block_hashes": 7}),
+        )
+    )
+)
+def test_feed_counts_malformed_events_and_skips_them(events):
+    index = PlacementIndex(4, 1)
+    feed = ReplicaFeed(index, 0)
+    good = {"type": "BlockStored", "block_hashes": [b"\0" * 31 + b"\5", -1], "medium": "DISK"}
+    assert feed.apply(EventBatch(0, 0.0, [*events, good])) is FeedState.LIVE
+    assert feed.num_malformed == len(events)
+    assert index.holds(0, 2, np.array([5, 2**64 - 1], np.uint64)).all()
