@@ -112,7 +112,7 @@ def disk_setting(setting: str, call: str) -> Callable[[Rows], Cells]:
         found = [row for row in rows if (row.get("setting"), row.get("call")) == (setting, call)]
         if not found:
             raise LookupError(f"no {call} with {setting}")
-        names = {"raw": "system calls", "fio": "fio"}
+        names = {"raw": "system calls", "fio": "fio", "plain": "unencrypted"}
         others = (f"{names[row['beside']]} {row['its median']:.2f} ({100 * row['share']:.0f} %)" for row in found)
         return Cells(f"{found[0]['median GB/s']:.2f} GB/s", ", ".join(others))
 
@@ -354,6 +354,11 @@ TABLES: dict[str, tuple[Line, ...]] = {
             Line(f"{io}, sync at {when}: {call}", "tiers", disk_setting(f"{io}, sync at {when}", call))
             for io in ("O_DIRECT", "page cache")
             for when in ("close", "write")
+            for call in ("write", "read")
+        ),
+        *(
+            Line(f"Encrypted, {io}: {call}", "tiers", disk_setting(f"encrypted, {io}", call))
+            for io in ("O_DIRECT", "page cache")
             for call in ("write", "read")
         ),
         Line("Checksum in C", "tiers", checksums),

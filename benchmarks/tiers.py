@@ -1,7 +1,8 @@
-"""Tiers: the disk store compared with plain pread and pwrite, and with fio if installed; and the CPU time of a manager
-with three tiers compared with the plain index.
+"""Tiers: the disk store compared with plain pread and pwrite, and with fio if installed; the encrypted disk store
+compared with the plain one; and the CPU time of a manager with three tiers compared with the plain index.
 
 python -m benchmarks.tiers --folder /mnt/nvme/tmp          a folder on the disk to measure; made and removed
+python -m benchmarks.tiers --only encryption
 python -m benchmarks.tiers --only deciding --trace conversation_trace.jsonl
 
 Objects of 1 MiB in batches of 32; plain calls and fio use the number of threads of the store and files allocated in the
@@ -36,7 +37,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Report, StoreLookup, TransferResult
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
-from kvtier.storage import DiskStore, Label, Read, Sync, Write
+from kvtier.storage import DiskStore, Label, Read, Results, Sync, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, native
 from kvtier.storage.disk.store import default_threads
 
@@ -54,13 +55,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--trace", help="a Mooncake trace for the manager; default: a synthetic one")
-    parser.add_argument("--only", choices=("disk", "deciding"), help="run only this part")
+    parser.add_argument("--only", choices=("disk", "encryption", "deciding"), help="run only this part")
     options = parser.parse_args()
     rows: list[Row] = []
     bars: list[Bar] = []
-    if options.only != "deciding":
+    if options.only in (None, "disk"):
         rows, bars = on_disk(options)
-    if options.only != "disk":
+    if options.only in (None, "encryption"):
+        more, more_bars = encryption(options)
+        print_table(more)
+        rows, bars = [*rows, *more], [*bars, *more_bars]
+    if options.only in (None, "deciding"):
         more, more_bars = deciding(read_trace(options.trace).requests if options.trace else generate(SyntheticTrace()))
         print_table(more)
         rows, bars = [*rows, *more], [*bars, *more_bars]
@@ -199,6 +204,65 @@ def fio(folder: Path, what: str, nbytes: int, num_threads: int, sync: Sync) -> f
     return float(output["jobs"][0][what]["bw_bytes"]) / 1e9
 
 
+def encryption(options: argparse.Namespace) -> tuple[list[Row], list[Bar]]:
+    """Measure the encrypted and the plain store, alternating batch by batch."""
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-tiers-", dir=options.folder))
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    try:
+        for direct in (True, False):
+            rates = encrypted_rates(folder, direct, options.bytes, options.rounds, options.threads)
+            setting = f"encrypted, {'O_DIRECT' if direct else 'page cache'}"
+            for call in ("write", "read"):
+                ours, plain = rates["encrypted", call], rates["plain", call]
+                share = statistics.median(mine / its for mine, its in zip(ours, plain, strict=True))
+                rows.append(
+                    {"setting": setting, "call": call, "median GB/s": statistics.median(ours), "best": max(ours)}
+                    | {"beside": "plain", "its median": statistics.median(plain), "its best": max(plain)}
+                    | {"share": share, "load": os.getloadavg()[0]}
+                )
+                bars.append(at_least(f"disk {call} over plain, 1 MiB, {setting}", share, 0.7))
+    finally:
+        shutil.rmtree(folder)
+    return rows, bars
+
+
+def encrypted_rates(
+    folder: Path, direct: bool, nbytes: int, rounds: int, num_threads: int
+) -> dict[tuple[str, str], list[float]]:
+    """Return GB/s by store and call, one per round."""
+    memory = mmap.mmap(-1, BATCH * OBJECT_BYTES)
+    memory[:] = os.urandom(len(memory))
+    views = [memoryview(memory)[i * OBJECT_BYTES : (i + 1) * OBJECT_BYTES] for i in range(BATCH)]
+    stores = {
+        name: DiskStore(folder / name, 2 * nbytes, direct=direct, num_threads=num_threads, secret=secret)
+        for name, secret in (("encrypted", os.urandom(32)), ("plain", None))
+    }
+    rates: dict[tuple[str, str], list[float]] = {(name, call): [] for name in stores for call in ("write", "read")}
+    for number in range(rounds + 2):  # the first two rounds, on new slots, are not counted
+        taken = dict.fromkeys(rates, 0.0)
+        order = list(stores)[:: 1 if number % 2 else -1]
+        for first in range(0, nbytes // OBJECT_BYTES, BATCH):
+            keys = [(first + i).to_bytes(32, "little") for i in range(BATCH)]
+            for i, view in enumerate(views):
+                view[:8] = (number << 32 | (first + i)).to_bytes(8, "little")  # a different object each time
+            for name in order:
+                writes = [Write(key, LABEL, view) for key, view in zip(keys, views, strict=True)]
+                taken[name, "write"] += check(stores[name].write(writes)).seconds
+        for first in range(0, nbytes // OBJECT_BYTES, BATCH):
+            for name in order:
+                reads = [Read((first + i).to_bytes(32, "little"), LABEL, view) for i, view in enumerate(views)]
+                taken[name, "read"] += check(stores[name].read_into(reads)).seconds
+        if number > 1:
+            for each, seconds in taken.items():
+                rates[each].append(nbytes / seconds / 1e9)
+    for name, store in stores.items():
+        assert store.is_direct == direct, "the filesystem refuses O_DIRECT"
+        store.close()
+        shutil.rmtree(folder / name)
+    return rates
+
+
 def checksums() -> tuple[list[Row], list[Bar]]:
     """Measure checksums on one core, of 1 MiB in its cache."""
     data = memoryview(os.urandom(OBJECT_BYTES))
@@ -304,9 +368,10 @@ def timed(task: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def check(results: object) -> None:
-    """Raise if a call failed."""
-    assert results.ok, results  # type: ignore[attr-defined]
+def check(results: Results) -> Results:
+    """Return the results. Raise if an object failed."""
+    assert results.ok, results
+    return results
 
 
 if __name__ == "__main__":

@@ -31,17 +31,19 @@ class Workload:
     sizes: tuple[int, ...]
     max_bytes: int
     segment_bytes: int
+    secret: bytes | None = None
 
     def size_of(self, number: int) -> int:
         return self.sizes[number % len(self.sizes)]
 
     def open(self, folder: str | Path, sync: Sync = Sync.CLOSE) -> DiskStore:
         limits = {"segment_bytes": self.segment_bytes, "min_free_bytes": 0, "num_threads": 3}
-        return DiskStore(folder, self.max_bytes, sync=sync, **limits)
+        return DiskStore(folder, self.max_bytes, sync=sync, secret=self.secret, **limits)
 
 
 WORKLOADS = {
     "small": Workload((5000, 20_000), 4 << 20, 512 << 10),
+    "encrypted": Workload((5000, 20_000), 4 << 20, 512 << 10, bytes(32)),
     "large": Workload((5000, 20_000, 700_000), 64 << 20, 4 << 20),
 }
 
@@ -120,6 +122,7 @@ class Victim:
     def _leaked(self, store: DiskStore) -> int:
         """Return the number of bytes in the folder that the store does not count as used."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
+        files = [path for path in files if path.parent.name != "keys"]
         return sum(path.stat().st_size for path in files) - store.stats.used_bytes
 
     def _take(self, word: str, *rest: str) -> None:

@@ -49,11 +49,11 @@ class PowerFailure:
     failure. The keys are object numbers. A value is the version of the object, or None if the object was removed.
     """
 
-    def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int) -> None:
+    def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int, secret: bytes | None = None) -> None:
         self.disk, self.versions, self.left = SimulatedDisk(), Versions(), None
         self.durable: dict[int, int | None] = {}
         self._at, self._random = at, random.Random(seed)
-        self._settings = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 1}
+        self._settings = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 1, "secret": secret}
         self.folder, self.room = folder, room
         self.disk.before = self._count
         self.restart(sync)

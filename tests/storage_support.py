@@ -280,11 +280,18 @@ class SimulatedDisk:
             node.durable[:] = node.current
             node.pending.clear()
 
-    def sync_folder(self, path: str) -> None:  # noqa: ARG002
+    def sync_folder(self, path: str) -> None:
+        """Make the names in one folder durable."""
         self._step("sync_folder")
         with self._lock:
-            self.durable_names = dict(self.names)
-            self.pending_names.clear()
+            folder = Path(_name(f"{path}/name")).parent
+
+            def is_here(name: str) -> bool:
+                return Path(name).parent == folder
+
+            kept = {name: node for name, node in self.durable_names.items() if not is_here(name)}
+            self.durable_names = kept | {name: node for name, node in self.names.items() if is_here(name)}
+            self.pending_names = [change for change in self.pending_names if not is_here(change[1])]
 
     def rename(self, old: str, new: str) -> None:
         self._step("rename")
@@ -292,6 +299,19 @@ class SimulatedDisk:
             before, after = _name(old), _name(new)
             self.names[after] = self.names.pop(before)
             self.pending_names.append(("rename", before, after))
+
+    def link(self, old: str, new: str) -> None:
+        self._step("link")
+        with self._lock:
+            node, name = self.names[_name(old)], _name(new)
+            if name in self.names:
+                raise FileExistsError(errno.EEXIST, "File exists", new)
+            self.names[name] = node
+            self.pending_names.append(("create", name, node))
+
+    def stamp(self, path: str) -> tuple[int, int] | None:
+        node = self.names.get(_name(path))
+        return None if node is None else (id(node), 0)
 
     def unlink(self, path: str) -> None:
         self._step("unlink")
@@ -327,9 +347,9 @@ class SimulatedDisk:
 
 
 def _name(path: str) -> str:
-    """Return the name of a file in the folder of the store or in its quarantine."""
+    """Return the name of a file in the folder of the store, its quarantine or its folder of keys."""
     place = Path(path)
-    return f"quarantine/{place.name}" if place.parent.name == "quarantine" else place.name
+    return f"{place.parent.name}/{place.name}" if place.parent.name in ("quarantine", "keys") else place.name
 
 
 def _after_crash(node: Node, keep: Callable[[], bool]) -> Node:

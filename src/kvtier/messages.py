@@ -44,6 +44,8 @@ class TransferRequest:
     target_slots: bytes = b""
     keys: bytes = b""
     """Keys of the blocks if the source or the target is a store."""
+    tenant: bytes = b""
+    """Owner of the blocks, if the target is a store."""
 
     def __post_init__(self) -> None:
         sources, targets, keys = len(self.source_slots), len(self.target_slots), len(self.keys)

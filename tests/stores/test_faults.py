@@ -13,8 +13,9 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.storage import Breaker, Label, ObjectResult, ObjectStatus, Page, Read
+from kvtier.storage.cipher import Cipher
 from kvtier.storage.record import RECORD_BYTES, VERSION
-from kvtier.storage.remote.envelope import Cipher, Envelope
+from kvtier.storage.remote.envelope import Envelope
 from kvtier.storage.remote.store import RemoteStore
 from storage_support import (
     LABEL,

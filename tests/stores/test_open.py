@@ -27,7 +27,10 @@ from store_servers import free_ports
         ("disk:?bytes=1GiB", "needs a folder"),
         ("disk://kv?bytes=1GiB", "needs a folder"),
         ("disk:/kv?bytes=lots", "bytes=lots is not bytes such as 200GiB"),
-        ("disk:/kv?bytes=1GiB&syncc=write", "unknown option syncc; options are bytes, compression, direct, free"),
+        (
+            "disk:/kv?bytes=1GiB&syncc=write",
+            "unknown option syncc; options are bytes, bytes_per_day, compression, direct",
+        ),
         ("disk:/kv?bytes=1GiB&sync=often", "sync=often is not"),
         ("disk:/kv?bytes=1GiB&direct=1", "direct=1 is not yes or no"),
         ("disk:/kv?bytes=1GiB&bytes=2GiB", "duplicate option"),

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.storage import ObjectStatus, RemoteStore
-from kvtier.storage.remote.envelope import Cipher, Envelope
+from kvtier.storage.cipher import Cipher
+from kvtier.storage.remote.envelope import Envelope
 from storage_support import Clock, all_keys, get, has, key_of, payload_of, put
 
 NUMBERS = st.integers(0, 5)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Lease, RadixTree, Slots, Tier
+from kvtier.index.tier import tenant_of
 from kvtier.index.transitions import begin_read, end_read, end_write
 from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
 
@@ -128,7 +129,8 @@ class TransferTracker:
         source_tier, source_name, source_slots = self._endpoint(source)
         target_tier, target_name, target_slots = self._endpoint(target)
         number = next(self._ids)
-        transfer = TransferRequest(number, route, source_name, target_name, source_slots, target_slots, keys)
+        tenant = tenant_of(lease.chain.salt) if route is Route.HOST_TO_STORE else b""
+        transfer = TransferRequest(number, route, source_name, target_name, source_slots, target_slots, keys, tenant)
         count, store = transfer.num_blocks, transfer.store
         if source_tier is not None:
             begin_read(lease, source_tier, first, count)

@@ -42,6 +42,9 @@ class CacheMetrics:
         self._bad = new.counter("kvtier_store_quarantined_total", "Objects found corrupt.", ("store",))
         self._refused = new.counter("kvtier_store_refused_total", "Calls rejected by an open breaker.", ("store",))
         self._held = new.gauge("kvtier_store_used_bytes", "Bytes used by a store.", ("store",))
+        self._written = new.counter("kvtier_store_written_bytes_total", "Bytes written to a disk.", ("store",))
+        self._day = new.gauge("kvtier_store_day_bytes", "Bytes written to a disk in 24 hours.", ("store",))
+        self._max_day = new.gauge("kvtier_store_day_limit_bytes", "Limit of them; 0 for no limit.", ("store",))
         registry.before_collect(self.update)
 
     def observe(self, completed: Iterable[PendingTransfer]) -> None:
@@ -79,3 +82,6 @@ class CacheMetrics:
         self._bad.of(name).raise_to(stats.num_quarantined)
         self._refused.of(name).raise_to(stats.num_refused)
         self._held.of(name).set(stats.used_bytes)
+        self._written.of(name).raise_to(stats.written_bytes)
+        self._day.of(name).set(stats.day_bytes)
+        self._max_day.of(name).set(stats.max_day_bytes)

@@ -1,4 +1,5 @@
-"""`kvtier inspect` lists the contents of a store. `kvtier verify` verifies its checksums."""
+"""Commands on stores: `inspect` lists the contents, `verify` reads and verifies every object, `keys` lists the tenants
+of an encrypted disk tier and deletes their keys."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvtier.storage import Store
 
 _UNBOUNDED = 1 << 62  # capacity in bytes, so large that the store evicts nothing
+_SECRET = "file with the 32 bytes that encrypt the store"
 _WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://bucket/prefix"
 
 
@@ -25,16 +27,24 @@ def add(commands: Commands) -> None:
     command = add_command(commands, "inspect", text, examples, inspect, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
     command.add_argument("--objects", action="store_true", help="also list every object")
+    command.add_argument("--secret", metavar="FILE", help=_SECRET)
     text = "Verify the checksums of all objects in a store. If objects are damaged, quarantines them and exits with 1."
     examples = "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json"
     command = add_command(commands, "verify", text, examples, verify, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
+    command.add_argument("--secret", metavar="FILE", help=_SECRET)
+    text = "List the tenants of an encrypted disk tier. Deleting a key deletes all data of a tenant on this disk."
+    examples = "kvtier keys ~/kv/keys --secret secret\nkvtier keys ~/kv/keys --secret secret --delete shop"
+    command = add_command(commands, "keys", text, examples, keys, "FOLDER")
+    command.add_argument("folder", metavar="FOLDER", help="folder with the keys; a server may be using it")
+    command.add_argument("--secret", metavar="FILE", required=True, help=_SECRET)
+    command.add_argument("--delete", metavar="TENANT", help="delete the key of this tenant")
 
 
 def inspect(options: argparse.Namespace) -> int:
     from kvtier.storage.audit import pages, take_inventory
 
-    with closing(_open(options.where)) as store:
+    with closing(_open(options.where, options.secret)) as store:
         if options.objects:
             for page in pages(store):
                 for item in page.objects:
@@ -68,7 +78,7 @@ def verify(options: argparse.Namespace) -> int:
     from kvtier.storage import ObjectStatus
     from kvtier.storage.audit import verify as read_all
 
-    with closing(_open(options.where)) as store:
+    with closing(_open(options.where, options.secret)) as store:
         unreadable = store.stats.num_quarantined
         with progress_bar(store.stats.num_objects, "objects") as update:
             result = read_all(store, progress=lambda count, nbytes: update(count, f"{nbytes / 1e9:.1f} GB"))
@@ -93,17 +103,35 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if result.ok and not unreadable else 1
 
 
-def _open(where: str) -> Store:
+def keys(options: argparse.Namespace) -> int:
+    """List the tenants with a key, or delete the key of one tenant."""
+    from kvtier.storage.disk.keys import TenantKeys
+
+    if not Path(options.folder).is_dir():
+        raise ArgumentError(f"{options.folder} is not a folder")
+    keys = TenantKeys(options.folder, Path(options.secret).read_bytes())
+    if options.delete is None:
+        for tenant in keys.tenants:
+            _print_row(options, {"tenant": tenant.decode(errors="replace")}, "{tenant}")
+        return 0
+    if not keys.delete(options.delete.encode("utf-8", "surrogatepass")):
+        raise ArgumentError(f"{options.folder} has no key of tenant {options.delete!r} for this secret")
+    _print_row(options, {"deleted": options.delete}, "deleted the key of {deleted}")
+    return 0
+
+
+def _open(where: str, secret_file: str | None) -> Store:
     from kvtier.storage import DiskStore
     from kvtier.storage.open import open_store
 
+    secret = Path(secret_file).read_bytes() if secret_file else None
     if re.match("[a-z0-9]+:", where) and not Path(where).exists():
-        return open_store(where)
+        return open_store(where, secret=secret)
     if not Path(where).is_dir():
         raise ArgumentError(f"{where} is neither a folder nor the URL of a store")
     if not (Path(where) / "LOCK").exists():
         raise ArgumentError(f"{where} is not the folder of a disk tier: it has no LOCK file")
-    return DiskStore(where, _UNBOUNDED)
+    return DiskStore(where, _UNBOUNDED, secret=secret)
 
 
 def _shown(where: str) -> str:

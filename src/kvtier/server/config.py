@@ -32,6 +32,8 @@ class TierOptions:
     host_blocks: int = option(0, "number of blocks in host memory; 0: no host tier")
     disk: str = option("", "folder of the disk tier, whose contents survive restarts", metavar="FOLDER")
     disk_bytes: str = option("8GiB", "size of the disk tier", metavar="SIZE")
+    disk_bytes_per_day: str = option("", "limit of the bytes written to the disk tier in 24 hours", metavar="SIZE")
+    disk_secret: str = option("", "encrypt the disk tier with the 32 bytes in this file", metavar="FILE")
     shared: tuple[str, ...] = option((), "store shared with other servers; repeatable", metavar="URL")
     kv_shards: int = option(0, "number of objects per stored block, split by KV heads; 0: one per rank")
     """Servers that share a store need the same value."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import torch
 
@@ -107,7 +107,9 @@ def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
     saving, waits = WritebackConfig(WritePolicy(tiers.write)), tiers.wait_seconds
     if tiers.disk:
         disk = StoreConfig("disk", saving, wait_seconds=waits)
-        below.append((disk, f"disk:{quote(tiers.disk)}?bytes={tiers.disk_bytes}"))
+        more = {"bytes_per_day": tiers.disk_bytes_per_day, "secret": tiers.disk_secret}
+        query = urlencode({"bytes": tiers.disk_bytes, **{name: value for name, value in more.items() if value}})
+        below.append((disk, f"disk:{quote(tiers.disk)}?{query}"))
     if tiers.shared:
         below.append((StoreConfig("shared", saving, wait_seconds=waits, is_shared=True), tiers.shared))
     host_blocks = tiers.host_blocks or (tiers.blocks if below else 0)  # stores are read through host memory

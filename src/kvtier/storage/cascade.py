@@ -101,7 +101,10 @@ class Cascade:
     @property
     def stats(self) -> StoreStats:
         parts = [store.stats for store in self._stores]
-        names = ("num_objects", "used_bytes", "max_bytes", "num_evicted", "num_quarantined", "num_refused")
+        names = (
+            *("num_objects", "used_bytes", "max_bytes", "num_evicted", "num_quarantined", "num_refused"),
+            *("written_bytes", "day_bytes", "max_day_bytes"),
+        )
         return replace(self._meter.stats, **{name: sum(getattr(part, name) for part in parts) for name in names})
 
     def _in_turn(self, call: StoreCall, items: Sequence[Any], timeout_s: float | None) -> Sequence[ObjectResult]:

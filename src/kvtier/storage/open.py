@@ -20,11 +20,12 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ArgumentError, StoreError, UnavailableError
 from kvtier.storage.cascade import Cascade, for_each
+from kvtier.storage.cipher import Cipher
 from kvtier.storage.codec import Compression
-from kvtier.storage.disk.store import DiskStore, Sync
+from kvtier.storage.disk.store import KEYS, DiskStore, Sync
 from kvtier.storage.memory import MemoryStore
 from kvtier.storage.remote.bucket import Bucket, BucketError
-from kvtier.storage.remote.envelope import Cipher, Envelope
+from kvtier.storage.remote.envelope import Envelope
 from kvtier.storage.remote.store import DEFAULT_RETRIES, RemoteStore
 from kvtier.storage.store import DEFAULT_TIMEOUT_S, CallStats, Store, StoreStats, UsesMemory
 
@@ -47,8 +48,9 @@ def open_store(
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
-    `secret` encrypts objects on servers with AES-GCM; `?secret=FILE` sets the secret for one URL. docs/stores.md lists
-    the URL options. In a folder, each of `num_shards` shards has its own subfolder and an equal share of the bytes.
+    `secret` encrypts objects on servers and disks with AES-GCM; `?secret=FILE` sets the secret for one URL. On a disk,
+    each tenant has its own key. docs/stores.md lists the URL options. In a folder, each of `num_shards` shards has its
+    own subfolder and an equal share of the bytes.
     Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the server does not respond).
     """
     urls = [where] if isinstance(where, str) else list(where)
@@ -154,8 +156,9 @@ def _open(options: _UrlOptions, secret: bytes | None) -> Store:
     return opener(options, secret)
 
 
-def _open_disk(options: _UrlOptions, _: bytes | None) -> Store:
-    max_bytes = options.nbytes("bytes", 0)
+def _open_disk(options: _UrlOptions, secret: bytes | None) -> Store:
+    max_bytes, day_bytes = options.nbytes("bytes", 0), options.nbytes("bytes_per_day", 0)
+    path = unquote(options.url.path)
     settings = {
         "segment_bytes": options.nbytes("segment", 256 << 20),
         "min_free_bytes": options.nbytes("free", 1 << 30),
@@ -164,15 +167,16 @@ def _open_disk(options: _UrlOptions, _: bytes | None) -> Store:
         "sync": options.parsed("sync", Sync.CLOSE, "close or write", Sync),
         "compression": _compression(options),
         "direct": options.flag("direct", True),
+        "secret": _secret(options, secret),
+        "key_folder": options.text("keys") or f"{path}/{KEYS}",  # shared by all shards
     }
     options.finish()
-    path = unquote(options.url.path)
     if options.url.netloc or not path or max_bytes < 1:
         raise ArgumentError(f"{options.shown}: a disk store needs a folder and a size: disk:/mnt/nvme/kv?bytes=200GiB")
     if options.num_shards > 1:
         path = f"{path}/shard-{options.shard}-of-{options.num_shards}"
-        max_bytes //= options.num_shards
-    return DiskStore(path, max_bytes, **settings)  # type: ignore[arg-type]
+        max_bytes, day_bytes = max_bytes // options.num_shards, -(-day_bytes // options.num_shards)
+    return DiskStore(path, max_bytes, bytes_per_day=day_bytes, **settings)  # type: ignore[arg-type]
 
 
 def _open_memory(options: _UrlOptions, _: bytes | None) -> Store:
@@ -255,12 +259,7 @@ def _open_remote(
     options: _UrlOptions, secret: bytes | None, connect: Callable[[int, float, float | None], Bucket], num_threads: int
 ) -> Store:
     """Read the options that all servers share, connect, and return the store."""
-    file, ttl_s = options.text("secret"), options.seconds("ttl", 0.0) or None
-    if file:
-        try:
-            secret = Path(file).read_bytes()
-        except OSError as error:
-            raise ArgumentError(f"{options.shown}: cannot read the secret: {error}") from error
+    secret, ttl_s = _secret(options, secret), options.seconds("ttl", 0.0) or None
     envelope = Envelope(None if secret is None else Cipher(secret), _compression(options), ttl_s)
     timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
     num_retries = options.number("retries", DEFAULT_RETRIES)
@@ -276,6 +275,15 @@ def _open_remote(
     return RemoteStore(
         bucket, options.shown, envelope=envelope, num_threads=num_threads, timeout_s=timeout_s, num_retries=num_retries
     )
+
+
+def _secret(options: _UrlOptions, default: bytes | None) -> bytes | None:
+    """Read the file of the option `secret`."""
+    file = options.text("secret")
+    try:
+        return Path(file).read_bytes() if file else default
+    except OSError as error:
+        raise ArgumentError(f"{options.shown}: cannot read the secret: {error}") from error
 
 
 def _compression(options: _UrlOptions) -> Compression:

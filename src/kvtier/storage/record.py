@@ -28,6 +28,7 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 from enum import IntFlag
+from typing import NamedTuple
 
 from kvtier.errors import FormatError, VersionError
 from kvtier.storage.store import Label, StoredObject
@@ -46,6 +47,14 @@ class Flags(IntFlag):
     QUARANTINED = 2
 
 
+class Seal(NamedTuple):
+    """Encryption of a payload on disk (disk/sealing.py). `nonce` and `tag` are empty until the payload is sealed."""
+
+    key_id: bytes
+    nonce: bytes = b""
+    tag: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """Metadata of a stored object."""
@@ -62,6 +71,8 @@ class Record:
     segment: int = 0
     slot: int = 0
     expires_s: int = 0
+    seal: Seal | None = None
+    """None if the payload is not encrypted. `pack` omits it."""
 
     @property
     def label(self) -> Label:
@@ -78,13 +89,15 @@ class Record:
     def at(self, segment: int, slot: int, sequence: int) -> Record:
         """Return the record for the same object in another slot."""
         sizes = (self.nbytes, self.stored_bytes, self.checksum, self.token_bytes, self.flags)
-        return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot, self.expires_s)
+        place = (sequence, segment, slot, self.expires_s, self.seal)
+        return Record(self.key, self.namespace, self.token_digest, *sizes, *place)
 
     def is_same_object(self, other: Record) -> bool:
-        """True if both objects have the same bytes and label. Slot, sequence and expiry may differ."""
-        if self.checksum != other.checksum:
+        """True if both objects have the same bytes, label and encryption key. Slot, sequence and expiry may differ."""
+        if self.checksum != other.checksum or (self.seal and self.seal.key_id) != (other.seal and other.seal.key_id):
             return False
-        return replace(self.at(0, 0, 0), expires_s=0) == replace(other.at(0, 0, 0), expires_s=0)
+        mine, theirs = (replace(record.at(0, 0, 0), expires_s=0, seal=None) for record in (self, other))
+        return mine == theirs
 
     def pack(self) -> bytes:
         fixed = _FIELDS.pack(

@@ -139,6 +139,8 @@ class Write:
     key: bytes
     label: Label
     payload: Buffer
+    tenant: bytes = b""
+    """Owner of the object. An encrypted disk store has one key per tenant; other stores ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,12 @@ class StoreStats:
     """Objects found corrupt since the store was opened, plus records and files that were unreadable at opening."""
     num_refused: int = 0
     """Calls refused by an open breaker."""
+    written_bytes: int = 0
+    """Bytes that a disk store wrote for objects since it was opened, rounded up to pages, and their records."""
+    day_bytes: int = 0
+    """Bytes written in the last 24 hours, of which `max_day_bytes` are allowed."""
+    max_day_bytes: int = 0
+    """Limit for `day_bytes`; 0 for no limit."""
 
 
 class Store(Protocol):

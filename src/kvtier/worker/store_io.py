@@ -186,7 +186,8 @@ class StoreWorker:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
                     part.gather(self.hosts[part.group].block(slot).numpy(), objects[at])
-            return store.write([Write(*fields) for fields in zip(keys, labels, memory, strict=True)])
+            fields = zip(keys, labels, memory, strict=True)
+            return store.write([Write(*each, transfer.tenant) for each in fields])
         results = store.read_into([Read(*fields) for fields in zip(keys, labels, memory, strict=True)])
         found = dict(zip(parts, _by_block([result.ok for result in results], parts).tolist(), strict=True))
         for at, slot in enumerate(slots):

@@ -46,6 +46,16 @@ def test_save_under_host_quota_keeps_leading_blocks():
     assert lab.control.tier("host").used_by == {b"tenant": 3, b"": 5}
 
 
+def test_stored_blocks_carry_the_tenant_of_their_salt():
+    lab = Lab(20, host=HostConfig(20), stores=[disk()])
+    lab.serve(prompt(1, 2, salt=b"shop\0user"))
+    lab.serve(prompt(2, 3))
+    stored = [transfer for transfer in lab.worker.done if transfer.route is Route.HOST_TO_STORE]
+    assert {(transfer.tenant, transfer.num_blocks) for transfer in stored} == {(b"shop", 2), (b"", 3)}
+    others = [transfer for transfer in lab.worker.done if transfer.route is not Route.HOST_TO_STORE]
+    assert {transfer.tenant for transfer in others} == {b""}
+
+
 @pytest.mark.parametrize("above", WritePolicy)
 @pytest.mark.parametrize("below", WritePolicy)
 def test_reused_blocks_reach_store_under_all_write_policies(above, below):

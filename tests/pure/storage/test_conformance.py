@@ -22,6 +22,10 @@ STORES = {
     "disk, page cache": lambda folder: DiskStore(folder, MAX_BYTES, direct=False, **SMALL),
     "disk, synced": lambda folder: DiskStore(folder, MAX_BYTES, sync=Sync.WRITE, **SMALL),
     "disk, compressed": lambda folder: DiskStore(folder, MAX_BYTES, compression=Compression.ZLIB, **SMALL),
+    "disk, encrypted": lambda folder: DiskStore(folder, MAX_BYTES, secret=bytes(32), **SMALL),
+    "disk, encrypted, page cache": lambda folder: DiskStore(
+        folder, MAX_BYTES, secret=bytes(32), direct=False, compression=Compression.ZLIB, **SMALL
+    ),
     "disk, simulated": lambda folder: DiskStore(folder, MAX_BYTES, files=SimulatedDisk(), **SMALL),
 }
 

@@ -358,7 +358,7 @@ def test_folder_with_newer_format_is_refused_and_unchanged(open_store, tmp_path)
     folder = tmp_path / "store"
     table = folder / "segment-00000002.table"
     data = table.read_bytes()
-    table.write_bytes(resealed(data[:4096], 8, b"\2\0") + data[4096:])
+    table.write_bytes(resealed(data[:4096], 8, b"\3\0") + data[4096:])
     (folder / "segment-00000001.table").write_bytes(b"garbage")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(VersionError, match="upgrade kvtier"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
+
 from kvtier.storage import Sync
 from storage_crash import Victim
 from storage_support import check_disk, put
@@ -13,8 +15,9 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 ROUNDS = 20 if SOAK == 1 else 200
 
 
-def test_disk_store_keeps_stored_objects_when_writer_is_killed(tmp_path):
-    rng, victim = random.Random(7), Victim(tmp_path / "store")
+@pytest.mark.parametrize("workload", ["small", "encrypted"])
+def test_disk_store_keeps_stored_objects_when_writer_is_killed(tmp_path, workload):
+    rng, victim = random.Random(7), Victim(tmp_path / "store", workload)
     try:
         for seed in range(1, ROUNDS + 1):
             victim.kill_after(rng.randint(0, 25), rng.randrange(3_000_000), seed, rng.choice([*Sync]))

@@ -29,11 +29,12 @@ class DiskMachine(RuleBasedStateMachine):
         direct=st.booleans(),
         sync=st.sampled_from(Sync),
         compression=st.sampled_from(Compression),
+        secret=st.sampled_from([None, bytes(32)]),
         slots=st.integers(6, 40),
     )
-    def start(self, direct, sync, compression, slots):
+    def start(self, direct, sync, compression, secret, slots):
         self.folder = Path(tempfile.mkdtemp())
-        self.settings = {"direct": direct, "sync": sync, "compression": compression, **COMMON}
+        self.settings = {"direct": direct, "sync": sync, "compression": compression, "secret": secret, **COMMON}
         self.max_bytes = slots * 8192
         self.versions = Versions()
         self.last: dict[int, int | None] = {}
@@ -119,8 +120,25 @@ CALLS = st.lists(
 @settings(max_examples=300 * SOAK, deadline=None)
 def test_reads_after_power_failure_return_no_wrong_bytes(room, calls, sync, at, seed):
     """Each unsynced sector, file and file name survives the failure at random."""
+    check_power_failure(room, calls, sync, at, seed)
+
+
+@given(
+    room=st.sampled_from([64 << 10, 1 << 20]),
+    calls=CALLS,
+    sync=st.sampled_from(Sync),
+    at=st.integers(1, 150),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=150 * SOAK, deadline=None)
+def test_encrypted_reads_after_power_failure_are_correct(room, calls, sync, at, seed):
+    """The folder of keys is on the same disk, and a key that is lost would make durable objects unreadable."""
+    check_power_failure(room, calls, sync, at, seed, bytes(32))
+
+
+def check_power_failure(room, calls, sync, at, seed, secret=None):
     with tempfile.TemporaryDirectory() as folder:
-        run = PowerFailure(folder, room, sync, at, seed)
+        run = PowerFailure(folder, room, sync, at, seed, secret)
         run.run_until_failure(calls)
         checked = run.inspect()
         assert checked.lost == 0, "a durable object was lost"

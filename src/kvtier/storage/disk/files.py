@@ -68,6 +68,18 @@ class Files:
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
 
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name. Raises FileExistsError if the name is in use."""
+        os.link(old, new)
+
+    def stamp(self, path: str) -> tuple[int, int] | None:
+        """Return numbers that change if the file is replaced, or None if there is no such file."""
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 

@@ -3,6 +3,7 @@
     LOCK                  locked, like the folder, by the process that opened the store; contains the process id
     segment-00000012.*    segments (segment.py); slots without a table, and a table without slots, are deleted
     quarantine/           segments with unreadable tables, unchanged; kept until the operator deletes them
+    keys/                 keys of the tenants, if the store is encrypted (keys.py)
     anything else         is not touched
 
 The index is rebuilt from the tables of the segments; no payload is read. If two records have the same key, the later
@@ -18,10 +19,13 @@ import functools
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.errors import FormatError, StoreError, StoreInUseError, VersionError
+from kvtier.storage.disk.catalog import SlotRef
 from kvtier.storage.disk.files import FILE_MODE, FOLDER_MODE, Files
+from kvtier.storage.disk.keys import TenantKeys
 from kvtier.storage.disk.segment import SUPERBLOCK_BYTES, Segment, SegmentHeader, segment_number, slots_name, table_name
 from kvtier.storage.record import BLANK, RECORD_BYTES, Flags, Record
 
@@ -124,6 +128,8 @@ class Recovered:
     """Objects, in the order in which they were stored."""
     quarantined: list[Record] = field(default_factory=list)
     """Objects that an earlier process found corrupt."""
+    foreign: list[SlotRef] = field(default_factory=list)
+    """Slots that are encrypted with keys of another secret."""
     num_bad: int = 0
     """Number of unreadable records and tables."""
     quarantine_bytes: int = 0
@@ -131,10 +137,11 @@ class Recovered:
     """Highest segment number, unreadable segments included."""
 
 
-def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recovered:
+def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
     """Open all segments of a folder. Segments larger than `max_bytes` are deleted.
 
-    Raises VersionError, before any change, if a segment is from a newer kvtier.
+    Raises, before any change, VersionError if a segment is from a newer kvtier, and StoreError if segments are
+    encrypted and there are no keys, or the other way round.
     """
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
@@ -146,6 +153,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
     numbers = {n for n in map(segment_number, names) if n is not None}
     found.last_number = max(numbers, default=0)
     shapes = {n: _read_shape(files, folder, n, names) for n in sorted(numbers) if table_name(n) in names}
+    _check_sealing(folder, [shape for shape in shapes.values() if shape is not None], keys)
     try:
         for number, shape in shapes.items():
             if shape is None:
@@ -161,9 +169,10 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
                 files.sync_folder(folder)  # otherwise the objects could reappear after a power failure
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
-            records, num_bad = segment.read_table(names[slots_name(number)])
-            found.num_bad += num_bad
-            for record in records:
+            table = segment.read_table(names[slots_name(number)], keys)
+            found.num_bad += table.num_bad
+            found.foreign += [SlotRef(number, slot) for slot in table.foreign]
+            for record in table.records:
                 (found.quarantined if record.flags & Flags.QUARANTINED else found.records).append(record)
         for name in names:
             owner = segment_number(name)
@@ -175,6 +184,16 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
             segment.close()
         raise
     return found
+
+
+def _check_sealing(folder: str, shapes: Sequence[SegmentHeader], keys: TenantKeys | None) -> None:
+    if keys is None and any(shape.is_sealed for shape in shapes):
+        raise StoreError(f"the store in {folder!r} is encrypted; open it with its secret, or use another folder")
+    if keys is not None and not all(shape.is_sealed for shape in shapes):
+        raise StoreError(
+            f"the store in {folder!r} is not encrypted; delete its segment files, use another folder, or open it "
+            f"without a secret"
+        )
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:

@@ -9,7 +9,7 @@ Superblock, little-endian:
 
      at  bytes  field
       0      8  magic
-      8      2  format version
+      8      2  format version: 1, or 2 if the records and slots are encrypted (sealing.py)
      10      2  size of a record: 256
      12      4  number of the segment
      16      8  size of a slot, a multiple of 4096
@@ -32,15 +32,17 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.errors import FormatError, VersionError
 from kvtier.storage.codec import ALIGNMENT, round_up
 from kvtier.storage.disk.files import Files
+from kvtier.storage.disk.keys import TenantKeys
+from kvtier.storage.disk.sealing import Unreadable, unpack_record
 from kvtier.storage.record import BLANK, RECORD_BYTES, Record
 
 MAGIC = b"\x89KVSEG\r\n"
-VERSION = 1
+VERSION = 2
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
 """Maximum per segment (64 GiB of the smallest slots). It limits allocations that a damaged superblock can cause."""
@@ -72,6 +74,8 @@ class SegmentHeader:
     number: int
     slot_bytes: int
     num_slots: int
+    is_sealed: bool = False
+    """True if the records and the slots are encrypted."""
 
     @property
     def table_bytes(self) -> int:
@@ -87,13 +91,14 @@ class SegmentHeader:
         return self.table_bytes + self.slots_bytes
 
     @classmethod
-    def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> SegmentHeader:
+    def fitting(cls, number: int, slot_bytes: int, segment_bytes: int, *, is_sealed: bool = False) -> SegmentHeader:
         """Return the header with as many slots as fit into `segment_bytes`, at least one."""
         room = segment_bytes - SUPERBLOCK_BYTES - ALIGNMENT
-        return cls(number, slot_bytes, min(MAX_SLOTS, max(1, room // (slot_bytes + RECORD_BYTES))))
+        return cls(number, slot_bytes, min(MAX_SLOTS, max(1, room // (slot_bytes + RECORD_BYTES))), is_sealed)
 
     def pack(self) -> bytes:
-        fixed = _FIELDS.pack(MAGIC, VERSION, RECORD_BYTES, self.number, self.slot_bytes, self.num_slots)
+        version = 2 if self.is_sealed else 1
+        fixed = _FIELDS.pack(MAGIC, version, RECORD_BYTES, self.number, self.slot_bytes, self.num_slots)
         return fixed + _CRC.pack(zlib.crc32(fixed))
 
     @classmethod
@@ -111,7 +116,17 @@ class SegmentHeader:
         is_sized = 0 < num_slots <= MAX_SLOTS and slot_bytes and not slot_bytes % ALIGNMENT
         if version < 1 or record_bytes != RECORD_BYTES or not is_sized:
             raise FormatError(f"segment {number} is inconsistent: {num_slots} slots of {slot_bytes} bytes")
-        return cls(number, slot_bytes, num_slots)
+        return cls(number, slot_bytes, num_slots, version == 2)
+
+
+class TableContents(NamedTuple):
+    """The records of a table."""
+
+    records: list[Record]
+    num_bad: int
+    """Number of invalid records. They were blanked."""
+    foreign: list[int]
+    """Slots whose records are sealed with keys that the secret of this store does not open."""
 
 
 class Segment:
@@ -190,34 +205,39 @@ class Segment:
     def sync_table(self) -> None:
         self._files.sync(self._table)
 
-    def read_table(self, slots_bytes: int) -> tuple[list[Record], int]:
-        """Return the valid records and the number of invalid records. Invalid records are blanked.
+    def read_table(self, slots_bytes: int, keys: TenantKeys | None = None) -> TableContents:
+        """Read all records. Blank invalid records, and records whose keys were deleted.
 
         `slots_bytes` is the length of the slots file. A truncated file is extended, so that its slots are usable.
         """
         shape = self.shape
         table = bytearray(shape.num_slots * RECORD_BYTES)
         self._files.read(self._table, memoryview(table), SUPERBLOCK_BYTES)
-        records, num_bad = [], 0
+        records: list[Record] = []
+        num_bad, foreign = 0, []
         for slot in range(shape.num_slots):
             data = bytes(table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
             if data == BLANK:
                 continue
-            record = self._checked(data, slot)
-            if record is None or slot * shape.slot_bytes + record.total_bytes > slots_bytes:
-                num_bad += 1
-                self.write_records(slot, BLANK)
-            else:
+            record = self._checked(data, slot, keys)
+            if isinstance(record, Record) and slot * shape.slot_bytes + record.total_bytes <= slots_bytes:
                 records.append(record)
+            elif record is Unreadable.FOREIGN:
+                foreign.append(slot)
+            else:
+                num_bad += record is not Unreadable.DELETED
+                self.write_records(slot, BLANK)
         if slots_bytes < shape.slots_bytes:
             self._files.allocate(self._slots, shape.slots_bytes)
-        return records, num_bad
+        return TableContents(records, num_bad, foreign)
 
-    def _checked(self, data: bytes, slot: int) -> Record | None:
+    def _checked(self, data: bytes, slot: int, keys: TenantKeys | None) -> Record | Unreadable | None:
         try:
-            record = Record.unpack(data)
+            record = unpack_record(data, keys)
         except FormatError:
             return None
+        if isinstance(record, Unreadable):
+            return record
         here = (record.segment, record.slot) == (self.shape.number, slot)
         return record if here and record.total_bytes <= self.shape.slot_bytes else None
 

@@ -12,7 +12,9 @@ from kvtier.errors import StoreError
 from kvtier.storage.codec import round_up
 from kvtier.storage.disk.catalog import Catalog, Entry, SlotRef
 from kvtier.storage.disk.files import Files
+from kvtier.storage.disk.keys import TenantKeys
 from kvtier.storage.disk.recovery import FolderLock, recover
+from kvtier.storage.disk.sealing import pack_record
 from kvtier.storage.disk.segment import Segment, SegmentHeader
 from kvtier.storage.record import BLANK, Flags, Record
 from kvtier.storage.store import StoreStats
@@ -42,8 +44,9 @@ class SlotAllocator:
         min_free_bytes: int,
         direct: bool,
         sync: bool,
+        keys: TenantKeys | None = None,
     ) -> None:
-        self._folder, self._files, self._direct = folder, files, direct
+        self._folder, self._files, self._direct, self._keys = folder, files, direct, keys
         self._max_bytes, self._segment_bytes, self._min_free_bytes = max_bytes, segment_bytes, min_free_bytes
         self._lock = threading.Lock()
         self._growth = threading.Lock()
@@ -65,14 +68,15 @@ class SlotAllocator:
             raise
 
     def _recover(self, sync: bool) -> None:
-        found = recover(self._files, self._folder, self._max_bytes, direct=self._direct)
+        found = recover(self._files, self._folder, self._max_bytes, direct=self._direct, keys=self._keys)
         self._segments = found.segments
         self._quarantine_bytes, self.num_quarantined = found.quarantine_bytes, found.num_bad
         self._last_number = found.last_number
         self._sequence = max((r.sequence for r in (*found.records, *found.quarantined)), default=0)
         for number, segment in self._segments.items():
             occupied, bad = ([r.slot for r in rs if r.segment == number] for rs in (found.records, found.quarantined))
-            self._catalog.add_segment(segment.shape, occupied, bad)
+            foreign = [place.slot for place in found.foreign if place.segment == number]
+            self._catalog.add_segment(segment.shape, occupied, [*bad, *foreign])
         for record in found.records:
             self._catalog.publish(record)
         if sync:  # writes of an earlier process can still be in the page cache, and must become durable
@@ -170,7 +174,15 @@ class SlotAllocator:
             self._catalog.discard(entry.record.key)
             self.num_quarantined += 1
             entry.record = replace(entry.record, flags=entry.record.flags | Flags.QUARANTINED)
-        self._free([entry], lambda: self.write_records({entry.place: entry.record.pack()}))
+        self._free([entry], lambda: self.write_records({entry.place: pack_record(entry.record, self._keys)}))
+
+    def forget(self, entry: Entry) -> None:
+        """Remove an object whose key was deleted."""
+        with self._lock:
+            if self._catalog.find(entry.record.key) is not entry:
+                return  # removed while it was read
+            self._catalog.discard(entry.record.key)
+        self.wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
         """Free reserved slots that were not published. A slot whose record cannot be blanked is not reused."""
@@ -295,7 +307,7 @@ class SlotAllocator:
 
     def _could_grow(self, slot_bytes: int) -> bool:
         """True if a new segment would fit after the deletion of all other segments."""
-        needed = SegmentHeader.fitting(0, slot_bytes, self._segment_bytes).file_bytes
+        needed = self._shape(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes
 
@@ -303,7 +315,7 @@ class SlotAllocator:
         """Add a segment if there is room. The last segment may be smaller, down to an eighth of the normal size."""
         room = self._max_bytes - self.used_bytes
         segment_bytes = room if self._segment_bytes // 8 <= room < self._segment_bytes else self._segment_bytes
-        shape = SegmentHeader.fitting(self._last_number + 1, slot_bytes, segment_bytes)
+        shape = self._shape(self._last_number + 1, slot_bytes, segment_bytes)
         if shape.file_bytes > room:
             return False
         if self._files.free_bytes(self._folder) - shape.file_bytes < self._min_free_bytes:
@@ -318,6 +330,9 @@ class SlotAllocator:
             self._segments[segment.shape.number] = segment
             self._catalog.add_segment(segment.shape)
         return True
+
+    def _shape(self, number: int, slot_bytes: int, segment_bytes: int) -> SegmentHeader:
+        return SegmentHeader.fitting(number, slot_bytes, segment_bytes, is_sealed=self._keys is not None)
 
     def _create(self, shape: SegmentHeader) -> Segment:
         """Create a segment with the next number whose file names are free. Names can be in use by links or folders."""

@@ -6,17 +6,20 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from kvtier.errors import ArgumentError, StoreError
+from kvtier.errors import ArgumentError, FormatError, StoreError
 from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
 from kvtier.storage.codec import Compression, Scratch, copy_bytes, decode, encode, lay_out, mismatch, round_up
 from kvtier.storage.disk.catalog import Entry, SlotRef
 from kvtier.storage.disk.files import Files
+from kvtier.storage.disk.keys import TenantKey, TenantKeys
+from kvtier.storage.disk.sealing import open_payload, room_bytes, seal_payload, seal_record
 from kvtier.storage.disk.space import FULL, SlotAllocator
-from kvtier.storage.record import Record
+from kvtier.storage.disk.wear import WriteBudget
+from kvtier.storage.record import RECORD_BYTES, Record, Seal
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
     MISSING,
@@ -32,6 +35,10 @@ from kvtier.storage.store import (
     outcomes_of,
     view_of,
 )
+
+KEYS = "keys"
+"""Name of the folder with the keys of an encrypted store, in the folder of the store."""
+_KEY_DELETED = ObjectResult(ObjectStatus.MISSING, reason="its key was deleted")
 
 
 class Sync(Enum):
@@ -59,6 +66,10 @@ class DiskStore:
 
     `max_bytes` limits the size of all files together. `direct` bypasses the page cache if the filesystem supports that,
     because hot blocks are in the host tier. Each of the `num_threads` threads reads or writes one object at a time.
+
+    `secret` (32 bytes, extra `crypto`) encrypts all objects, with one key per tenant. The keys are files in
+    `key_folder`, by default the subfolder `keys`; deleting one deletes the data of a tenant. `bytes_per_day` limits the
+    bytes that are written in 24 hours; 0 means no limit.
     """
 
     def __init__(
@@ -75,24 +86,33 @@ class DiskStore:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         breaker: Breaker | None = None,
         files: Files | None = None,
+        secret: bytes | None = None,
+        key_folder: str | os.PathLike[str] | None = None,
+        bytes_per_day: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         num_threads = default_threads() if num_threads is None else num_threads
-        if min(max_bytes, segment_bytes, num_threads) < 1 or min_free_bytes < 0 or timeout_s <= 0:
+        if min(max_bytes, segment_bytes, num_threads) < 1 or min(min_free_bytes, bytes_per_day) < 0 or timeout_s <= 0:
             raise ArgumentError(
                 f"a DiskStore needs positive {max_bytes=}, {segment_bytes=}, {num_threads=}, {timeout_s=}, "
-                f"and {min_free_bytes=} of at least 0"
+                f"and {min_free_bytes=} and {bytes_per_day=} of at least 0"
             )
-        self._folder = os.fspath(folder)
+        self._folder, files = os.fspath(folder), files or Files()
+        key_folder = os.path.join(self._folder, KEYS) if key_folder is None else os.fspath(key_folder)
+        self._keys = None if secret is None else TenantKeys(key_folder, secret, files)
         self._is_synced, self._compression, self._timeout_s = sync is Sync.WRITE, compression, timeout_s
         self._space = SlotAllocator(
             self._folder,
-            files or Files(),
+            files,
             max_bytes=max_bytes,
             segment_bytes=min(segment_bytes, max_bytes),
             min_free_bytes=min_free_bytes,
             direct=direct,
             sync=self._is_synced,
+            keys=self._keys,
         )
+        self._budget = WriteBudget(self._folder, bytes_per_day, clock)
+        self._budget.load()
         self._breaker = breaker or Breaker()
         self._calls = CallRunner(num_threads, "kvtier-disk", self._breaker, timeout_s)
         self._meter = Meter(f"the DiskStore in {self._folder!r}")
@@ -189,13 +209,21 @@ class DiskStore:
             flush.start()
             flush.join(self._timeout_s)
             if not flush.is_alive():
+                self._budget.save()
                 self._space.close()
         if errors:
             raise StoreError(f"flushing the store in {self._folder!r} failed at close: {errors[0]}")
 
     @property
     def stats(self) -> StoreStats:
-        return self._space.fill_in(replace(self._meter.stats, num_refused=self._breaker.num_refused))
+        calls = replace(
+            self._meter.stats,
+            num_refused=self._breaker.num_refused,
+            written_bytes=self._budget.written_bytes,
+            day_bytes=self._budget.day_bytes,
+            max_day_bytes=self._budget.max_day_bytes,
+        )
+        return self._space.fill_in(calls)
 
     @property
     def is_direct(self) -> bool:
@@ -209,9 +237,15 @@ class DiskStore:
             if batch.is_expired:
                 return  # the job waited behind a read that hung
             record = entry.record
-            room = scratch.take(round_up(record.total_bytes))
-            count = self._space.segment(entry.place).read_slot(record.slot, room)
-            payload, wrong = decode(record, room[:count])
+            key = None
+            if record.seal is not None:
+                assert self._keys is not None
+                key = self._keys.find(record.seal.key_id)
+                if key is None:
+                    self._space.forget(entry)
+                    batch.settle({index: _KEY_DELETED})
+                    return
+            payload, wrong = self._read(entry, key, scratch)
             if wrong:
                 self._space.quarantine(entry)
                 batch.settle({index: ObjectResult(ObjectStatus.CORRUPT, reason=wrong)})
@@ -224,6 +258,19 @@ class DiskStore:
             batch.settle({index: ObjectResult(ObjectStatus.FAILED, reason=str(error))})
         finally:
             self._space.release(entry)
+
+    def _read(self, entry: Entry, key: TenantKey | None, scratch: Scratch) -> tuple[memoryview, str]:
+        """Read and verify an object. If it is invalid, return empty memory and the reason."""
+        record = entry.record
+        slot_bytes = round_up(record.total_bytes)
+        room = scratch.take(slot_bytes if key is None else room_bytes(record))
+        count = self._space.segment(entry.place).read_slot(record.slot, room[:slot_bytes])
+        if key is None:
+            return decode(record, room[:count])
+        try:
+            return decode(record, open_payload(key, record, room, count))
+        except FormatError as error:
+            return memoryview(b""), str(error)
 
     def _stage(
         self, batch: Batch, staged: _Staged, index: int, sequence: int, write: Write, view: memoryview, scratch: Scratch
@@ -242,19 +289,28 @@ class DiskStore:
 
     def _put(self, staged: _Staged, sequence: int, write: Write, view: memoryview, scratch: Scratch) -> ObjectResult:
         record, stored = encode(write.key, write.label, view, self._compression)
+        key = None if self._keys is None else self._keys.key_for(write.tenant)
+        if key is not None:
+            record = replace(record, seal=Seal(key.id))
         if self._space.hold_same(record):
             return ObjectResult(ObjectStatus.STORED, reason="already stored")
-        place = self._space.reserve(record.total_bytes)
+        refusal = self._budget.take(round_up(record.total_bytes) + RECORD_BYTES)
+        place = refusal or self._space.reserve(record.total_bytes)
         if isinstance(place, str):
             return ObjectResult(ObjectStatus.FAILED, reason=place)
         segment = self._space.segment(place)
         record = record.at(place.segment, place.slot, sequence)
         try:
-            segment.write_slot(place.slot, lay_out(stored, write.label.token_ids, scratch, aligned=segment.is_direct))
+            if key is None:
+                buffers = lay_out(stored, write.label.token_ids, scratch, aligned=segment.is_direct)
+            else:
+                record, buffers = seal_payload(key, record, stored, write.label.token_ids, scratch)
+            segment.write_slot(place.slot, buffers)
         except OSError:
             self._space.give_back([place])
             raise
-        staged.packed[place] = record.pack()  # packed here, in parallel with other writes
+        # packed here, in parallel with other writes
+        staged.packed[place] = record.pack() if key is None else seal_record(record, key)
         staged.records.append(record)
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
 

@@ -5,76 +5,28 @@
 
 With encryption, the name of an object is a keyed digest of its block key. Both parts authenticate the name, so that an
 object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two versions
-is detected. Readers of the server still see sizes, times and repeated blocks. Nonces are random, so one secret is
-safe for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
+is detected. Readers of the server still see sizes, times and repeated blocks.
 
 Token ids are not sent to servers. A record contains only a digest of them, which is keyed if there is a secret.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvtier.errors import ArgumentError, FormatError, UnavailableError, VersionError
+from kvtier.errors import ArgumentError, FormatError, VersionError
 from kvtier.storage.checksum import checksums
+from kvtier.storage.cipher import SEAL_BYTES, TAG_BYTES, Cipher
 from kvtier.storage.codec import Compression, decode, encode, mismatch
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.remote.bucket import Parts
 from kvtier.storage.store import MISSING, Label, ObjectResult, ObjectStatus, Read, Write
 
-SECRET_BYTES = 32
-NONCE_BYTES, TAG_BYTES = 12, 16
-SEAL_BYTES = NONCE_BYTES + TAG_BYTES
-"""Bytes that sealing adds to a part."""
-
 EXPIRED = ObjectResult(ObjectStatus.MISSING, reason="expired")
 Packed = tuple[Record, Parts]
 """An object ready to be sent."""
-
-
-class Cipher:
-    """Seals records and payloads with keys derived from one secret of 32 bytes."""
-
-    def __init__(self, secret: bytes) -> None:
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            raise UnavailableError(f"encryption needs the extra: pip install 'kvtier[crypto]' ({error})") from error
-        if len(secret) != SECRET_BYTES:
-            raise ArgumentError(
-                f"encryption needs a secret of {SECRET_BYTES} bytes, got {len(secret)}; "
-                f"create one: head -c {SECRET_BYTES} /dev/urandom"
-            )
-        self._gcm = AESGCM(_derive(secret, b"data"))
-        self._invalid = InvalidTag
-        self._name_key = _derive(secret, b"names")
-
-    def name(self, key: bytes) -> str:
-        """Return the name of a block's object, which depends on the secret."""
-        return hashlib.blake2b(key, digest_size=32, key=self._name_key).hexdigest()
-
-    def seal(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Encrypt `data` and authenticate it together with `bound`. Pass the same `bound` to `open`."""
-        nonce = os.urandom(NONCE_BYTES)
-        return nonce + self._gcm.encrypt(nonce, data, bound)
-
-    def open(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Decrypt `data`. Raise FormatError if `data` was changed, or if `bound` is not the value passed to `seal`."""
-        if len(data) < SEAL_BYTES:
-            raise FormatError(f"too short for a sealed part: {len(data)} bytes")
-        try:
-            return self._gcm.decrypt(bytes(data[:NONCE_BYTES]), data[NONCE_BYTES:], bound)
-        except self._invalid as error:
-            raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
-
-
-def _derive(secret: bytes, purpose: bytes) -> bytes:
-    return hashlib.blake2b(purpose, digest_size=32, key=secret, person=b"kvtier seal 1").digest()
 
 
 class Envelope:

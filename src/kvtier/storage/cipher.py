@@ -1,0 +1,79 @@
+"""Authenticated encryption of stored objects: AES-256-GCM, which needs the extra `crypto`.
+
+Nonces are random, so one secret is safe for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from kvtier.errors import ArgumentError, FormatError, UnavailableError
+
+SECRET_BYTES = 32
+NONCE_BYTES, TAG_BYTES = 12, 16
+SEAL_BYTES = NONCE_BYTES + TAG_BYTES
+"""Bytes that sealing adds to a part."""
+
+
+class Cipher:
+    """Seals records and payloads with keys derived from one secret of 32 bytes."""
+
+    def __init__(self, secret: bytes) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise UnavailableError(f"encryption needs the extra: pip install 'kvtier[crypto]' ({error})") from error
+        check_secret(secret)
+        self._gcm = AESGCM(derive(secret, b"data"))
+        self._invalid = InvalidTag
+        self._name_key = derive(secret, b"names")
+
+    def name(self, key: bytes) -> str:
+        """Return the name of a block's object, which depends on the secret."""
+        return hashlib.blake2b(key, digest_size=32, key=self._name_key).hexdigest()
+
+    def seal(self, data: memoryview | bytes, bound: bytes) -> bytes:
+        """Encrypt `data` and authenticate it together with `bound`. Pass the same `bound` to `open`."""
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._gcm.encrypt(nonce, data, bound)
+
+    def open(self, data: memoryview | bytes, bound: bytes) -> bytes:
+        """Decrypt `data`. Raise FormatError if `data` was changed, or if `bound` is not the value passed to `seal`."""
+        if len(data) < SEAL_BYTES:
+            raise FormatError(f"too short for a sealed part: {len(data)} bytes")
+        try:
+            return self._gcm.decrypt(bytes(data[:NONCE_BYTES]), data[NONCE_BYTES:], bound)
+        except self._invalid as error:
+            raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
+
+    def seal_into(self, room: memoryview, data: memoryview | bytes, bound: bytes) -> bytes:
+        """Encrypt `data` into `room`, which must have TAG_BYTES more bytes. The tag follows the data. Return the
+        nonce."""
+        nonce = os.urandom(NONCE_BYTES)
+        self._gcm.encrypt_into(nonce, data, bound, room)
+        return nonce
+
+    def open_into(self, room: memoryview, nonce: bytes, data: memoryview, bound: bytes) -> None:
+        """Decrypt `data`, which ends with the tag, into `room`, which must have TAG_BYTES fewer bytes.
+
+        Raise FormatError if the data was changed. The room may then contain unverified bytes.
+        """
+        try:
+            self._gcm.decrypt_into(nonce, data, bound, room)
+        except self._invalid as error:
+            raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
+
+
+def check_secret(secret: bytes) -> None:
+    if len(secret) != SECRET_BYTES:
+        raise ArgumentError(
+            f"encryption needs a secret of {SECRET_BYTES} bytes, got {len(secret)}; "
+            f"create one: head -c {SECRET_BYTES} /dev/urandom"
+        )
+
+
+def derive(secret: bytes, purpose: bytes) -> bytes:
+    """Return a key of 32 bytes for one purpose."""
+    return hashlib.blake2b(purpose, digest_size=32, key=secret, person=b"kvtier seal 1").digest()
