@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
-from kvtier.index import BlockPool, Chain, Namespace, Outcome, RadixTree, Tier, make_policy
+from kvtier.index import BlockPool, Chain, Hints, Namespace, Outcome, RadixTree, Tier, make_policy
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace, sweep
 from kvtier.replay.curves import Accesses, index_hits
 
@@ -137,7 +137,8 @@ def hints(requests: Requests) -> tuple[list[Row], list[Bar]]:
     for number, request in enumerate(requests):
         stop = int(starts[number + 1])
         is_last = stop > starts[number] and following[stop - 1] < 0
-        outcomes.append(Outcome(request.output_tokens, over=bool(is_last and rng.random() < 0.75)))
+        is_told = bool(is_last and rng.random() < 0.75)
+        outcomes.append(Outcome(request.output_tokens, hints=Hints(session_over=is_told)))
     rows: list[Row] = []
     bars: list[Bar] = []
     for capacity, wanted in WITH_HINTS.items():

@@ -7,11 +7,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.index import BlockPool, Chain, Lease, Namespace, RadixTree, Retention, Slots, Tier, make_policy, transitions
+from kvtier.index import (
+    BlockPool,
+    Chain,
+    Lease,
+    Namespace,
+    Outcome,
+    RadixTree,
+    Retention,
+    Slots,
+    Tier,
+    make_policy,
+    transitions,
+)
 from kvtier.index.node import NO_SLOT, READY
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
+UNKNOWN = Outcome()
 
 
 def tree_of(*sizes: int, policy: str = "lru", **options) -> RadixTree:
@@ -39,11 +52,18 @@ def begin(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention 
     return lease
 
 
-def run(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | None = None, **options) -> list[int]:
+def run(
+    tree: RadixTree,
+    *blocks: int,
+    now: float = 0.0,
+    retention: Retention | None = None,
+    outcome: Outcome = UNKNOWN,
+    **options,
+) -> list[int]:
     """Run a request from match to release. Return its block table."""
     lease = begin(tree, *blocks, now=now, retention=retention, **options)
     tree.publish(lease, lease.chain.num_tokens, now=now)
-    tree.release(lease, now=now)
+    tree.release(lease, now=now, outcome=outcome)
     return lease.table.tolist()
 
 

@@ -7,8 +7,11 @@ A class is a combination of features. The features describe the last request tha
     output   tokens of the answer                               < 32 | < 256 | more
     finish   reason for the end of the answer                   unknown | stop | length | other
     app      first block of the prompt                          one of the busiest, or any other
-    tenant   tenant of the salt                                 one of the busiest, or any other
-    hint     what the client said about the next request        see `Outcome`; learned separately for each tenant
+    tenant   tenant of the salt                                 none, one of the busiest, or any other
+    hint     what the client said about the next request        see `Hints`; learned separately for each tenant
+
+Hints of tenants that are not among the busiest are ignored: these tenants share one label, so that false hints of one
+would affect the others.
 
 The limits are those of the prototype. Other limits have not been compared.
 """
@@ -22,17 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.index.chain import Chain
+from kvtier.errors import RangeError
 
 USES = ("0", "1", "2-3", "4+")
 NEW_LIMITS = (512, 2048, 8192)
 OUTPUT_LIMITS = (32, 256)
 FINISH = ("", "stop", "length", "other")
 NUM_GROUPS = 8  # the busiest seven, and the rest; more classes would each have fewer observations
+OTHER_TENANT = NUM_GROUPS  # label of the tenants that are not among the busiest; 0 is for requests without a salt
+OVER = 1
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
 RETURN_LIMITS = (10.0, 60.0, 600.0)  # tool calls, users, breaks
 MAX_CELLS = 256  # bounds memory and the time of a fit; further combinations share the class without labels
-SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * len(HINTS))
+SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
 NUM_PLAIN = math.prod(SIZES[:3])
 _USES_BIN = (0, 1, 2, 2, 3)
 
@@ -40,24 +45,42 @@ Features = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the caller knows at the end of a request. All fields are optional.
+class Hints:
+    """What a client says about the next request of a session. All fields are optional.
 
-    `over` means that no further request of the session is expected. `returns_in` is the expected number of seconds
-    until the next request of the session. Neither is trusted: the policy learns what it means for each tenant.
+    `session_id` is an opaque name, valid within one tenant. `session_over` means that no further request of the session
+    is expected. `expects_return_seconds` is the expected time from the end of this request to the next. No field is
+    trusted: the policy learns for each tenant what the hints mean.
     """
+
+    session_id: str = ""
+    session_over: bool = False
+    expects_return_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        seconds = self.expects_return_seconds
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise RangeError(f"expects_return_seconds must be a finite number >= 0, got {seconds}")
+
+    @property
+    def label(self) -> int:
+        """Index into HINTS."""
+        if self.session_over:
+            return OVER
+        seconds = self.expects_return_seconds
+        return 0 if seconds is None else 2 + bisect_right(RETURN_LIMITS, seconds)
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the caller knows at the end of a request. All fields are optional."""
 
     output_tokens: int = 0
     finish_reason: str = ""
-    over: bool = False
-    returns_in: float | None = None
-
-    @property
-    def hint(self) -> int:
-        """Index into HINTS."""
-        if self.over:
-            return 1
-        return 0 if self.returns_in is None else 2 + bisect_right(RETURN_LIMITS, self.returns_in)
+    hints: Hints = NO_HINTS
 
 
 class Busiest:
@@ -116,15 +139,15 @@ class Cells:
     def count(self) -> int:
         return len(self._numbers)
 
-    def labels(self, chain: Chain, head: object, new_tokens: int, outcome: Outcome) -> tuple[int, ...]:
-        """Return the features of a request, except `uses`. `head` identifies the first block of the prompt."""
+    def labels(self, salt: bytes, head: bytes, new_tokens: int, outcome: Outcome) -> tuple[int, ...]:
+        """Return the features of a request, except `uses`. `head` is the first block of the prompt."""
         new = 0 if new_tokens < NEW_LIMITS[0] else bisect_right(NEW_LIMITS, new_tokens)
         output = bisect_right(OUTPUT_LIMITS, outcome.output_tokens)
         reason = outcome.finish_reason
         finish = 0 if not reason else FINISH.index(reason) if reason in FINISH else len(FINISH) - 1
-        salt = chain.salt
-        tenant = self.tenants.number(salt.partition(b"\0")[0]) if salt else 0
-        return new, output, finish, self.apps.number(head), tenant, tenant * len(HINTS) + outcome.hint
+        tenant = self.tenants.number(salt.partition(b"\0")[0]) or OTHER_TENANT if salt else 0
+        hint = 0 if outcome.hints is NO_HINTS or tenant == OTHER_TENANT else outcome.hints.label
+        return new, output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
         """Return the number of a class. If there are too many classes, ignore the labels."""
@@ -134,10 +157,12 @@ class Cells:
             number = self._add(key) if self.count < MAX_CELLS else self._numbers[*key[:3], 0, 0, 0, 0]
         return number
 
-    def hinted(self, cell: int, hint: int) -> int:
-        """Return the class that differs from a class only in the hint."""
+    def when_over(self, cell: int) -> int:
+        """Return the class that differs from a class only in the hint, which is "over"."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
-        key = (*others, tenant, tenant * len(HINTS) + hint)
+        if tenant == OTHER_TENANT:
+            return cell
+        key = (*others, tenant, tenant * len(HINTS) + OVER)
         number = self._numbers.get(key)
         if number is None:
             number = self._add(key) if self.count < MAX_CELLS else cell
@@ -149,7 +174,7 @@ class Cells:
         parts = [f"uses {USES[uses]}", f"new {_range(new, NEW_LIMITS)}", f"output {_range(output, OUTPUT_LIMITS)}"]
         parts += [f"finish {FINISH[finish]}"] if finish else []
         parts += [f"app {app}"] if app else []
-        parts += [f"tenant {tenant}"] if tenant else []
+        parts += ["other tenant" if tenant == OTHER_TENANT else f"tenant {tenant}"] if tenant else []
         parts += [HINTS[hint % len(HINTS)]] if hint % len(HINTS) else []
         return ", ".join(parts)
 

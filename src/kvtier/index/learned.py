@@ -15,27 +15,38 @@ A victim takes O(log n) amortised, because a candidate passes at most 28 buckets
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
 
 from kvtier.index.node import Node
-from kvtier.index.tracker import ReuseTracker
+from kvtier.index.tracker import ENDS, LIMITS, ReuseTracker
 
-_YOUNG = -1  # stamp of an entry for a single candidate of a class whose values rise
+# A candidate: last use as a logical time, number, node (None once it is withdrawn), class, time of the last use. It is
+# a list, so that entries of removed candidates in the heaps do not keep their nodes alive.
+_Candidate = list[Any]
+# Value, last use, number, candidate (None: the young candidates of a class), time at which the value changes, class or
+# -1: the entry is about the oldest candidate of this class, or about a single candidate.
+_Item = tuple[float, int, int, _Candidate | None, float, int]
+_SINGLE = -1
 
 
 class ClassQueue:
     """Candidates of one class in order of their last use. Removed candidates stay in the heap until they come first."""
 
-    __slots__ = ("count", "heap", "oldest", "stamp", "used")
+    __slots__ = ("count", "floor", "heap", "item", "timer", "young")
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, int, Node]] = []
+        self.heap: list[_Candidate] = []
         self.count = 0
-        self.oldest: Node | None = None
-        self.used = 0
-        """Last use of `oldest`, as a logical time."""
-        self.stamp = 0
-        """Increased whenever the entry of this class in the heap of values becomes invalid."""
+        self.item: _Item | None = None
+        """Entry of this class in the heap of values. Its candidate may have been removed since."""
+        self.timer = math.inf
+        """Time of the earliest timer of this class."""
+        self.young: list[_Candidate] = []
+        """Candidates that were young enough for a rising value when they were offered."""
+        self.floor: _Item | None = None
+        """Entry of the young candidates, with the lowest value that one of them can have."""
 
 
 class Learned:
@@ -45,22 +56,20 @@ class Learned:
 
     def __init__(self, tracker: ReuseTracker | None = None) -> None:
         self.tracker = ReuseTracker() if tracker is None else tracker
-        self._entries: dict[Node, tuple[int, int, float]] = {}
-        """Candidate -> number of its entry, class, and time of its last use."""
+        self._candidates: dict[Node, _Candidate] = {}
         self._queues: dict[int, ClassQueue] = {}
         self._next = 0
         self._version = -1
         self._dirty: set[int] = set()
-        """Classes whose oldest candidate may have changed."""
-        # (value, last use, number, class, stamp, candidate, time at which the value changes)
-        self._by_value: list[tuple[float, int, int, int, int, Node, float]] = []
-        self._timers: list[tuple[float, int, int]] = []
+        """Classes with a new oldest candidate, and classes whose timer has passed."""
+        self._by_value: list[_Item] = []
+        self._timers: list[tuple[float, int]] = []
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._entries
+        return node in self._candidates
 
     def offer(self, node: Node) -> None:
-        if node in self._entries:
+        if node in self._candidates:
             return
         tracker, usage = self.tracker, node.usage
         touch = usage.touch
@@ -68,117 +77,172 @@ class Learned:
         queue = self._queues.get(cell)
         if queue is None:
             queue = self._queues[cell] = ClassQueue()
+            tracker.table.row(cell)
         self._next += 1
-        used, number = usage.used, self._next
-        self._entries[node] = (number, cell, since)
-        heappush(queue.heap, (used, number, node))
+        new = self._candidates[node] = [usage.used, self._next, node, cell, since]
+        heap = queue.heap
+        heappush(heap, new)
         queue.count += 1
-        if queue.count == 1 or used < queue.used:
+        if heap[0] is new:
             self._dirty.add(cell)
-        elif len(queue.heap) > 64 + 2 * queue.count:
-            self._tidy_queue(queue)
-        if self._version == tracker.version and self._rises(cell):
-            value, until = tracker.value(cell, since)
-            heappush(self._by_value, (value, used, number, cell, _YOUNG, node, until))
+        if len(heap) > 64 + 2 * queue.count:
+            queue.heap = [candidate for candidate in heap if candidate[2] is not None]
+            heapify(queue.heap)
+        if not tracker.is_lru:
+            queue.young.append(new)
+            if queue.floor is None and self._version == tracker.version:
+                self._add_floor(cell, queue)
 
     def withdraw(self, node: Node) -> None:
-        entry = self._entries.pop(node, None)
-        if entry is None:
+        candidate = self._candidates.pop(node, None)
+        if candidate is None:
             return
-        cell = entry[1]
-        queue = self._queues[cell]
+        candidate[2] = None
+        queue = self._queues[candidate[3]]
         queue.count -= 1
         if not queue.count:
             queue.heap.clear()
-            queue.stamp += 1
-            queue.oldest = None
-            self._dirty.discard(cell)
-        elif node is queue.oldest:
-            queue.stamp += 1
-            self._dirty.add(cell)
+            queue.young.clear()
 
     def victim(self) -> Node | None:
         tracker = self.tracker
         if self._version != tracker.version:
             self._rebuild()
-        now, timers, queues = tracker.now, self._timers, self._queues
+        now, timers = tracker.now, self._timers
         while timers and timers[0][0] <= now:
-            _, cell, stamp = heappop(timers)
-            if queues[cell].stamp == stamp:
-                self._dirty.add(cell)
+            cell = heappop(timers)[1]
+            self._queues[cell].timer = math.inf
+            self._dirty.add(cell)
         if self._dirty:
             for cell in self._dirty:
                 self._evaluate(cell)
             self._dirty.clear()
-        heap, entries = self._by_value, self._entries
+        heap, queues = self._by_value, self._queues
         while heap:
-            _, used, number, cell, stamp, node, until = heap[0]
-            if stamp != _YOUNG:
-                if queues[cell].stamp == stamp:
-                    return node
-            else:
-                entry = entries.get(node)
-                if entry is not None and entry[0] == number:
-                    if until > now:
-                        return node
-                    value, until = tracker.value(cell, entry[2])
-                    heapreplace(heap, (value, used, number, cell, _YOUNG, node, until))
+            item = heap[0]
+            candidate, cell = item[3], item[5]
+            if candidate is None:
+                self._replace_floor(item)
+                continue
+            if cell == _SINGLE:
+                if candidate[2] is None:
+                    heappop(heap)
+                    self._add_floor(candidate[3], queues[candidate[3]])
                     continue
-            heappop(heap)
+                if item[4] <= now:
+                    heapreplace(heap, self._item(candidate, _SINGLE))
+                    continue
+            else:
+                queue = queues[cell]
+                if queue.item is not item:
+                    heappop(heap)
+                    continue
+                if candidate[2] is None:
+                    self._replace_oldest(queue)
+                    continue
+            tracker.lowest = item[0]
+            node: Node = candidate[2]
+            return node
         return None
 
-    def _rises(self, cell: int) -> bool:
-        tracker = self.tracker
-        return not tracker.is_lru and cell < len(tracker.table.rises) and tracker.table.rises[cell]
+    def _item(self, candidate: _Candidate, cell: int) -> _Item:
+        """Return an entry for the heap of values. `cell` is the class of its oldest candidate, or _SINGLE."""
+        tracker, since = self.tracker, candidate[4]
+        if tracker.is_lru:
+            return 0.0, candidate[0], candidate[1], candidate, math.inf, cell
+        bucket = bisect_right(LIMITS, tracker.now - since)
+        value = tracker.table.values[candidate[3]][bucket]
+        return value, candidate[0], candidate[1], candidate, since + ENDS[bucket], cell
+
+    def _replace_oldest(self, queue: ClassQueue) -> None:
+        """Replace the lowest entry, whose candidate was removed, by the next oldest of its class."""
+        oldest = _oldest(queue)
+        if oldest is None:
+            queue.item = None
+            heappop(self._by_value)
+            return
+        queue.item = item = self._item(oldest, oldest[3])
+        heapreplace(self._by_value, item)
+        if item[4] < queue.timer:
+            self._set_timer(oldest[3], queue, item[4])
+
+    def _add_floor(self, cell: int, queue: ClassQueue) -> None:
+        """Enter the lowest value that young candidates of a class can have, if values of the class rise with age."""
+        if queue.floor is None and queue.young:
+            floor = self.tracker.floor(cell)
+            if floor == math.inf:
+                queue.young.clear()
+                return
+            self._next += 1
+            queue.floor = (floor, 0, self._next, None, math.inf, cell)
+            heappush(self._by_value, queue.floor)
+            if len(queue.young) > 64 + 2 * queue.count:
+                queue.young = [candidate for candidate in queue.young if candidate[2] is not None]
+
+    def _replace_floor(self, item: _Item) -> None:
+        """Replace the lowest entry, which is for the young candidates of a class, by an entry for the youngest."""
+        heappop(self._by_value)
+        queue = self._queues[item[5]]
+        if queue.floor is not item:
+            return
+        queue.floor, young = None, queue.young
+        while young and young[-1][2] is None:
+            young.pop()
+        if not young:
+            return
+        if self.tracker.now - young[-1][4] >= self.tracker.table.rises_until[item[5]]:
+            young.clear()  # the oldest candidate of the class has the lowest value
+        else:
+            heappush(self._by_value, self._item(young[-1], _SINGLE))
 
     def _evaluate(self, cell: int) -> None:
-        """Enter the value of the oldest candidate of a class."""
-        queue, entries = self._queues[cell], self._entries
-        while True:
-            used, number, node = queue.heap[0]
-            entry = entries.get(node)
-            if entry is not None and entry[0] == number:
-                break
-            heappop(queue.heap)
-        queue.oldest, queue.used = node, used
-        queue.stamp += 1
-        value, until = self.tracker.value(cell, entry[2])
-        heappush(self._by_value, (value, used, number, cell, queue.stamp, node, until))
-        if until < math.inf:
-            heappush(self._timers, (until, cell, queue.stamp))
+        """Enter the value of the oldest candidate of a class, unless it is already entered."""
+        queue = self._queues[cell]
+        oldest = _oldest(queue)
+        if oldest is None:
+            return
+        item, old = self._item(oldest, cell), queue.item
+        if old is None or old[3] is not oldest or old[0] != item[0]:
+            queue.item = item
+            heappush(self._by_value, item)
+        if item[4] < queue.timer:
+            self._set_timer(cell, queue, item[4])
         # Limit the invalid entries to about half of the heaps.
-        if max(len(self._by_value), len(self._timers)) > 64 + 4 * len(self._queues) + 2 * len(entries):
+        if max(len(self._by_value), len(self._timers)) > 64 + 4 * len(self._queues) + 2 * len(self._candidates):
             self._tidy()
 
-    def _tidy_queue(self, queue: ClassQueue) -> None:
-        queue.heap = [item for item in queue.heap if self._entries.get(item[2], (0,))[0] == item[1]]
-        heapify(queue.heap)
+    def _set_timer(self, cell: int, queue: ClassQueue, time: float) -> None:
+        queue.timer = time
+        heappush(self._timers, (time, cell))
 
     def _tidy(self) -> None:
-        queues, entries = self._queues, self._entries
-        self._by_value = [
-            item
-            for item in self._by_value
-            if (queues[item[3]].stamp == item[4] if item[4] != _YOUNG else entries.get(item[5], (0,))[0] == item[2])
-        ]
+        queues = self._queues
+        self._by_value = [item for item in self._by_value if self._is_valid(item)]
         heapify(self._by_value)
-        self._timers = [item for item in self._timers if queues[item[1]].stamp == item[2]]
+        self._timers = [(queue.timer, cell) for cell, queue in queues.items() if queue.timer < math.inf]
         heapify(self._timers)
+
+    def _is_valid(self, item: _Item) -> bool:
+        if item[5] == _SINGLE:
+            return True  # at most two per class: the young candidates have another entry only after this one is removed
+        queue = self._queues[item[5]]
+        return item is queue.item or item is queue.floor
 
     def _rebuild(self) -> None:
         """Evaluate everything again, because the values have changed."""
-        tracker, entries = self.tracker, self._entries
-        self._version = tracker.version
+        self._version = self.tracker.version
         self._timers, self._by_value = [], []
         for cell, queue in self._queues.items():
-            queue.stamp += 1
-            if not queue.count:
-                continue
-            self._dirty.add(cell)
-            if self._rises(cell):
-                for used, number, node in queue.heap:
-                    entry = entries.get(node)
-                    if entry is not None and entry[0] == number:
-                        value, until = tracker.value(cell, entry[2])
-                        self._by_value.append((value, used, number, cell, _YOUNG, node, until))
-        heapify(self._by_value)
+            queue.item, queue.floor, queue.timer = None, None, math.inf
+            if queue.count:
+                self._dirty.add(cell)
+                queue.young = [candidate for candidate in sorted(queue.heap) if candidate[2] is not None]
+                self._add_floor(cell, queue)
+
+
+def _oldest(queue: ClassQueue) -> _Candidate | None:
+    """Return the oldest candidate of a class. Drop removed candidates that come before it."""
+    heap = queue.heap
+    while heap and heap[0][2] is None:
+        heappop(heap)
+    return heap[0] if heap else None

@@ -43,8 +43,8 @@ class Lease:
     grown: Node | None = field(init=False, default=None)
     """Last node that this lease added to the tree. The next blocks can be appended to this node."""
     committed: bool = field(init=False, default=False)
-    reuse: tuple[int, int] = field(init=False, default=(0, 0))
-    """For the learned policy: blocks that no recent request contained, and earlier uses of blocks that returned."""
+    began: tuple[float, int] = field(init=False, default=(0.0, 0))
+    """For the learned policy: time of the first use, and number of blocks of the chain at that time."""
     closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:

@@ -27,12 +27,17 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """First block that did not match, and the reason. `time` is the logical time of the block's removal."""
+    """First block that did not match, and the reason. `time` is the logical time of the block's removal.
+
+    `cell` is the class of a victim of the learned policy, or -1, and `value` its value.
+    """
 
     block: int
     reason: MissReason
     time: int = 0
     policy: str = ""
+    cell: int = -1
+    value: float = 0.0
 
     def __str__(self) -> str:
         when = f" at logical time {self.time} by {self.policy}" if self.policy else ""
@@ -41,6 +46,7 @@ class Miss:
 
 # Block number, CRC of the block's content, and (salt, adapter).
 _Mark = tuple[int, int, tuple[bytes, bytes]]
+_Removal = tuple[MissReason, int, str, int, float]
 
 
 class MissList:
@@ -53,14 +59,23 @@ class MissList:
 
     def __init__(self, capacity: int = 16_384) -> None:
         self.capacity = capacity
-        self._removed: OrderedDict[_Mark, tuple[MissReason, int, str]] = OrderedDict()
+        self._removed: OrderedDict[_Mark, _Removal] = OrderedDict()
         self._heads: dict[int, set[tuple[bytes, bytes]]] = {}
 
-    def add(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
+    def add(
+        self,
+        node: Node,
+        block: int,
+        reason: MissReason,
+        time: int,
+        policy: str = "",
+        cell: int = -1,
+        value: float = 0.0,
+    ) -> None:
         """Record the removal of a node's blocks from index `block` on."""
         removed = self._removed
         mark = (node.start + block, _mark_of(node, block), node.domain)
-        removed[mark] = (reason, time, policy)
+        removed[mark] = (reason, time, policy, cell, value)
         removed.move_to_end(mark)
         if len(removed) > self.capacity:
             removed.popitem(last=False)
@@ -89,7 +104,7 @@ class MissList:
     def other_layout(self) -> None:
         """Change the reason of all entries to OTHER_LAYOUT, after a change of the namespace."""
         self._removed = OrderedDict(
-            (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._removed.items()
+            (mark, (MissReason.OTHER_LAYOUT, removal[1], "", -1, 0.0)) for mark, removal in self._removed.items()
         )
         self._heads.clear()
 

@@ -33,7 +33,7 @@ PRIOR = 4.0  # typical observations; a quarter or four times as many changed the
 ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
-MIN_RISE = 1.2  # values that rise less over some range of ages are treated as falling, because this is mostly noise
+NOISE = 1.2  # smaller ratios of values are mostly noise: such values count as equal, and as not rising with age
 _ROUNDS = 3  # of the iterative proportional fitting; the factors of the previous fit are the start
 
 
@@ -49,8 +49,10 @@ class ReuseTable:
         self._common: F64 = np.zeros(NUM_BUCKETS)
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
-        self.rises: list[bool] = []
-        """True for classes whose value rises with age by MIN_RISE or more over some range of ages."""
+        self.floors: list[float] = []
+        """Lowest value at ages from which the value rises by NOISE or more, or infinity if it does not rise."""
+        self.rises_until: list[float] = []
+        """Age from which the value of a class falls."""
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_event: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
@@ -81,8 +83,12 @@ class ReuseTable:
         values = gittins(hazard)
         is_unseen = ~at_risk.any(1)
         values[is_unseen] = self._common * self._product(features[is_unseen])[:, None]
-        lowest = np.minimum.accumulate(values, 1)
-        self.rises = ((values / np.maximum(lowest, 1e-300)).max(1) >= MIN_RISE).tolist()
+        # Values that differ less than the noise become equal, so that LRU decides between them.
+        values = np.exp(np.floor(np.log(np.maximum(values, 1e-300)) / np.log(NOISE)) * np.log(NOISE))
+        # A class rises up to its highest value. Later rises are mostly noise, because few blocks become that old.
+        rises = (np.arange(NUM_BUCKETS) < values.argmax(1)[:, None]) & (0.99 * NOISE * values <= values.max(1)[:, None])
+        self.floors = np.where(rises, values, np.inf).min(1).tolist()
+        self.rises_until = (rises * EDGES[1:]).max(1).tolist()
         self.values = values.tolist()
         self.is_fitted = True
 
@@ -90,7 +96,8 @@ class ReuseTable:
         """Return the values of a class. A class that is newer than the last fit has no observations of its own."""
         for new in range(len(self.values), cell + 1):
             self.values.append((self._common * self._product(self._cells.features[new : new + 1])[0]).tolist())
-            self.rises.append(False)
+            self.floors.append(np.inf)
+            self.rises_until.append(0.0)
         return self.values[cell]
 
     def _product(self, features: I64) -> F64:

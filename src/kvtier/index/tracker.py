@@ -4,12 +4,16 @@ A touch is one use of a run of blocks by a request: the blocks of one path that 
 touch ends with the next use of its blocks (an event), or is still open. Evicted blocks are remembered as ghosts, so
 that their next use counts as well, and so that their earlier uses are known when they return.
 
-    match .. commit   close    the matched blocks, and ghosts that follow them, are used again: their touches end
-             release  touch    the path starts new touches, in the class that follows from the end of the request
-             evict    removed  a removed run becomes a ghost
+    request  | matched: old touches end | ghosts: old touches end | fresh |
+             | new touches: one for each run of blocks with equal uses    |
 
-Every few hundred requests the values are computed again. One tracker serves all tiers of a tree. It has no clock; the
-latest `now` of any call is the current time.
+    commit   begin    remember when the request began
+    release  returned find the ghosts of the request; then `touch`: end the old touches of the path and start new ones
+    evict    removed  a removed run becomes a ghost
+
+Touches are entered into the log for 32 requests at once, because Python code that runs once per request is several
+times as slow as the same code in a loop. Every few hundred requests the values are computed again. One tracker serves
+all tiers of a tree. It has no clock; the latest `now` of any call is the current time.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from kvtier.errors import StateError
-from kvtier.index.chain import Chain
 from kvtier.index.labels import Cells, Outcome
 from kvtier.index.lease import Lease
 from kvtier.index.node import Node, Touch
@@ -30,10 +35,20 @@ from kvtier.index.reuse import EDGES, F64, I64, NUM_BUCKETS, ReuseTable
 
 NUM_TOUCHES = 16_384  # longer than the cache: in the prototype, 4,096 lost 0.4 points against LRU at 30,000-50,000
 FIRST_FIT, LAST_FIT = 64, 512  # requests between two fits: an eighth of all requests so far, within these limits
-_IN_USE = -1  # number of a touch that has ended, while the request that used the blocks is running
-_LIMITS = EDGES[1:-1].tolist()
-_ENDS = [*EDGES[1:-1].tolist(), math.inf]
-_FIELDS = 4
+NUM_WAITING = 32  # requests that are entered into the log at once
+LIMITS = EDGES[1:-1].tolist()
+ENDS = [*EDGES[1:-1].tolist(), math.inf]
+_FIELDS, _REQUEST_FIELDS = 4, 7
+_RUNNING = 2**62  # number for blocks that another request has published but not released: LRU holds them
+MAX_USES = 4
+# Ghosts of a request: the end of their blocks, earlier uses plus one, and number and blocks of each of their touches.
+Returned = tuple[int, int, list[int]]
+Session = tuple[bytes, str]  # tenant and session id
+
+
+def session_of(salt: bytes, session_id: str) -> Session:
+    """Return the name of a session. Sessions of different tenants are different, even if their ids are equal."""
+    return salt.partition(b"\0")[0], session_id
 
 
 class TouchLog:
@@ -53,35 +68,58 @@ class TouchLog:
         self.ended = array("d")
         """Class, age, weight, and 1.0 for a use or 0.0 for a forgotten touch, of touches that ended since the fit."""
 
-    def add(self, cell: int, num_blocks: int, now: float, capacity: int) -> None:
-        """Add a touch, and forget the oldest. `capacity` is the size of the LRU cache in blocks."""
-        at, left = self.next % NUM_TOUCHES, self.left
-        if self.next - NUM_TOUCHES >= self.frontier:
-            self.frontier += 1
-            self.num_in_lru -= left[at]
-        if left[at]:
-            self._end(at, left[at], now, is_use=0.0)
-        self.times[at], self.cells[at], self.blocks[at], left[at] = now, cell, num_blocks, num_blocks
-        self.next += 1
-        self.num_in_lru += num_blocks
-        while self.num_in_lru > capacity:
-            self.num_in_lru -= left[self.frontier % NUM_TOUCHES]
-            self.frontier += 1
+    def add(self, runs: list[int], now: float, capacity: int) -> None:
+        """Add touches, and forget the oldest. `runs` has the class and the number of blocks of each new touch.
 
-    def use(self, number: int, num_blocks: int, now: float) -> None:
-        """End a touch for some of its blocks, because these were used again."""
-        if number < self.next - NUM_TOUCHES or number < 0:
-            return
-        at = number % NUM_TOUCHES
-        count = min(num_blocks, self.left[at])
-        if count:
-            self._end(at, count, now, is_use=1.0)
-            self.left[at] -= count
-            if number >= self.frontier:
-                self.num_in_lru -= count
+        `capacity` is the size of the LRU cache in blocks.
+        """
+        left, in_lru = self.left, self.num_in_lru
+        for i in range(0, len(runs), 2):
+            at, num_blocks = self.next % NUM_TOUCHES, runs[i + 1]
+            if self.next - NUM_TOUCHES >= self.frontier:
+                self.frontier += 1
+                in_lru -= left[at]
+            if left[at]:
+                self._end(at, left[at], now, is_use=0.0)
+            self.times[at], self.cells[at], self.blocks[at], left[at] = now, runs[i], num_blocks, num_blocks
+            self.next += 1
+            in_lru += num_blocks
+        while in_lru > capacity:
+            in_lru -= left[self.frontier % NUM_TOUCHES]
+            self.frontier += 1
+        self.num_in_lru = in_lru
+
+    def use(self, runs: list[int], limit: int, now: float) -> int:
+        """End touches for some of their blocks, because a request used these blocks again. Return LRU's hits.
+
+        `runs` has the number of a touch and the number of its blocks, from the first block of the request on. Blocks
+        from `limit` on are no hits.
+        """
+        hits = at = i = 0
+        frontier, oldest, left = self.frontier, self.next - NUM_TOUCHES, self.left
+        while i < len(runs):
+            number, count = runs[i], runs[i + 1]
+            i += 2
+            while i < len(runs) and runs[i] == number:
+                count += runs[i + 1]
+                i += 2
+            if at == hits < limit and number >= frontier:
+                hits += count
+            at += count
+            if oldest <= number < self.next:
+                place = number % NUM_TOUCHES
+                count = min(count, left[place])
+                if count:
+                    self._end(place, count, now, is_use=1.0)
+                    left[place] -= count
+                    if number >= frontier:
+                        self.num_in_lru -= count
+        return hits
 
     def move(self, number: int, cell: int, now: float) -> None:
-        """Change the class of an open touch. Its time starts again."""
+        """Change the class of a touch. Its time starts again."""
+        if number < self.next - NUM_TOUCHES:
+            return
         at = number % NUM_TOUCHES
         if self.left[at]:
             self._end(at, self.left[at], now, is_use=0.0)
@@ -125,10 +163,13 @@ class LRUGuard:
         self._num_requests = 0
         self._until = 0.0
 
-    def record(self, lru_hits: int, hits: int, num_blocks: int, capacity: int) -> bool:
-        """Record a request. Return True if the policy changes between LRU and the learned order."""
-        self._num_requests += 1
-        self._mean_blocks += (num_blocks - self._mean_blocks) / min(1000, self._num_requests)
+    def record(self, lru_hits: int, hits: int, num_blocks: int, num_requests: int, capacity: int) -> bool:
+        """Record some requests. Return True if the policy changes between LRU and the learned order."""
+        if not num_requests:
+            return False
+        self._num_requests += num_requests
+        share = num_requests / min(1000, self._num_requests)
+        self._mean_blocks += (num_blocks / num_requests - self._mean_blocks) * share
         if self.is_lru:
             self._until -= num_blocks - hits
             self.is_lru = self._until > 0
@@ -152,20 +193,31 @@ class ReuseTracker:
         self.now = 0.0
         self.version = 0
         """Changes whenever the values change."""
+        self.is_lru = True
+        """True if the order is LRU: before the first fit, and after an alarm of the guard."""
+        self.lowest = 0.0
+        """Value of the last victim."""
         self.cells = Cells()
         self.table = ReuseTable(self.cells)
         self.log = TouchLog()
         self.guard = LRUGuard()
         self.first_fit = FIRST_FIT
+        self._next = 0
+        self._waiting: list[Any] = []
+        """Seven numbers for each request that is not yet in the log: time of the end and of the match; matched blocks,
+        blocks of the prompt, blocks up to the last ghost; sizes of its parts of `_ended` and `_started`."""
+        self._ended: list[int] = []
+        """Number and blocks of each touch that ends, from the first block of a request on."""
+        self._started: list[int] = []
+        """Class and blocks of each touch that starts."""
         self._ghosts: dict[int, int] = {}
+        """Hash of the first block of an evicted run -> number of its touch, blocks, earlier uses."""
         self._num_requests = 0
         self._until_fit = FIRST_FIT
-        self._verdicts: dict[tuple[int, int], str] = {}
-
-    @property
-    def is_lru(self) -> bool:
-        """True if the order is LRU: before the first fit, and after an alarm of the guard."""
-        return self.guard.is_lru or not self.table.is_fitted
+        self._sessions: OrderedDict[Session, tuple[Node, int, int]] = OrderedDict()
+        """Last node of a session's last request, and the range of this request's touches."""
+        self._ends: dict[Node, Session] = {}
+        """Last node -> session."""
 
     def see(self, now: float) -> None:
         if now > self.now:
@@ -173,91 +225,154 @@ class ReuseTracker:
 
     # ---- calls of the tree -----------------------------------------------------------------------------------------
 
-    def close(self, lease: Lease, now: float) -> None:
-        """End the touches of a lease's path and of the ghosts that follow it. Call it before the nodes are joined."""
-        self.see(now)
-        now, log, matched = self.now, self.log, lease.num_matched
-        lru_hits, old, new, count, tail, node = matched, None, None, 0, 0, lease.node
-        while node.parent is not None:
-            usage = node.usage
-            touch = usage.touch
-            if touch is not None and touch[0] >= 0:
-                if touch[0] < log.frontier and node.start < matched:
-                    lru_hits = node.start
-                if touch is not old:
-                    if old is not None:
-                        log.use(old[0], count, now)
-                    old, count, new = touch, 0, (_IN_USE, touch[1], now, touch[3] + 1)
-                count += node.num_blocks
-                if usage.lost and node.start < matched and lease.num_matched <= node.start + node.num_blocks:
-                    tail = min(usage.lost, lease.chain.num_blocks - matched)
-                    log.use(touch[0], tail, now)
-                    lru_hits += tail if lru_hits == matched and touch[0] >= log.frontier else 0
-                usage.touch, usage.lost = new, 0
-            node = node.parent
-        if old is not None:
-            log.use(old[0], count, now)
-        num_blocks = lease.chain.num_blocks
-        fresh, again = num_blocks - matched - tail, 1 if tail else 0
-        if fresh > 0 and self._ghosts:
-            fresh, again, lru_hits = self._follow_ghosts(lease.chain, matched + tail, again, lru_hits)
-        # A new node has one class for all its blocks, so it counts as used before only if most of its blocks were.
-        lease.reuse = (max(0, fresh), again if 2 * fresh <= num_blocks - matched else 0)
-        if self.table.is_fitted and self.guard.record(lru_hits, matched, num_blocks, self.capacity):
-            self._changed()
+    def returned(self, lease: Lease) -> Returned | None:
+        """Remove the ghosts that follow the match of a lease and return them, at the end of its request."""
+        block, stop = lease.num_matched, lease.began[1]
+        if block >= stop:
+            return None
+        first, node = None, lease.node
+        while node.start >= block and node.parent is not None:
+            first, node = node, node.parent
+        usage, chain, again = node.usage, lease.chain, 0
+        ended: list[int] = []
+        if usage.lost and usage.touch is not None and node.stop == block:
+            num_blocks = min(usage.lost, stop - block)
+            ended += usage.touch[0], num_blocks
+            again = usage.touch[3] + 1
+            block += num_blocks
+        ghosts, domain, oldest = self._ghosts, node.domain, self._next - NUM_TOUCHES
+        while ghosts and block < stop:
+            key = first.key if first is not None and first.start == block else chain.key_at(block)
+            ghost = ghosts.pop(hash((domain, key, block)), None)
+            if ghost is None or ghost >> 32 < oldest:
+                break
+            num_blocks = min(ghost >> 4 & 2**28 - 1, stop - block)
+            ended += ghost >> 32, num_blocks
+            again = again or (ghost & 15) + 1
+            block += num_blocks
+        return (block, min(again, MAX_USES), ended) if ended else None
 
-    def touch(self, lease: Lease, outcome: Outcome, now: float) -> None:
-        """Start new touches for a lease's path, at the end of its request."""
-        self.see(now)
-        node, log, cells, now = lease.node, self.log, self.cells, self.now
-        fresh, again = lease.reuse
-        if node.parent is None:
-            return
-        head = lease.chain.key_at(0)
-        labels = cells.labels(lease.chain, hash(head), fresh * self.block_tokens, outcome)
-        run: Touch | None = None
-        cell, count, number = -1, 0, log.next
+    def touch(self, lease: Lease, returned: Returned | None, outcome: Outcome, now: float) -> None:
+        """End the old touches of a lease's path and start new ones, at the end of its request."""
+        if now > self.now:
+            self.now = now
+        now, node, path = self.now, lease.node, []
         while node.parent is not None:
-            usage = node.usage
+            path.append(node)
+            node = node.parent
+        if not path:
+            return
+        matched, (began, stop), cells, ended, started = (
+            lease.num_matched,
+            lease.began,
+            self.cells,
+            self._ended,
+            self._started,
+        )
+        fresh_from, again, ghosts = returned or (matched, 0, None)
+        labels = cells.labels(lease.chain.salt, path[-1].key, (stop - fresh_from) * self.block_tokens, outcome)
+        num_ended, num_started = len(ended), len(started)
+        run: Touch = (-1, -1, now, -1)
+        cell, number = -1, self._next - 1
+        for node in reversed(path):
+            usage, num_blocks = node.usage, node.num_blocks
             touch = usage.touch
-            if touch is None:
-                uses = again
-            elif touch[0] < 0:
-                uses = touch[3]
-            else:  # another request has used the node since this request began
-                log.use(touch[0], node.num_blocks, now)
-                uses = touch[3] + 1
-            if run is None or uses != run[3]:
+            if touch is not None:
+                uses = touch[3] + 1 if touch[3] < MAX_USES else MAX_USES
+                ended += touch[0], num_blocks
+            elif node.start < matched:  # published by a request that is still running
+                uses = 1
+                ended += _RUNNING, num_blocks
+            else:
+                uses = again if node.start + node.stop < 2 * fresh_from else 0  # true if most of its blocks returned
+            if uses != run[3]:
                 this = cells.number(uses, labels)
                 if this != cell:
-                    if count:
-                        log.add(cell, count, now, self.capacity)
-                    cell, count, number = this, 0, log.next
+                    cell, number = this, number + 1
+                    started += cell, 0
                 run = (number, cell, now, uses)
-            count += node.num_blocks
+            started[-1] += num_blocks
             usage.touch, usage.lost = run, 0
-            node = node.parent
-        log.add(cell, count, now, self.capacity)
-        self._num_requests += 1
+        if ghosts:
+            ended += ghosts
+        if outcome.hints.session_id:
+            self._remember(session_of(lease.chain.salt, outcome.hints.session_id), lease.node, number + 1)
+        self._next = number + 1
+        self._waiting += now, began, matched, stop, fresh_from, len(ended) - num_ended, len(started) - num_started
         self._until_fit -= 1
-        if self._until_fit <= 0:
-            self.fit()
+        if len(self._waiting) >= NUM_WAITING * _REQUEST_FIELDS or self._until_fit <= 0:
+            self.play()
 
     def removed(self, node: Node, kept: int) -> None:
         """Remember the blocks of a node from index `kept` on, which leave the tree."""
         usage = node.usage
         touch = usage.touch
-        if touch is None or touch[0] < 0:
+        if touch is None:
             return
         if kept:
             usage.lost += node.num_blocks - kept
             return
+        if node in self._ends:
+            self._shorten(node)
         ghosts = self._ghosts
-        mark = hash((node.domain, node.key, node.start))
-        ghosts.pop(mark, None)
-        ghosts[mark] = _pack(touch[0], node.num_blocks + usage.lost, touch[3])
+        # One int per ghost, because tuples would be visited by each garbage collection.
+        packed = touch[0] << 32 | min(node.num_blocks + usage.lost, 2**28 - 1) << 4 | touch[3]
+        ghosts[hash((node.domain, node.key, node.start))] = packed
         if len(ghosts) > NUM_TOUCHES:
             del ghosts[next(iter(ghosts))]
+
+    def detached(self, node: Node) -> None:
+        """Forget the session that ends at a node, which was dropped."""
+        session = self._ends.pop(node, None)
+        if session is not None:
+            del self._sessions[session]
+
+    def close(self, session: Session, now: float) -> list[Node]:
+        """Return the nodes whose last use was the last request of a session, and change their class to "over".
+
+        The caller withdraws and offers these nodes again. A session can be closed once.
+        """
+        self.see(now)
+        self.play()
+        found = self._sessions.pop(session, None)
+        if found is None:
+            return []
+        node, first, stop = found
+        del self._ends[node]
+        moved: dict[Touch, Touch] = {}
+        nodes = []
+        for each in node.upwards():
+            touch = each.usage.touch
+            if touch is None or not first <= touch[0] < stop:
+                continue
+            if touch not in moved:
+                cell = self.cells.when_over(touch[1])
+                moved[touch] = (touch[0], cell, self.now, touch[3])
+            each.usage.touch = moved[touch]
+            nodes.append(each)
+        for touch in {touch[0]: touch for touch in moved.values()}.values():
+            self.log.move(touch[0], touch[1], self.now)
+        return nodes
+
+    def play(self) -> None:
+        """Enter the waiting requests into the log. Compute the values again if it is time."""
+        waiting, ended, started = self._waiting, self._ended, self._started
+        self._waiting, self._ended, self._started = [], [], []
+        hits, num_blocks, lru_hits = sum(waiting[2::_REQUEST_FIELDS]), sum(waiting[3::_REQUEST_FIELDS]), 0
+        log, end, start = self.log, 0, 0
+        for i in range(0, len(waiting), _REQUEST_FIELDS):
+            now, began, _, _, limit, num_ended, num_started = waiting[i : i + _REQUEST_FIELDS]
+            lru_hits += log.use(ended[end : end + num_ended], limit, began)
+            log.add(started[start : start + num_started], now, self.capacity)
+            end += num_ended
+            start += num_started
+        num_requests = len(waiting) // _REQUEST_FIELDS
+        self._num_requests += num_requests
+        changed = self.table.is_fitted and self.guard.record(lru_hits, hits, num_blocks, num_requests, self.capacity)
+        if self._until_fit <= 0:
+            self.fit()
+        elif changed:
+            self._changed()
 
     def fit(self) -> None:
         """Compute the values again."""
@@ -275,27 +390,25 @@ class ReuseTracker:
         """Return the value of a block of a class that was used at time `since`, and when this value changes."""
         if self.is_lru:
             return 0.0, math.inf
-        bucket = bisect_right(_LIMITS, self.now - since)
-        return self.table.row(cell)[bucket], since + _ENDS[bucket]
+        bucket = bisect_right(LIMITS, self.now - since)
+        return self.table.row(cell)[bucket], since + ENDS[bucket]
 
-    def verdict(self, node: Node) -> str:
+    def floor(self, cell: int) -> float:
+        """Return the lowest value at ages from which the value rises, or infinity if it only falls."""
+        return math.inf if self.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
+
+    def describe(self, cell: int, value: float) -> str:
         """Return class and value of a victim, for `explain`."""
-        if self.is_lru:
-            return "Learned, as LRU"
-        touch = node.usage.touch
-        cell, since = (touch[1], touch[2]) if touch is not None else (0, self.now)
-        key = cell, bisect_right(_LIMITS, self.now - since)
-        text = self._verdicts.get(key)
-        if text is None:
-            value = self.table.row(cell)[key[1]]
-            text = f"Learned (class: {self.cells.describe(cell)}; value: {value:.2e} hits per block-second)"
-            self._verdicts[key] = text
-        return text
+        return f"Learned (class: {self.cells.describe(cell)}; value: {value:.2e} hits per block-second)"
 
     def check(self, nodes: Iterable[Node]) -> None:
         """Raise StateError if an invariant is violated. `nodes` are all nodes of the tree."""
+        if self._waiting:
+            self.play()
         log, first = self.log, max(0, self.log.next - NUM_TOUCHES)
         blocks, left = np.frombuffer(log.blocks, np.int32), np.frombuffer(log.left, np.int32)
+        if log.next != self._next:
+            raise StateError(f"{log.next} touches are in the log, but {self._next} have started")
         if (left < 0).any() or (left > blocks).any():
             raise StateError("a touch has a negative number of open blocks, or more than it had at first")
         if not first <= log.frontier <= log.next:
@@ -308,6 +421,8 @@ class ReuseTracker:
         rows = self.table.values
         if any(len(row) != NUM_BUCKETS or not min(row) >= 0 or max(row) == math.inf for row in rows):
             raise StateError("a value is negative or not finite")
+        if {node: session for session, (node, _, _) in self._sessions.items()} != self._ends:
+            raise StateError("sessions and their last nodes do not match")
         for node in nodes:
             touch = node.usage.touch
             if touch is None or touch[0] < first:
@@ -316,38 +431,29 @@ class ReuseTracker:
             if touch[0] >= log.next or log.cells[at] != touch[1] or log.times[at] != touch[2]:
                 raise StateError(f"the touch {touch} of blocks [{node.start}, {node.stop}) is not in the log")
 
+    def _remember(self, session: Session, node: Node, stop: int) -> None:
+        """Remember the last request of a session, which ends at `node` and has the touches [self._next, stop)."""
+        old = self._sessions.pop(session, None)
+        if old is not None:
+            del self._ends[old[0]]
+        other = self._ends.get(node)
+        if other is not None:  # another session has the same last request
+            del self._sessions[other]
+        self._sessions[session] = node, self._next, stop
+        self._ends[node] = session
+        if len(self._sessions) > NUM_TOUCHES:
+            _, (oldest, _, _) = self._sessions.popitem(last=False)
+            del self._ends[oldest]
+
+    def _shorten(self, node: Node) -> None:
+        """Let a session end at the parent of its last node, which is evicted."""
+        session, above = self._ends.pop(node), node.parent
+        if above is None or above.parent is None or above in self._ends:
+            del self._sessions[session]
+        else:
+            _, first, stop = self._sessions[session]
+            self._sessions[session], self._ends[above] = (above, first, stop), session
+
     def _changed(self) -> None:
         self.version += 1
-        self._verdicts.clear()
-
-    def _follow_ghosts(self, chain: Chain, block: int, again: int, lru_hits: int) -> tuple[int, int, int]:
-        """End the touches of the ghosts from `block` on.
-
-        Return the number of blocks without a ghost, the uses of the first ghost plus one, and LRU's hits.
-        """
-        ghosts, log, now, domain = self._ghosts, self.log, self.now, (chain.salt, chain.adapter)
-        stop = chain.num_blocks
-        fresh = stop - block
-        while block < stop:
-            ghost = ghosts.pop(hash((domain, chain.key_at(block), block)), None)
-            if ghost is None:
-                break
-            number, num_blocks, uses = _unpack(ghost)
-            num_blocks = min(num_blocks, stop - block)
-            if number >= log.next - NUM_TOUCHES:
-                if number >= log.frontier and lru_hits == block:
-                    lru_hits += num_blocks
-                log.use(number, num_blocks, now)
-                again = again or uses + 1
-                fresh -= num_blocks
-            block += num_blocks
-        return fresh, again, lru_hits
-
-
-def _pack(number: int, num_blocks: int, uses: int) -> int:
-    """Return the fields of a ghost as one int, which needs fewer objects than a tuple."""
-    return number << 32 | min(num_blocks, 2**28 - 1) << 4 | min(uses, 15)
-
-
-def _unpack(ghost: int) -> tuple[int, int, int]:
-    return ghost >> 32, ghost >> 4 & 2**28 - 1, ghost & 15
+        self.is_lru = self.guard.is_lru or not self.table.is_fitted

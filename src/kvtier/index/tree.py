@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import ABSENT, IS_HELD, NO_SLOT, READABLE, READY, WRITING, AccessStats, Node, Residency
 from kvtier.index.pool import Shortage, Slots
 from kvtier.index.tier import Tier, tenant_of
-from kvtier.index.tracker import ReuseTracker
+from kvtier.index.tracker import ReuseTracker, session_of
 from kvtier.messages import I32
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -197,7 +198,10 @@ class RadixTree:
         if used:
             self._use(lease, now)
             if self.tracker is not None:
-                self.tracker.touch(lease, outcome, now)
+                returned = self.tracker.returned(lease)
+                if returned is not None and not self.tracker.is_lru:
+                    self._split_at(lease.node, returned[0])
+                self.tracker.touch(lease, returned, outcome, now)
         lease.closed = True
         self.num_leases -= 1
         if len(lease.table) > lease.num_blocks or lease.duplicate_slots:
@@ -205,6 +209,18 @@ class RadixTree:
             own = np.concatenate((lease.table[lease.num_blocks :], *lease.duplicate_slots))
             device.give_back(Slots(device.name, own), lease.chain.salt)
         self._remove_lease(lease.node)
+
+    def close(self, salt: bytes, session_id: str, *, now: float = 0.0) -> int:
+        """End a session: no further request is expected. Return the number of blocks that it used last.
+
+        This is a hint for the learned policy. Without this policy, and for an unknown session, the result is 0.
+        """
+        nodes = self.tracker.close(session_of(salt, session_id), now) if self.tracker is not None else []
+        for node in nodes:
+            for tier in self.tiers:
+                tier.withdraw(node)
+                tier.refresh(node)
+        return sum(node.num_blocks for node in nodes)
 
     # ---- slots and eviction ----------------------------------------------------------------------------------------
 
@@ -314,7 +330,10 @@ class RadixTree:
         """Return the first block that did not match, and the reason for the miss."""
         if lease.stopped is not None:
             return Miss(lease.num_matched, lease.stopped, lease.matched_at)
-        return self._misses.explain(lease.chain, lease.num_matched, lease.matched_at)
+        miss = self._misses.explain(lease.chain, lease.num_matched, lease.matched_at)
+        if miss.cell >= 0 and self.tracker is not None:
+            return replace(miss, policy=self.tracker.describe(miss.cell, miss.value))
+        return miss
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node with blocks, parents first."""
@@ -403,7 +422,7 @@ class RadixTree:
         """
         self.clock += 1
         if self.tracker is not None and not lease.committed:
-            self.tracker.close(lease, now)
+            lease.began = now, lease.chain.num_blocks
         if self.ghost is not None and not lease.committed:
             self.ghost.record(lease.chain, lease.num_matched)
         priority, expires = lease.retention.priority, now + lease.retention.ttl
@@ -421,6 +440,13 @@ class RadixTree:
                 edit.absorb_parent(node, self.tiers)
             else:
                 node = above
+
+    def _split_at(self, node: Node, block: int) -> None:
+        """Split the node on the path to `node` that contains `block`, so that a node begins with this block."""
+        while node.start >= block and node.parent is not None:
+            node = node.parent
+        if node.start < block < node.stop:
+            edit.split(node, block - node.start, self.tiers)
 
     # ---- insertion -------------------------------------------------------------------------------------------------
 
@@ -553,12 +579,13 @@ class RadixTree:
 
         Return the slots of the removed blocks in the evicting tier. Slots in other tiers are released to their pools.
         """
-        policy = evicting.policy_name if evicting is not None else ""
+        policy, cell, value = evicting.policy_name if evicting is not None else "", -1, 0.0
         if self.tracker is not None:
-            if evicting is not None and evicting.learns:
-                policy = self.tracker.verdict(node)
+            touch = node.usage.touch
+            if evicting is not None and evicting.learns and touch is not None and not self.tracker.is_lru:
+                cell, value = touch[1], self.tracker.lowest
             self.tracker.removed(node, kept)
-        self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy)
+        self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy, cell, value)
         if node.children:
             for child in list(node.children.values()):
                 self._detach(child, MissReason.EVICTED)
@@ -593,6 +620,8 @@ class RadixTree:
                 self._notify_removed(tier, each, 0)
                 tier.detached(each)
             each.attached = False
+            if self.tracker is not None:
+                self.tracker.detached(each)
             if each.leases == 0:
                 edit.free_detached(each, self.tiers)
         return num_blocks

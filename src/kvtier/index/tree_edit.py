@@ -129,6 +129,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
         upper.parent is not None
         and node.attached
         and above.created == mine.created
+        and above.touch is mine.touch
         and max(above.priority, priority) == mine.priority
         and max(above.expires, expires) == mine.expires
     )

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from index_cases import begin, chain_of, run, tree_of
-from kvtier.errors import StateError
-from kvtier.index import Outcome, make_policy
+from kvtier.errors import RangeError, StateError
+from kvtier.index import Hints, Outcome, make_policy
 from kvtier.index.check import check_tree
 from kvtier.index.labels import MAX_CELLS, NUM_GROUPS, Busiest, Cells
 from kvtier.index.learned import Learned
@@ -20,7 +20,20 @@ from kvtier.index.node import AccessStats, Node
 from kvtier.index.reuse import EDGES, NUM_BUCKETS, gittins
 from kvtier.index.tracker import LRUGuard, ReuseTracker
 
-OUTCOMES = [Outcome(), Outcome(40, "stop"), Outcome(400, "length", over=True), Outcome(3, returns_in=20.0)]
+OUTCOMES = [
+    Outcome(),
+    Outcome(40, "stop", Hints("one")),
+    Outcome(400, "length", Hints(session_over=True)),
+    Outcome(3, hints=Hints("two", expects_return_seconds=20.0)),
+]
+
+
+def blocks_of(tree):
+    """Yield domain, position and path of each block in the tree, which do not depend on the borders of nodes."""
+    for node in tree.nodes():
+        path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
+        for block in range(node.start, node.stop):
+            yield node.domain, block, path[: (block + 1) * node.label_bytes]
 
 
 def drive(tree, rng, num_requests, *, check_every=0):
@@ -35,7 +48,7 @@ def drive(tree, rng, num_requests, *, check_every=0):
             tree.commit(lease, now=now)
         tree.publish(lease, lease.chain.num_tokens, now=now)
         tree.release(lease, used=rng.random() < 0.9, now=now, outcome=rng.choice(OUTCOMES))
-        contents.append(sorted((node.domain, node.start, bytes(node.labels)) for node in tree.nodes()))
+        contents.append(sorted(blocks_of(tree)))
         if check_every and number % check_every == 0:
             check_tree(tree)
     return contents
@@ -68,12 +81,13 @@ def test_learned_twice_with_same_requests_is_deterministic():
 
 def fitted_tracker(rng) -> ReuseTracker:
     tracker = ReuseTracker(100)
-    tracker.table.is_fitted = True
+    tracker.table.is_fitted, tracker.is_lru = True, False
     tracker.table.values = [[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)]
     tracker.table.values[:4] = [sorted(row, reverse=True) for row in tracker.table.values[:4]]
-    tracker.table.rises = [False] * 4 + [True] * 4
     for row in tracker.table.values[4:]:
         row.sort()
+    tracker.table.floors = [math.inf] * 4 + [row[0] for row in tracker.table.values[4:]]
+    tracker.table.rises_until = [0.0] * 4 + [math.inf] * 4
     return tracker
 
 
@@ -119,6 +133,7 @@ def test_learned_heaps_stay_small_under_repeated_use():
         policy.victim()
     assert all(len(queue.heap) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
     assert max(len(policy._by_value), len(policy._timers)) <= 64 + 4 * 3 + 2 * 10 + 1
+    assert all(len(queue.young) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
 
 
 def test_learned_loop_larger_than_cache_beats_lru():
@@ -171,11 +186,11 @@ def test_gittins_equals_best_ratio_over_all_stops():
 def test_guard_after_lost_hits_is_lru_for_doubling_times():
     guard, lengths = LRUGuard(), []
     for _ in range(3):
-        while not guard.record(10, 0, 10, 1000):
+        while not guard.record(10, 0, 10, 1, 1000):
             pass
         assert guard.is_lru
         length = 1
-        while not guard.record(10, 0, 10, 1000):
+        while not guard.record(10, 0, 10, 1, 1000):
             length += 1
         lengths.append(length)
     assert lengths == [100, 200, 400]
@@ -194,12 +209,12 @@ def test_busiest_numbers_frequent_keys_only():
 
 
 def test_cells_beyond_limit_share_class_without_labels():
-    cells, chain = Cells(), chain_of(1)
+    cells = Cells()
     numbers = {cells.number(uses, (new, 0, f, a, 0, 0)) for uses in range(5) for new in range(4) for f in range(4)
                for a in range(8)}  # fmt: skip
     assert cells.count == MAX_CELLS > max(numbers)
     assert cells.number(1, (2, 0, 3, 7, 5, 0)) == cells.number(1, (2, 0, 0, 0, 0, 0))
-    assert cells.describe(cells.number(1, cells.labels(chain, 0, 5000, Outcome(100)))) == (
+    assert cells.describe(cells.number(1, cells.labels(b"", b"head", 5000, Outcome(100)))) == (
         "uses 1, new < 8192, output < 256"
     )
 
@@ -210,3 +225,61 @@ def test_check_with_wrong_count_of_lru_blocks_raises():
     tree.tracker.log.num_in_lru += 1
     with pytest.raises(StateError, match="blocks counted for LRU"):
         check_tree(tree)
+
+
+# ---- sessions and hints ----
+
+
+def leaf_of(tree, *blocks, salt=b"", now=0.0):
+    lease = tree.match(chain_of(*blocks, salt=salt), now=now)
+    tree.release(lease, used=False)
+    return lease.node
+
+
+def test_close_after_last_request_moves_path_to_over():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2, now=1.0, outcome=Outcome(hints=Hints("s")))
+    assert tree.close(b"", "s", now=61.0) == 2
+    touch = leaf_of(tree, 1, 2).usage.touch
+    assert touch[2] == 61.0
+    assert tree.tracker.cells.describe(touch[1]).endswith("over")
+    assert tree.close(b"", "s", now=62.0) == 0
+    check_tree(tree)
+
+
+def test_close_of_unknown_session_or_other_tenant_is_zero():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2, salt=b"a\0x", outcome=Outcome(hints=Hints("s")))
+    assert tree.close(b"a", "other") == tree.close(b"b", "s") == 0
+    assert tree_of(8).close(b"a", "s") == 0
+
+
+def test_close_after_use_by_another_session_keeps_its_blocks():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2, outcome=Outcome(hints=Hints("s")))
+    run(tree, 1, 2, 3, outcome=Outcome(hints=Hints("t")))
+    assert tree.close(b"", "s") == 0
+    assert tree.close(b"", "t") == 3
+
+
+def test_close_after_eviction_of_end_moves_rest():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2, now=1.0)
+    run(tree, 1, 2, 3, 4, now=2.0, outcome=Outcome(hints=Hints("s")))
+    tree.evict(tree.tiers[0], 2)
+    assert tree.close(b"", "s", now=3.0) == 2
+    check_tree(tree)
+
+
+def test_sessions_of_dropped_blocks_are_forgotten():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2, outcome=Outcome(hints=Hints("s")))
+    tree.drop(chain_of(1))
+    assert tree.close(b"", "s") == 0
+    assert not tree.tracker._ends
+
+
+def test_hints_with_negative_or_infinite_seconds_raise():
+    for seconds in (-1.0, math.inf, math.nan):
+        with pytest.raises(RangeError, match="expects_return_seconds"):
+            Hints(expects_return_seconds=seconds)
