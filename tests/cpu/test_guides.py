@@ -12,6 +12,7 @@ import pytest
 from kvtier.cli.main import add_commands, main
 from kvtier.cli.parser import Parser
 from kvtier.index.policies import POLICIES
+from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
@@ -53,6 +54,22 @@ def test_benchmarks_and_make_targets_in_docs_exist(page):
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     mentioned = re.findall(r"^    make ([a-z]+)|`make ([a-z]+)", text, re.MULTILINE)
     assert {first or second for first, second in mentioned} <= {*targets}
+
+
+def test_transformers_guide_second_run_hits(tmp_path, monkeypatch, capsys):
+    """Run the program of the page twice, with a tiny model in place of SmolLM2."""
+    monkeypatch.chdir(tmp_path)
+    model = make_tiny_model(tmp_path / "model")
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "transformers.md").read_text(), re.M | re.S)
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in program
+    program = program.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(model)).replace("20GiB", "64MiB&free=0")
+    found = []
+    for _ in range(2):
+        exec(compile(program, "docs/transformers.md", "exec"), {})
+        found += re.findall(r"(\d+) of (\d+) tokens were loaded", capsys.readouterr().out)
+    (first, total), (second, _) = found
+    assert first == "0"
+    assert int(total) - 32 <= int(second) < int(total)
 
 
 def test_planner_guide_commands_run_on_generated_trace(tmp_path, monkeypatch, capsys):
