@@ -65,9 +65,13 @@ def api_page(text: str) -> str:
         sys.path.insert(0, str(ROOT / "src"))
     from kvtier.server import agent_fields, fields
 
-    for table in (fields.FIELDS, agent_fields.MESSAGES_FIELDS):
-        has_places = table is fields.FIELDS
-        name = "FIELDS" if has_places else "MESSAGES_FIELDS"
+    tables = {
+        "FIELDS": fields.FIELDS,
+        "RESPONSES_FIELDS": agent_fields.RESPONSES_FIELDS,
+        "MESSAGES_FIELDS": agent_fields.MESSAGES_FIELDS,
+    }
+    for name, table in tables.items():
+        has_places = name == "FIELDS"
         before, first_line, rest = text.partition(FIRST_LINE.format(name))
         after = rest.partition(LAST_LINE)[2]
         text = before + first_line + "\n".join(_field_rows(table, has_places)) + "\n" + LAST_LINE + after

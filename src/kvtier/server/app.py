@@ -32,6 +32,7 @@ from kvtier.server.prepare import Body, Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
+from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.schema_cache import SchemaChecks
 from kvtier.server.worker_pool import WorkerPool
 
@@ -159,6 +160,12 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
     async def text_completions(request: Request) -> Response:
         """Continue one or several texts."""
         return await completions.answer(await bodies.read(request, CompletionRequest), request)
+
+    @app.post("/v1/responses", responses=_STREAM, openapi_extra=takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Generate a response, which is not stored."""
+        with _renamed_fields(ResponsesRequest.names):
+            return await completions.answer(await bodies.read_as_chat(request, ResponsesRequest), request)
 
     @app.post("/v1/messages", responses=_STREAM, openapi_extra=takes(MessagesRequest))
     async def messages(request: Request) -> Response:

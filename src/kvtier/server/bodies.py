@@ -29,6 +29,7 @@ from kvtier.server.protocol import (
     ResizeBody,
     TokenizeRequest,
 )
+from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.worker_pool import WorkerPool
 
 # Bodies up to this size are prepared in the event loop. This takes 2 to 8 ms, mostly for tokenizing; a worker process
@@ -108,8 +109,8 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def body_schemas() -> dict[str, Any]:
-    completions = (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, TokenizeRequest)
-    models = (*completions, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
+    completions = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    models = (*completions, CountTokensRequest, TokenizeRequest, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )

@@ -23,6 +23,7 @@ from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.fields import HEADER
 from kvtier.server.messages import Submit
+from kvtier.server.messages_api import MessagesRequest
 from kvtier.server.messages_format import MessagesFormat
 from kvtier.server.middleware import EventStream, before_deadline, request_timeout, unless_gone
 from kvtier.server.prepare import Prepared
@@ -30,6 +31,8 @@ from kvtier.server.prompt_report import PromptReport
 from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from kvtier.server.request_log import RequestLog, RequestRecord
 from kvtier.server.responses import AnswerFormat, CompletionFormat, Usage, with_usage
+from kvtier.server.responses_api import ResponsesRequest
+from kvtier.server.responses_format import ResponsesFormat
 from kvtier.server.schema_cache import SchemaChecks
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -95,7 +98,7 @@ class Completions:
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
         headers = {"x-request-id": job.record.id, **(job.trace.headers if job.trace is not None else {})}
-        if prepared.source is not None:
+        if isinstance(prepared.source, MessagesRequest):
             headers["request-id"] = job.record.id  # Anthropic's name
         if prepared.ignored:
             headers[HEADER] = ", ".join(prepared.ignored)
@@ -141,8 +144,11 @@ class Completions:
         return HttpJob(tenant, submits, format, bool(body.stream), options, request.state.began, record)
 
     def _format(self, prepared: _Prepared, id: str, params: SamplingParams, options: StreamOptions) -> AnswerFormat:
-        if prepared.source is not None:
-            return MessagesFormat(id, self.model, prepared.syntax)
+        match prepared.source:
+            case MessagesRequest():
+                return MessagesFormat(id, self.model, prepared.syntax)
+            case ResponsesRequest() as source:
+                return ResponsesFormat(id, int(time.time()), source, prepared.syntax)
         body = prepared.body
         return CompletionFormat(
             id,
@@ -298,10 +304,9 @@ def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
     """Return the events for new outputs. Each choice that is not yet in `opened` starts with an opening event."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
-        events = [job.format.piece(index, mine)]
-        if index not in opened:
-            opened.add(index)
-            events.insert(0, job.format.opening(index))
+        events = [] if index in opened else [job.format.opening(index)]
+        opened.add(index)
+        events.append(job.format.piece(index, mine))
         if job.options.continuous_usage_stats:
             events = [with_usage(each, job.usage) for each in events if each]
         data += b"".join(events)

@@ -33,10 +33,11 @@ from kvtier.server.protocol import (
     Sampling,
     TokenizeRequest,
 )
+from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.tool_schemas import arguments_schema, calls_schema
 
 Body = TypeVar("Body", bound=BaseModel)
-AgentRequest = MessagesRequest
+AgentRequest = MessagesRequest | ResponsesRequest
 """Requests of other APIs, which are translated into chat requests."""
 _SCHEMA = "response_format.json_schema.schema"
 _BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
@@ -100,7 +101,7 @@ class Preparation:
         match body:
             case CompletionRequest() | ChatRequest():
                 return replace(self._generation(body, max_tokens), ignored=ignored)
-            case MessagesRequest():
+            case MessagesRequest() | ResponsesRequest():
                 return self._translated(body, ignored, max_tokens)
             case CountTokensRequest():
                 return Prepared(body, self._count(body, max_tokens))
@@ -315,7 +316,7 @@ def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[s
         raise _from_validation(error, {*model.model_fields, *(table or FIELDS)}) from error
 
 
-def _to_chat(body: CountTokensRequest) -> ChatRequest:
+def _to_chat(body: CountTokensRequest | ResponsesRequest) -> ChatRequest:
     try:
         return body.to_chat()
     except ValidationError as error:
