@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import random
 import threading
@@ -87,6 +88,25 @@ def test_memory_of_any_kind_and_alignment_is_accepted(store):
     assert store.read_into([Read(key_of(i), LABEL, room) for i, room in enumerate(rooms)]).ok
     for source, room in zip(sources, rooms, strict=True):
         assert room.tobytes() == bytes(memoryview(source).cast("B"))
+
+
+@pytest.mark.parametrize("sizes", [[5000], [4096, 4096], [1, 0, 4095, 63, 3], [64] * 40, [], [0, 0], [70_000, 4096]])
+def test_objects_of_several_pieces_are_read_back(store, sizes):
+    """An object may be written from and read into pieces of memory. The pieces need not be divided alike."""
+    nbytes = sum(sizes)
+    content = payload_of(3, nbytes)
+    cuts = np.cumsum([0, *sizes]).tolist()
+    pieces = [memoryview(content)[low:high] for low, high in itertools.pairwise(cuts)]
+    assert store.write([Write(key_of(1), LABEL, pieces), Write(key_of(2), LABEL, content)]).ok
+    whole = bytearray(nbytes)
+    rooms = [bytearray(size) for size in reversed(sizes)]
+    results = store.read_into([Read(key_of(1), LABEL, whole), Read(key_of(2), LABEL, rooms)])
+    assert [result.nbytes for result in results] == [nbytes] * 2
+    assert bytes(whole) == content
+    assert b"".join(map(bytes, rooms)) == content
+    too_small = [bytearray(b"\xee" * size) for size in sizes] + [bytearray(b"\xee")]
+    assert store.read_into([Read(key_of(1), LABEL, too_small)])[0].status is ObjectStatus.MISSING
+    assert set(b"".join(map(bytes, too_small))) == {0xEE}
 
 
 def test_invalid_arguments_raise(store):

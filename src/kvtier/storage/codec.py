@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -26,14 +27,30 @@ class Scratch:
     """Aligned memory for one thread. It grows to the largest size that was requested."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self._memory = self._gathered = mmap.mmap(-1, ALIGNMENT)
 
     def take(self, nbytes: int) -> memoryview:
         """Return uninitialized bytes. They are valid until the next call."""
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = mmap.mmap(-1, round_up(max(nbytes, 1), _HUGE))
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = _at_least(self._memory, nbytes)
         return memoryview(self._memory)[:nbytes]
+
+    def gather(self, pieces: Sequence[memoryview]) -> memoryview:
+        """Return the bytes of all pieces. Several pieces are copied; the copy is valid until the next call."""
+        if len(pieces) == 1:
+            return pieces[0]
+        nbytes = sum(map(len, pieces))
+        self._gathered = _at_least(self._gathered, nbytes)
+        gathered = memoryview(self._gathered)[:nbytes]
+        gather(gathered, pieces)
+        return gathered
+
+
+def _at_least(memory: mmap.mmap, nbytes: int) -> mmap.mmap:
+    if len(memory) >= nbytes:
+        return memory
+    larger = mmap.mmap(-1, round_up(nbytes, _HUGE))
+    larger.madvise(mmap.MADV_HUGEPAGE)
+    return larger
 
 
 class Compression(Enum):
@@ -111,6 +128,33 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         code.copy(address_of(target), address_of(source), len(source))
     elif len(source):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
+    """Copy the bytes of all pieces into `target`, one after another."""
+    at = 0
+    for piece in pieces:
+        copy_bytes(target[at : at + len(piece)], piece)
+        at += len(piece)
+
+
+def joined(pieces: Sequence[memoryview]) -> memoryview:
+    """Return the bytes of all pieces, in new memory if there are several."""
+    if len(pieces) == 1:
+        return pieces[0]
+    target = memoryview(bytearray(sum(map(len, pieces))))
+    gather(target, pieces)
+    return target
+
+
+def scatter(pieces: Sequence[memoryview], source: memoryview) -> None:
+    """Copy `source` into pieces of memory, one after another. The sizes must match."""
+    if sum(map(len, pieces)) != len(source):
+        raise RangeError(f"cannot copy {len(source)} bytes into {sum(map(len, pieces))} bytes of memory")
+    at = 0
+    for piece in pieces:
+        copy_bytes(piece, source[at : at + len(piece)])
+        at += len(piece)
 
 
 def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> ObjectResult | None:

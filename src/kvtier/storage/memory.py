@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ArgumentError
-from kvtier.storage.codec import copy_bytes, decode, encode, mismatch
+from kvtier.storage.codec import decode, encode, joined, mismatch, scatter
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.store import (
     MISSING,
@@ -21,7 +21,8 @@ from kvtier.storage.store import (
     Results,
     StoreStats,
     Write,
-    view_of,
+    num_bytes,
+    views_of,
 )
 
 
@@ -58,14 +59,14 @@ class MemoryStore:
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
         begin = self._meter.begin([read.key for read in reads])
-        views = [view_of(read.into, writable=True) for read in reads]
+        views = [views_of(read.into, writable=True) for read in reads]
         with self._lock:
             outcomes = [self._read(read, view) for read, view in zip(reads, views, strict=True)]
         return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
         begin = self._meter.begin([write.key for write in writes])
-        views = [view_of(write.payload) for write in writes]
+        views = [joined(views_of(write.payload)) for write in writes]
         with self._lock:
             outcomes = [self._write(write, view) for write, view in zip(writes, views, strict=True)]
         return self._meter.end("writes", outcomes, begin)
@@ -102,11 +103,11 @@ class MemoryStore:
                 num_quarantined=self._num_quarantined,
             )
 
-    def _read(self, read: Read, into: memoryview) -> ObjectResult:
+    def _read(self, read: Read, into: Sequence[memoryview]) -> ObjectResult:
         held = self.objects.get(read.key)
         if held is None:
             return MISSING
-        missed = mismatch(held.record.label, held.record.nbytes, read, len(into))
+        missed = mismatch(held.record.label, held.record.nbytes, read, num_bytes(into))
         if missed:
             return missed
         self.objects.move_to_end(read.key)
@@ -115,8 +116,8 @@ class MemoryStore:
             self._drop(read.key)
             self._num_quarantined += 1
             return ObjectResult(ObjectStatus.CORRUPT, reason=wrong)
-        copy_bytes(into, payload)
-        return ObjectResult(ObjectStatus.FOUND, len(into))
+        scatter(into, payload)
+        return ObjectResult(ObjectStatus.FOUND, len(payload))
 
     def _write(self, write: Write, payload: memoryview) -> ObjectResult:
         record, _ = encode(write.key, write.label, payload)

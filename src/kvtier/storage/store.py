@@ -25,6 +25,8 @@ DEFAULT_TIMEOUT_S = 10.0
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous memory; writable for `read_into`."""
+Pieces = Buffer | Sequence[Buffer]
+"""Memory of one object: one buffer, or a list or tuple of buffers that together hold its bytes in this order."""
 CallKind = Literal["lookups", "reads", "writes", "removals"]
 
 
@@ -129,7 +131,7 @@ class Read:
 
     key: bytes
     label: Label
-    into: Buffer
+    into: Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Write:
 
     key: bytes
     label: Label
-    payload: Buffer
+    payload: Pieces
     tenant: bytes = b""
     """Owner of the object. An encrypted disk store has one key per tenant; other stores ignore it."""
 
@@ -265,6 +267,18 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
     return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def views_of(memory: Pieces, *, writable: bool = False) -> tuple[memoryview, ...]:
+    """Return the pieces of an object as `view_of` does. Empty pieces are left out, but there is at least one view."""
+    if not isinstance(memory, list | tuple):
+        return (view_of(memory, writable=writable),)  # type: ignore[arg-type]
+    views = [view_of(piece, writable=writable) for piece in memory]
+    return tuple(view for view in views if len(view)) or (memoryview(bytearray()),)
+
+
+def num_bytes(views: Sequence[memoryview]) -> int:
+    return sum(map(len, views))
 
 
 def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from kvtier.errors import ArgumentError, FormatError, StoreError
 from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
-from kvtier.storage.codec import Compression, Scratch, copy_bytes, decode, encode, lay_out, mismatch, round_up
+from kvtier.storage.codec import Compression, Scratch, decode, encode, lay_out, mismatch, round_up, scatter
 from kvtier.storage.disk.catalog import Entry, SlotRef
 from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.keys import TenantKey, TenantKeys
@@ -32,8 +32,9 @@ from kvtier.storage.store import (
     StoreStats,
     Write,
     last_writes,
+    num_bytes,
     outcomes_of,
-    view_of,
+    views_of,
 )
 
 KEYS = "keys"
@@ -129,13 +130,13 @@ class DiskStore:
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([read.key for read in reads])
-        views = [view_of(read.into, writable=True) for read in reads]
+        views = [views_of(read.into, writable=True) for read in reads]
 
         def plan(batch: Batch) -> list[Job]:
             jobs: list[Job] = []
             for index, (read, view) in enumerate(zip(reads, views, strict=True)):
                 entry = self._space.hold(read.key)
-                missed = mismatch(entry.record.label, entry.record.nbytes, read, len(view)) if entry else MISSING
+                missed = mismatch(entry.record.label, entry.record.nbytes, read, num_bytes(view)) if entry else MISSING
                 if missed is None:
                     assert entry is not None
                     jobs.append(functools.partial(self._load, batch, index, entry, view))
@@ -149,7 +150,7 @@ class DiskStore:
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([write.key for write in writes])
-        views = [view_of(write.payload) for write in writes]
+        views = [views_of(write.payload) for write in writes]
         last = last_writes(writes)
 
         def plan(batch: Batch) -> list[Job]:
@@ -232,7 +233,7 @@ class DiskStore:
 
     # --- jobs, on the threads
 
-    def _load(self, batch: Batch, index: int, entry: Entry, into: memoryview, scratch: Scratch) -> None:
+    def _load(self, batch: Batch, index: int, entry: Entry, into: Sequence[memoryview], scratch: Scratch) -> None:
         try:
             if batch.is_expired:
                 return  # the job waited behind a read that hung
@@ -250,9 +251,7 @@ class DiskStore:
                 self._space.quarantine(entry)
                 batch.settle({index: ObjectResult(ObjectStatus.CORRUPT, reason=wrong)})
             else:
-                batch.settle(
-                    {index: ObjectResult(ObjectStatus.FOUND, record.nbytes)}, lambda: copy_bytes(into, payload)
-                )
+                batch.settle({index: ObjectResult(ObjectStatus.FOUND, record.nbytes)}, lambda: scatter(into, payload))
         except OSError as error:
             batch.trouble = str(error)
             batch.settle({index: ObjectResult(ObjectStatus.FAILED, reason=str(error))})
@@ -273,12 +272,19 @@ class DiskStore:
             return memoryview(b""), str(error)
 
     def _stage(
-        self, batch: Batch, staged: _Staged, index: int, sequence: int, write: Write, view: memoryview, scratch: Scratch
+        self,
+        batch: Batch,
+        staged: _Staged,
+        index: int,
+        sequence: int,
+        write: Write,
+        pieces: Sequence[memoryview],
+        scratch: Scratch,
     ) -> None:
         """Write one object. The last write of a batch publishes all objects of the batch."""
         try:
             if not batch.is_expired:
-                staged.outcomes[index] = self._put(staged, sequence, write, view, scratch)
+                staged.outcomes[index] = self._put(staged, sequence, write, scratch.gather(pieces), scratch)
         except OSError as error:
             staged.outcomes[index] = ObjectResult(ObjectStatus.FAILED, reason=str(error))
             if error.errno not in FULL:

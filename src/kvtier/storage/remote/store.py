@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvtier.errors import ArgumentError, FormatError, StoreError
 from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
-from kvtier.storage.codec import Scratch, copy_bytes
+from kvtier.storage.codec import Scratch, joined, scatter
 from kvtier.storage.record import Record
 from kvtier.storage.remote.bucket import Bucket, BucketError, Parts, Put
 from kvtier.storage.remote.envelope import EXPIRED, Envelope, Packed
@@ -30,8 +30,9 @@ from kvtier.storage.store import (
     UsesMemory,
     Write,
     last_writes,
+    num_bytes,
     outcomes_of,
-    view_of,
+    views_of,
 )
 
 Arguments = ParamSpec("Arguments")
@@ -84,20 +85,20 @@ class RemoteStore:
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([read.key for read in reads])
-        views = [view_of(read.into, writable=True) for read in reads]
+        views = [views_of(read.into, writable=True) for read in reads]
         names = [self._envelope.name(read.key) for read in reads]
 
         def fetch(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
             """Settle objects. Return damaged and expired objects unsettled, because they must be deleted first."""
-            rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
+            rooms = [num_bytes(views[index]) + self._envelope.extra_bytes for index in chunk]
             values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
             useless = {}
             for index, value in zip(chunk, values, strict=True):
-                outcome, payload = self._envelope.open(reads[index], len(views[index]), value)
+                outcome, payload = self._envelope.open(reads[index], num_bytes(views[index]), value)
                 if outcome is EXPIRED or outcome.status is ObjectStatus.CORRUPT:
                     useless[index] = outcome
                 else:
-                    copy = functools.partial(copy_bytes, views[index], payload) if payload is not None else None
+                    copy = functools.partial(scatter, views[index], payload) if payload is not None else None
                     batch.settle({index: outcome}, copy)
             return useless
 
@@ -114,21 +115,21 @@ class RemoteStore:
         def confirm(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
             self._quarantine(batch, {i: (names[i], outcome) for i, outcome in fetch(chunk, batch, scratch).items()})
 
-        return self._meter.end("reads", self._run([len(view) for view in views], load, timeout_s), begin)
+        return self._meter.end("reads", self._run([num_bytes(view) for view in views], load, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         """Store objects. An object need not be sent if an equal object exists."""
         begin = self._meter.begin([write.key for write in writes])
         last = last_writes(writes)
         chosen = [writes[index] for index in last.values()]
-        views = [view_of(write.payload) for write in writes]
+        views = [views_of(write.payload) for write in writes]
         chosen_views = [views[index] for index in last.values()]
 
         def save(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
             parcels = _Parcels(self._envelope, {index: (chosen[index], chosen_views[index]) for index in chunk}, batch)
             self._save(batch, parcels, scratch)
 
-        sizes = [len(view) for view in chosen_views]
+        sizes = [num_bytes(view) for view in chosen_views]
         outcomes = outcomes_of(writes, last, self._run(sizes, save, timeout_s, is_put=True))
         return self._meter.end("writes", outcomes, begin)
 
@@ -330,7 +331,9 @@ class _Parcels(Sequence[Parts]):
         call returns during packing   the checksum may be that of changed bytes, so nothing is sent
     """
 
-    def __init__(self, envelope: Envelope, writes: Mapping[int, tuple[Write, memoryview]], batch: Batch) -> None:
+    def __init__(
+        self, envelope: Envelope, writes: Mapping[int, tuple[Write, Sequence[memoryview]]], batch: Batch
+    ) -> None:
         self._envelope, self._writes, self._batch = envelope, writes, batch
         self._packed: dict[int, Packed] = {}
         self.indices = list(writes)
@@ -359,7 +362,9 @@ class _Parcels(Sequence[Parts]):
     def _pack(self, indices: Sequence[int]) -> list[Packed]:
         left = [index for index in indices if index not in self._packed]
         if left:
-            packed = self._envelope.pack_all([self._writes[index] for index in left])
+            packed = self._envelope.pack_all(
+                [(write, joined(pieces)) for write, pieces in map(self._writes.__getitem__, left)]
+            )
             if self._batch.is_expired:
                 raise BucketError("the deadline has passed")
             self._packed.update(zip(left, packed, strict=True))
