@@ -6,8 +6,8 @@ A hash table in numpy. A bucket has 8 places; a block that finds its bucket full
     masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica
 
 A lookup compares a prompt with all places of its buckets in one call, so a prompt of 512 blocks takes about as long as
-one of 100. A dict of Python ints takes 110 bytes per block before the masks; this table takes 57 to 86 bytes with 64
-replicas and four tiers, because it grows by half at a load of 0.7.
+one of 100. A dict of Python ints takes 110 bytes per block before the masks; this table takes 62 to 87 bytes with 64
+replicas and four tiers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 _PLACES = 8  # places per bucket: one cache line of keys
-_MAX_LOAD = 0.7  # at this load about 2 % of the buckets overflow
-_MAX_OVERFLOWED = 1 / 8  # share of overflowed buckets above which the table is rebuilt
+_MAX_LOAD = 0.65  # at this load about 10 % of the buckets overflow
+_MAX_OVERFLOWED = 1 / 4  # share above which the table is rebuilt: removals leave buckets marked as overflowed
 _WORD = 64
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads hashes of other engines, which may be small numbers
 _HALF = np.uint64(32)
@@ -87,10 +87,9 @@ class PlacementIndex:
         found = self._current(blocks)
         is_new = found.slots < 0
         if is_new.any():
-            new, which = np.unique(found.hashes[is_new], return_inverse=True)
-            added = self._insert(new)
+            added = self._insert(found.hashes[is_new])
             slots = found.slots.copy() if found.version == self._version else self._find(found.hashes)
-            slots[is_new] = added[which]
+            slots[is_new] = added
             found = Found(found.hashes, slots, self._version)
         self._masks[found.slots, tier, word] |= bit
         return found
@@ -195,37 +194,41 @@ class PlacementIndex:
         return slots
 
     def _insert(self, hashes: U64) -> I64:
-        """Add distinct blocks that are not in the table and return their slots. Their masks are 0."""
+        """Add blocks that are not in the table and return their slots. Their masks are 0."""
         num_after = self.num_blocks + len(hashes)
         num_buckets = len(self._keys)
         while num_after > _MAX_LOAD * num_buckets * _PLACES:
-            num_buckets += num_buckets // 2
+            num_buckets += num_buckets * 2 // 5
         if num_buckets > len(self._keys) or self._num_overflowed > _MAX_OVERFLOWED * num_buckets:
             self._rebuild(num_buckets)
-        self.num_blocks = num_after
-        return self._place(hashes)
+        slots = self._place(hashes)
+        self.num_blocks += len(np.unique(slots))
+        return slots
 
     def _place(self, hashes: U64) -> I64:
-        """Write blocks into free places. Return their slots."""
-        slots = np.full(len(hashes), -1, np.int64)
+        """Write blocks into free places and return their slots.
+
+        All blocks write into the first free place of their buckets at once. If several blocks write into one place, the
+        last one gets it and the others try again. Equal blocks get the same place.
+        """
+        keys = self._keys.reshape(-1)
         buckets = self._buckets(hashes)
+        slots = np.empty(len(hashes), np.int64)
         todo = np.arange(len(hashes))
         while len(todo):
-            todo = todo[np.argsort(buckets[todo], kind="stable")]
-            here = buckets[todo]
-            rank = np.arange(len(todo)) - np.searchsorted(here, here)  # number of earlier blocks for the same bucket
+            wanted, here = hashes[todo], buckets[todo]
             is_free = self._keys[here] == 0
-            is_mine = is_free & (is_free.cumsum(axis=1) == rank[:, None] + 1)
-            fits = is_mine.any(axis=1)
-            taken = here * _PLACES + is_mine.argmax(axis=1)
-            slots[todo[fits]] = taken[fits]
-            self._keys.reshape(-1)[taken[fits]] = hashes[todo[fits]]
-            if not fits.all():
-                full = np.unique(here[~fits])
+            place = is_free.argmax(axis=1)
+            is_full = ~is_free[np.arange(len(todo)), place]
+            taken = here * _PLACES + place
+            keys[taken[~is_full]] = wanted[~is_full]
+            slots[todo] = taken
+            if is_full.any():
+                full = np.unique(here[is_full])
                 self._num_overflowed += int((~self._overflowed[full]).sum())
                 self._overflowed[full] = True
-            todo = todo[~fits]
-            buckets[todo] = (buckets[todo] + 1) % len(self._keys)
+                buckets[todo[is_full]] = (here[is_full] + 1) % len(self._keys)
+            todo = todo[keys[taken] != wanted]
         return slots
 
     def _free(self, slots: I64) -> None:

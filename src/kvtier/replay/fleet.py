@@ -1,0 +1,191 @@
+"""Simulate a fleet: the real router and one real index per replica, with a simple model of time.
+
+A replica computes one prompt after the other; generation does not delay prompts. This is coarser than `simulate`, which
+runs the scheduler, and fast enough for a thousand replicas: it answers how many hits a routing policy finds, how evenly
+it spreads the work, and what the router itself costs.
+
+    arrival ──> Router.route ──> RadixTree of the replica: match, publish ──events──> PlacementIndex of the router
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvtier.errors import RangeError
+from kvtier.index import BlockPool, BlocksRemoved, BlocksStored, Chain, Event, Namespace, RadixTree, Shortage, Tier
+from kvtier.index.policies import make_policy
+from kvtier.replay.cost import Roofline, Work
+from kvtier.replay.hardware import GpuSpec, ModelSpec
+from kvtier.replay.trace import TraceRequest, number_paths
+from kvtier.router import ReplicaCosts, RouteDecision, Router, RouterConfig, hashes_of
+from kvtier.router.feed import DEVICE
+
+_PROGRESS_EVERY = 1000
+
+
+class FleetRouting(Enum):
+    """Assignment of requests to the replicas of a fleet."""
+
+    CACHE = "cache"
+    """By expected time to the first token, from events of the replicas."""
+    ROUND_ROBIN = "round robin"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Identical replicas with one tier each."""
+
+    num_replicas: int
+    num_blocks: int
+    """Blocks of each replica's cache."""
+    costs: ReplicaCosts
+    routing: FleetRouting = FleetRouting.CACHE
+    policy: str = "lru"
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1 or self.num_blocks < 1:
+            raise RangeError(f"need at least one replica and one block, got {self.num_replicas}, {self.num_blocks}")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSummary:
+    """Result of one fleet. Shares refer to full blocks of prompts."""
+
+    num_requests: int
+    hit_rate: float
+    imbalance: float
+    """Computed tokens of the busiest replica over the mean."""
+    ttft: dict[str, float]
+    """Percentiles of the simulated time to the first token, in seconds."""
+    decision_seconds: float
+    """CPU time of the router per request: decision, queue and events."""
+    index_bytes: int
+    num_index_blocks: int
+    """Distinct blocks in the index of the router."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    tree: RadixTree
+    free_at: float = 0.0
+    computed_tokens: int = 0
+    events: list[Event] = field(default_factory=list)
+
+
+def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaCosts:
+    """Return the costs of a replica from the roofline of its hardware, for steps that are limited by arithmetic.
+
+    A store is assumed to deliver a tenth of the link's bandwidth.
+    """
+    cost, many = Roofline(model, gpu).seconds, 4096
+    one, two = cost(Work(1, many, 0, 0)), cost(Work(1, 2 * many, 0, 0))
+    token = (two - one) / many
+    attended = (cost(Work(1, many, many * many, 0)) - one) / many**2
+    block = model.token_bytes * block_tokens / gpu.link_bandwidth
+    return ReplicaCosts(max(0.0, one - token * many), token, attended, block, 10 * block)
+
+
+class FleetSimulation:
+    """Runs one trace on one fleet. An instance can be run once."""
+
+    def __init__(self, config: FleetConfig, block_tokens: int) -> None:
+        self.config = config
+        self.router = Router(RouterConfig(block_tokens, config.num_replicas))
+        self._namespace = Namespace("fleet", block_tokens=1)  # one token represents a block, which saves memory
+        self._block_tokens = block_tokens
+        self._replicas = [self._new_replica(number) for number in range(config.num_replicas)]
+        self._ends: list[tuple[float, int, RouteDecision]] = []
+        self._router_seconds = 0.0
+
+    def run(self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None) -> FleetSummary:
+        numbers: dict[tuple[int, int], int] = {}
+        num_blocks = num_hits = 0
+        waits = np.zeros(len(requests))
+        for at, request in enumerate(requests):
+            now = request.timestamp_ms / 1000
+            self._end_until(now)
+            chain = Chain(self._namespace, np.array(number_paths(request.prompt_ids, numbers), np.int32))
+            number = self._choose(at, chain, request, now)
+            replica = self._replicas[number]
+            num_matched = self._serve(number, chain)
+            num_blocks += chain.num_blocks
+            num_hits += num_matched
+            num_computed = max(1, request.input_tokens - num_matched * self._block_tokens)
+            replica.computed_tokens += num_computed
+            replica.free_at = max(now, replica.free_at) + self._seconds(request.input_tokens, num_computed)
+            waits[at] = replica.free_at - now
+            if progress is not None and at % _PROGRESS_EVERY == 0:
+                progress(at / len(requests))
+        computed = [replica.computed_tokens for replica in self._replicas]
+        mean = sum(computed) / len(computed)
+        return FleetSummary(
+            len(requests),
+            num_hits / max(1, num_blocks),
+            max(computed) / mean if mean else 1.0,
+            {f"p{share}": float(np.percentile(waits, share)) if len(waits) else 0.0 for share in (50, 90, 99)},
+            self._router_seconds / max(1, len(requests)),
+            self.router.index.num_bytes,
+            self.router.index.num_blocks,
+        )
+
+    def _new_replica(self, number: int) -> _Replica:
+        config = self.config
+        self.router.add(str(number), config.costs)
+        tier = Tier(0, BlockPool("device", config.num_blocks), lambda: make_policy(config.policy))
+        events: list[Event] = []
+        return _Replica(RadixTree(self._namespace, [tier], listener=events.append), events=events)
+
+    def _choose(self, at: int, chain: Chain, request: TraceRequest, now: float) -> int:
+        if self.config.routing is FleetRouting.ROUND_ROBIN:
+            return at % self.config.num_replicas
+        hashes = hashes_of(chain.keys())
+        began = time.process_time()
+        decision = self.router.route(hashes, request.input_tokens)
+        self._router_seconds += time.process_time() - began
+        assert decision is not None
+        begins = max(now, self._replicas[decision.number].free_at)
+        heapq.heappush(self._ends, (begins + decision.start_seconds, at, decision))
+        return decision.number
+
+    def _serve(self, number: int, chain: Chain) -> int:
+        """Match and publish a prompt in the index of a replica, and apply its events. Return the number of hits."""
+        replica = self._replicas[number]
+        tree = replica.tree
+        lease = tree.match(chain)
+        num_matched = lease.num_matched
+        fits = not isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)
+        if fits:
+            tree.publish(lease, chain.num_tokens)
+        tree.release(lease, used=fits)
+        if self.config.routing is FleetRouting.CACHE:
+            began = time.process_time()
+            self._apply(number, replica.events)
+            self._router_seconds += time.process_time() - began
+        replica.events.clear()
+        return num_matched
+
+    def _apply(self, number: int, events: Sequence[Event]) -> None:
+        index = self.router.index
+        for event in events:
+            if isinstance(event, BlocksStored):
+                index.store(number, DEVICE, hashes_of(event.keys))
+            elif isinstance(event, BlocksRemoved):
+                index.remove(number, DEVICE, hashes_of(event.keys))
+
+    def _end_until(self, now: float) -> None:
+        """End the prompts that have been computed by now."""
+        began = time.process_time()
+        while self._ends and self._ends[0][0] <= now:
+            self.router.on_finish(heapq.heappop(self._ends)[2])
+        self._router_seconds += time.process_time() - began
+
+    def _seconds(self, prompt_tokens: int, num_computed: int) -> float:
+        costs = self.config.costs
+        attended = num_computed * (prompt_tokens - num_computed / 2)
+        return costs.step_seconds + costs.token_seconds * num_computed + costs.attended_seconds * attended

@@ -1,0 +1,84 @@
+"""Check the simulation of a fleet: hits of one replica, hits and balance by routing, and the roofline costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import RangeError
+from kvtier.replay import SyntheticTrace, TraceRequest, generate
+from kvtier.replay.cost import Roofline, Work
+from kvtier.replay.curves import Accesses, index_hits
+from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, replica_costs
+from kvtier.replay.hardware import GpuSpec, ModelSpec
+from kvtier.router import ReplicaCosts
+
+COSTS = ReplicaCosts(0.001, 2e-5, 1e-10, 1e-4, 1e-3)
+REQUESTS = st.lists(
+    st.builds(
+        lambda at, ids, tail: TraceRequest(at, len(ids) * 512 - tail, 1, tuple(ids)),
+        st.integers(0, 10_000),
+        st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        st.integers(0, 511),
+    ),
+    max_size=25,
+)
+
+
+def run(requests, num_replicas, num_blocks, routing=FleetRouting.CACHE):
+    simulation = FleetSimulation(FleetConfig(num_replicas, num_blocks, COSTS, routing), 512)
+    summary = simulation.run(requests)
+    simulation.router.check()
+    return summary
+
+
+@given(requests=REQUESTS, num_blocks=st.integers(1, 30), routing=st.sampled_from(FleetRouting))
+@settings(deadline=None)
+def test_fleet_of_one_replica_has_the_hits_of_the_index(requests, num_blocks, routing):
+    requests.sort(key=lambda request: request.timestamp_ms)
+    accesses = Accesses(requests)
+    summary = run(requests, 1, num_blocks, routing)
+    total = sum(len(paths) for paths in accesses)
+    assert summary.hit_rate * max(1, total) == pytest.approx(index_hits(accesses, num_blocks, "lru"))
+    assert (summary.num_requests, summary.imbalance) == (len(requests), 1.0)
+
+
+@given(requests=REQUESTS, num_replicas=st.integers(1, 70))
+@settings(deadline=None)
+def test_router_of_fleet_holds_the_blocks_of_all_replicas(requests, num_replicas):
+    requests.sort(key=lambda request: request.timestamp_ms)
+    simulation = FleetSimulation(FleetConfig(num_replicas, 12, COSTS), 512)
+    simulation.run(requests)
+    simulation._end_until(1e9)
+    index = simulation.router.index
+    index.check()
+    for number, replica in enumerate(simulation._replicas):
+        held = index._masks[:, 0, number // 64] >> number % 64 & 1
+        assert held.sum() == replica.tree.tiers[0].pool.num_slots - replica.tree.tiers[0].pool.num_free
+
+
+def test_cache_routing_finds_more_hits_than_round_robin():
+    trace = list(generate(SyntheticTrace(sessions=150, seed=1)))
+    cache, rotation = (run(trace, 8, 400, routing) for routing in FleetRouting)
+    assert cache.hit_rate > 1.5 * rotation.hit_rate
+    assert cache.num_index_blocks <= 8 * 400
+    assert cache.ttft["p50"] <= rotation.ttft["p50"]
+
+
+def test_replica_costs_equal_the_roofline_for_long_prompts():
+    model = ModelSpec(32, 32, 8, 128, 8e9)
+    gpu = GpuSpec(990e12, 141e9, 4.8e12, 55e9)
+    costs = replica_costs(model, gpu, 512)
+    for tokens in (4096, 16384):
+        attended = tokens * tokens / 2
+        expected = Roofline(model, gpu).seconds(Work(1, tokens, attended, tokens))
+        found = costs.step_seconds + costs.token_seconds * tokens + costs.attended_seconds * attended
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert costs.host_seconds == 512 * model.token_bytes / 55e9
+
+
+def test_fleet_without_replicas_or_blocks_raises():
+    for replicas, blocks in ((0, 1), (1, 0)):
+        with pytest.raises(RangeError, match="at least one replica and one block"):
+            FleetConfig(replicas, blocks, COSTS)
