@@ -2,80 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
+
+from event_support import Router, free_address
 
 zmq = pytest.importorskip("zmq", reason="pip install 'kvtier[events]'")
 msgspec = pytest.importorskip("msgspec", reason="pip install 'kvtier[events]'")
 
 NUM_BLOCKS = 24
-
-
-def free_address() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
-
-class Router:
-    """Receives events over ZMQ and rebuilds the blocks of each tier from them."""
-
-    def __init__(self, address: str, replay: str) -> None:
-        self._context = zmq.Context()
-        self._replay = replay
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.connect(address)
-        self._socket.subscribe(b"")
-        self.blocks: dict[str, set[int]] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.next = 0
-
-    def receive(self) -> None:
-        """Apply all messages that have arrived. Request missed messages."""
-        while self._socket.poll(500):
-            _, number, payload = self._socket.recv_multipart()
-            if int.from_bytes(number, "big") > self.next:
-                self.catch_up()
-            self._apply(number, payload)
-
-    def catch_up(self) -> None:
-        """Request all messages from the next number on."""
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.connect(self._replay)
-        dealer.send_multipart([b"", self.next.to_bytes(8, "big")])
-        while True:
-            assert dealer.poll(10_000), "no reply"
-            _, _, number, payload = dealer.recv_multipart()
-            if not payload:
-                break
-            self._apply(number, payload)
-        dealer.close()
-
-    def _apply(self, number: bytes, payload: bytes) -> None:
-        if int.from_bytes(number, "big") != self.next:
-            assert int.from_bytes(number, "big") < self.next, "a message is missing"
-            return
-        self.next += 1
-        for event in msgspec.msgpack.decode(payload)[1]:
-            match event["type"]:
-                case "AllBlocksCleared":
-                    self.blocks.clear()
-                case "BlockRemoved":
-                    self.blocks[event["medium"]] -= set(event["block_hashes"])
-                case "BlockStored":
-                    tier = self.blocks.setdefault(event["medium"], set())
-                    parent = event["parent_block_hash"]
-                    assert parent is None or parent in self.tokens
-                    size = event["block_size"]
-                    for place, name in enumerate(event["block_hashes"]):
-                        tier.add(name)
-                        self.tokens[name] = event["token_ids"][place * size : (place + 1) * size]
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+NUM_EVENTS = 10_000 if "KVTIER_SOAK" in os.environ else 1_000
 
 
 @pytest.fixture
@@ -86,32 +28,70 @@ def published(start):
     return start(*options, "--events-replay", addresses[1]), addresses
 
 
-def ask(server, text: str) -> None:
-    body = {"model": server.model, "prompt": text, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+def ask(server, text: str, **options) -> None:
+    body = {"model": server.model, "prompt": text, "max_tokens": 20, "temperature": 0, "ignore_eos": True, **options}
     assert server.post("/v1/completions", body).status_code == 200
 
 
-def test_router_rebuilds_the_index_from_events(published):
+def blocks_in_memory(state) -> dict[str, int]:
+    return {"GPU": state["tiers"][0]["num_used"], "CPU": state["tiers"][1]["num_used"]}
+
+
+def agree_on_device(server, router: Router) -> None:
+    def is_equal(state) -> bool:
+        router.catch_up()
+        return state["tiers"][0]["num_used"] == len(router.blocks.get("GPU", ()))
+
+    server.wait_for(is_equal)
+
+
+def agree(server, router: Router) -> None:
+    """Wait until a router has as many blocks of each medium as the server. Saves may still be in flight."""
+
+    def is_equal(state) -> bool:
+        router.catch_up()
+        return blocks_in_memory(state) == {medium: len(blocks) for medium, blocks in router.blocks.items()}
+
+    server.wait_for(is_equal)
+
+
+def test_routers_rebuild_the_index_from_events(published):
     server, addresses = published
-    first, late = Router(*addresses), Router(*addresses)
-    for number in range(30):  # 30 prompts of 4 to 9 blocks: more than both tiers hold
-        ask(server, f"{number:02}" * (32 + number % 5 * 8))
-    first.receive()
-
-    def agrees(state) -> bool:  # saves to the host may still be in flight
+    with (
+        closing(Router(*addresses)) as first,
+        closing(Router(*addresses)) as lossy,
+        closing(Router(*addresses)) as late,
+    ):
+        chance, number = random.Random(0), 0
+        while first.num_events < NUM_EVENTS:  # prompts of 4 to 9 blocks: more than both tiers hold
+            ask(server, f"{number:04}" * (16 + number % 5 * 4), cache_salt=f"salt {number % 2}")
+            first.receive()
+            lossy.receive(loses=lambda: chance.random() < 0.3)
+            number += 1
+        for router in (first, lossy, late):
+            agree(server, router)
+        assert first.blocks == lossy.blocks == late.blocks
+        salts = {tuple(extra) for _, _, extra in late.blocks["GPU"].values() if extra is not None}
+        assert salts == {("salt 0",), ("salt 1",)}
+        assert server.post("/control/reset", {}).status_code == 200
         first.catch_up()
-        used = {"GPU": state["tiers"][0]["num_used"], "CPU": state["tiers"][1]["num_used"]}
-        return used == {name: len(found) for name, found in first.blocks.items()}
+        assert not any(first.blocks.values())
 
-    server.wait_for(agrees)
-    late.catch_up()
-    assert first.blocks == late.blocks
-    assert len(first.tokens) > NUM_BLOCKS  # blocks were evicted
-    assert server.post("/control/reset", {}).status_code == 200
-    first.catch_up()
-    assert not any(first.blocks.values())
-    first.close()
-    late.close()
+
+def test_router_notices_the_restart_of_a_server(start):
+    addresses = free_address(), free_address()
+    options = ("--events", addresses[0], "--events-replay", addresses[1])
+    server = start(*options)
+    with closing(Router(*addresses)) as router:
+        ask(server, "a prompt of several blocks " * 4)
+        agree_on_device(server, router)
+        assert router.blocks["GPU"]
+        server.stop()
+        server = start(*options)
+        router.catch_up()
+        assert not any(router.blocks.values())  # the new process has an empty cache
+        ask(server, "another prompt of several blocks " * 4)
+        agree_on_device(server, router)
 
 
 def test_replay_address_without_events_is_refused(tiny_model):

@@ -32,12 +32,16 @@ class Stored(msgspec.Struct, tag="BlockStored"):
     lora_name: str | None
     extra_keys: list[tuple | None] | None = None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class Removed(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
@@ -63,11 +67,16 @@ class Subscriber:
         self._join()
 
     def _join(self) -> None:
-        """Publish until the first message arrives. Messages that are sent before the subscription are lost."""
+        """Publish marks until the first one arrives, and receive up to the last one.
+
+        Messages that are sent before the subscription are lost.
+        """
+        mark = 1 << 32
         while not self.socket.poll(20):
-            self.publisher(IndexCleared())
-        while self.socket.poll(100):
-            self.receive()
+            mark += 1
+            self.publisher(BlocksRemoved("marks", mark.to_bytes(KEY_BYTES, "big")))
+        while self.receive()[-1].block_hashes[0] not in (mark, mark.to_bytes(KEY_BYTES, "big")):
+            pass
 
     def receive(self) -> list[object]:
         assert self.socket.poll(10_000), "nothing was published"
@@ -119,19 +128,43 @@ def test_events_arrive_in_order_in_vllm_format():
         publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[2], tokens(5, 6, 7, 8), is_first=True))
         publisher(BlocksStored("host", KEYS[2], KEYS[3], tokens(9, 10)))
         publisher(BlocksRemoved("disk", KEYS[1] + KEYS[2]))
+        publisher(BlocksRemoved("shared", KEYS[3]))
         publisher(IndexCleared())
-        assert subscriber.take(4) == [
-            Stored([0x0101010101010101, 0x0202020202020202], None, [5, 6, 7, 8], 2, None, "GPU", None),
-            Stored([0x0303030303030303], 0x0202020202020202, [9, 10], 2, None, "CPU", None),
-            Removed([0x0101010101010101, 0x0202020202020202], "STORAGE"),
+        assert subscriber.take(5) == [
+            Stored(
+                [0x0101010101010101, 0x0202020202020202], None, [5, 6, 7, 8], 2, None, "GPU", None, None, 0, "LOCAL"
+            ),
+            Stored([0x0303030303030303], 0x0202020202020202, [9, 10], 2, None, "CPU", None, None, 0, "LOCAL"),
+            Removed([0x0101010101010101, 0x0202020202020202], "STORAGE", 0, "LOCAL", "disk"),
+            Removed([0x0303030303030303], "STORAGE", 0, "REMOTE", "shared"),
             Cleared(),
         ]
+
+
+@pytest.mark.parametrize(
+    ("salt", "adapter", "name", "extra_keys"),
+    [
+        (b"", b"", None, None),
+        (b"\0pepper", b"", None, [("pepper",), None]),
+        (b"shop\0pepper", b"", None, [("shop\0pepper",), None]),
+        (b"", b"french\0digest", "french", [("french",), ("french",)]),
+        (b"shop\0", b"french\0digest", "french", [("french", "shop\0"), ("french",)]),
+        (b"\xff", b"", None, [("\\xff",), None]),
+    ],
+)
+def test_stored_event_has_salt_and_adapter_as_extra_keys(salt, adapter, name, extra_keys):
+    with subscribed() as (publisher, subscriber):
+        publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[2], tokens(5, 6), True, salt, adapter))
+        publisher(BlocksStored("device", KEYS[2], KEYS[3], tokens(7), False, salt, adapter))
+        first, second = subscriber.take(2)
+        assert (first.lora_name, first.extra_keys) == (name, extra_keys)
+        assert second.extra_keys == (None if name is None else [(name,)])  # the salt is in the first block only
 
 
 def test_events_can_contain_full_keys_and_omit_token_ids():
     with subscribed(int_hashes=False, token_ids=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6, 7)))
-        assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None)]
+        assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None, None, 0, "LOCAL")]
 
 
 def test_sequence_numbers_are_consecutive_per_topic():
@@ -147,7 +180,7 @@ def test_missed_events_are_replayed():
         subscriber.socket.unsubscribe(b"")
         for number in range(1, 7):
             publisher(BlocksRemoved("device", KEYS[number]))
-        expected = [Removed([int.from_bytes(KEYS[n][-8:], "big")], "GPU") for n in range(1, 7)]
+        expected = [Removed([int.from_bytes(KEYS[n][-8:], "big")], "GPU", 0, "LOCAL") for n in range(1, 7)]
         known = subscriber.numbers[-1] + 1
         replayed: list[tuple[int, list[object]]] = []
         while sum(len(events) for _, events in replayed) < 6:  # the publisher thread can still be sending
@@ -157,26 +190,55 @@ def test_missed_events_are_replayed():
         assert subscriber.replay(known + 1000) == []
 
 
-def test_replay_is_limited_to_kept_events():
-    with subscribed(num_kept=2) as (publisher, subscriber):
-        for number in range(1, 6):
-            publisher(BlocksRemoved("device", KEYS[number]))
+def test_replay_of_old_messages_begins_with_all_blocks():
+    with subscribed(num_kept=2, int_hashes=False) as (publisher, subscriber):
+        publisher(BlocksStored("device", KEYS[0], KEYS[5], tokens(5, 5), is_first=True))
+        publisher(IndexCleared())
+        publisher(BlocksStored("host", KEYS[1], KEYS[2], tokens(7, 8)))  # the parent becomes known later
+        publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[3], tokens(5, 6, 3, 3), True, b"\0salt"))
+        publisher(BlocksRemoved("device", KEYS[3]))
+        subscriber.take(5)
+        for _ in range(2):
+            publisher(BlocksRemoved("device", KEYS[4]))
             subscriber.take(1)
-        assert [number for number, _ in subscriber.replay(0)] == subscriber.numbers[-2:]
+        replayed = subscriber.replay(0)
+        assert [number for number, _ in replayed] == list(range(subscriber.numbers[-1] - 2, subscriber.numbers[-1] + 1))
+        assert replayed[0][1] == [
+            Cleared(),
+            Stored([KEYS[1]], None, [5, 6], 2, None, "GPU", None, [("salt",)], 0, "LOCAL"),
+            Stored([KEYS[2]], KEYS[1], [7, 8], 2, None, "CPU", None, None, 0, "LOCAL"),
+        ]
+        assert [len(events) for _, events in replayed[1:]] == [1, 1]
+        kept = subscriber.numbers[-2]
+        assert [number for number, _ in subscriber.replay(kept)] == [kept, kept + 1]
 
 
-def test_dropped_events_leave_gap_in_sequence_numbers():
-    with subscribed(max_queued=1) as (publisher, subscriber):
-        before = subscriber.numbers[-1]
-        while not publisher.num_dropped:
-            publisher(IndexCleared())
-        publisher(IndexCleared())
-        while subscriber.socket.poll(200):
-            subscriber.receive()
-        publisher(IndexCleared())
+def test_numbers_of_a_new_process_are_above_earlier_ones():
+    """A subscriber that outlives the publisher sees a gap, and its replay begins with AllBlocksCleared."""
+    with subscribed() as (publisher, subscriber):
+        publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6), is_first=True))
         subscriber.take(1)
-        numbers = [number for number in subscriber.numbers if number > before]
-        assert len(numbers) < numbers[-1] - before, "the sequence has no gap"
+        last = subscriber.numbers[-1]
+    with subscribed() as (_, later):
+        (number, events), *_ = later.replay(last + 1)
+        assert last < number < later.numbers[0]
+        assert events == [Cleared()]
+
+
+def test_dropped_events_are_replaced_by_all_blocks_cleared():
+    with subscribed(max_queued=3) as (publisher, subscriber):
+        while not publisher.num_dropped:
+            publisher(BlocksRemoved("device", KEYS[1]))
+        num_dropped = publisher.num_dropped
+        messages: list[tuple[int, list[object]]] = []
+        while Cleared() not in (events := [event for _, events in messages for event in events]):
+            publisher(BlocksRemoved("device", KEYS[2]))  # accepted once the queue has room
+            messages = subscriber.replay(subscriber.numbers[0])
+        after = events[events.index(Cleared()) + 1]
+        assert after == Removed([int.from_bytes(KEYS[2][-8:], "big")], "GPU", 0, "LOCAL")
+        assert publisher.num_dropped >= num_dropped > 0
+        numbers = [number for number, _ in messages]
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
 
 
 def test_malformed_replay_request_is_ignored():
@@ -185,7 +247,7 @@ def test_malformed_replay_request_is_ignored():
         socket.connect(publisher.replay_endpoint)
         for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"]):
             socket.send_multipart(frames)
-        assert subscriber.replay(10**6) == []
+        assert subscriber.replay(subscriber.numbers[-1] + 1) == []
 
 
 def test_close_sends_queued_events():

@@ -1,10 +1,14 @@
 """EventPublisher: an index listener that publishes events over ZMQ.
 
 A message has three frames, as in vLLM's publisher: the topic, the sequence number (8 bytes, big-endian), and
-[time, [event, ..], rank] in msgpack. An event is a map with a `type`. Sequence numbers increase by one. A subscriber
-that finds a gap connects a DEALER socket to the replay endpoint, and sends an empty frame and the first missing number.
-The reply consists of all kept messages from this number on, followed by an empty message with the number -1. If the
-replay does not fill the gap, the subscriber must discard its state.
+[time, [event, ..], rank] in msgpack. An event is a map with a `type`. Sequence numbers increase by one. They begin at
+the time of the start in microseconds, so that the numbers of a new process are above those of an earlier one.
+
+A subscriber that finds a gap or has just started connects a DEALER socket to the replay endpoint, and sends an empty
+frame and the first missing number (0 at first). The reply consists of all messages from this number on, followed by an
+empty message with the number -1. If some of them are not kept any more, the first message has the number before the
+oldest kept message. It contains AllBlocksCleared and all blocks at that time. So a subscriber that joins late, loses
+messages or outlives the publisher always gets the whole index.
 """
 
 from __future__ import annotations
@@ -13,20 +17,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 import zmq
 
 from kvtier.errors import ClosedError, StateError
 from kvtier.events import EventConfig
-from kvtier.index import BlocksRemoved, BlocksStored, Event, IndexCleared
-from kvtier.messages import KEY_BYTES
+from kvtier.events.contents import IndexContents
+from kvtier.events.wire import as_map
+from kvtier.index import Event, IndexCleared
 
-_TOKEN_BYTES = 4
-_MEDIA = {"device": "GPU", "host": "CPU"}  # every other tier is a store
-_STORAGE = "STORAGE"
 _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1000
 
@@ -40,9 +41,11 @@ class EventPublisher:
     def __init__(self, config: EventConfig) -> None:
         self._config = config
         self._events: deque[Event] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.num_kept)
-        self._sequence = 0
-        self.num_dropped = self._num_dropped_sent = 0
+        self._kept: deque[tuple[int, bytes, list[Event]]] = deque()
+        self._before = IndexContents()  # the blocks before the first kept message
+        self._sequence = time.time_ns() // 1000
+        self.num_dropped = 0
+        self._has_dropped = False
         self._context = zmq.Context()
         try:
             self._publish = self._open(zmq.PUB, config.endpoint, connects=config.connects)
@@ -67,7 +70,11 @@ class EventPublisher:
             raise ClosedError(f"the publisher at {self._config.endpoint} is closed")
         if len(self._events) >= self._config.max_queued:
             self.num_dropped += 1
+            self._has_dropped = True
         else:
+            if self._has_dropped:  # what subscribers have is wrong from here on
+                self._events.append(IndexCleared())
+                self._has_dropped = False
             self._events.append(event)
         os.eventfd_write(self._bell, 1)
 
@@ -82,7 +89,8 @@ class EventPublisher:
 
     def _open(self, kind: int, endpoint: str, *, connects: bool = False) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(self._config.max_queued)
+        # A full PUB queue drops messages, and the subscriber sees a gap. A ROUTER must not drop parts of a replay.
+        socket.set_hwm(self._config.max_queued if kind == zmq.PUB else 0)
         (socket.connect if connects else socket.bind)(endpoint)
         return socket
 
@@ -104,16 +112,21 @@ class EventPublisher:
 
     def _send(self) -> None:
         """Send all queued events as one message."""
-        if self.num_dropped != self._num_dropped_sent:
-            self._num_dropped_sent = self.num_dropped
-            self._sequence += 1  # skip one number, so that subscribers see a gap
-        events = [_as_map(self._events.popleft(), self._config) for _ in range(len(self._events))]
+        events = [self._events.popleft() for _ in range(len(self._events))]
         if not events:
             return
-        payload = msgspec.msgpack.encode([time.time(), events, self._config.rank])
+        payload = self._encode(events)
         self._publish.send_multipart([self._config.topic.encode(), self._sequence.to_bytes(8, "big"), payload])
-        self._kept.append((self._sequence, payload))
+        if self._replay is not None:
+            self._kept.append((self._sequence, payload, events))
+            if len(self._kept) > self._config.num_kept:
+                for event in self._kept.popleft()[2]:
+                    self._before.apply(event)
         self._sequence += 1
+
+    def _encode(self, events: Iterable[Event]) -> bytes:
+        maps = [as_map(event, self._config) for event in events]
+        return msgspec.msgpack.encode([time.time(), maps, self._config.rank])
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Answer a replay request. A malformed request is ignored."""
@@ -121,36 +134,11 @@ class EventPublisher:
         if len(request) != 3 or len(request[2]) != 8:
             return
         client, first = request[0], int.from_bytes(request[2], "big")
-        for sequence, payload in self._kept:
-            if sequence >= first:
-                topic = self._config.topic.encode()
-                replay.send_multipart([client, b"", topic, sequence.to_bytes(8, "big"), payload])
+        oldest = self._kept[0][0] if self._kept else self._sequence
+        messages = [(sequence, payload) for sequence, payload, _ in self._kept if sequence >= first]
+        if first < oldest:
+            messages.insert(0, (oldest - 1, self._encode(self._before.events())))
+        topic = self._config.topic.encode()
+        for sequence, payload in messages:
+            replay.send_multipart([client, b"", topic, sequence.to_bytes(8, "big"), payload])
         replay.send_multipart([client, b"", b"", _END, b""])
-
-
-def _as_map(event: Event, config: EventConfig) -> dict[str, object]:
-    """Return an event in vLLM's format."""
-    if isinstance(event, IndexCleared):
-        return {"type": "AllBlocksCleared"}
-    hashes = list(_hashes(event.keys, config))
-    medium = _MEDIA.get(event.tier, _STORAGE)
-    if isinstance(event, BlocksRemoved):
-        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
-    assert isinstance(event, BlocksStored)
-    tokens = np.frombuffer(event.token_bytes, "<i4").tolist() if config.token_ids else []
-    return {
-        "type": "BlockStored",
-        "block_hashes": hashes,
-        "parent_block_hash": None if event.is_first else next(_hashes(event.parent, config)),
-        "token_ids": tokens,
-        "block_size": len(event.token_bytes) // _TOKEN_BYTES // len(hashes),
-        "lora_id": None,
-        "medium": medium,
-        "lora_name": None,
-    }
-
-
-def _hashes(keys: bytes, config: EventConfig) -> Iterator[int | bytes]:
-    for at in range(0, len(keys), KEY_BYTES):
-        key = keys[at : at + KEY_BYTES]
-        yield int.from_bytes(key[-8:], "big") if config.int_hashes else key

@@ -22,6 +22,9 @@ class BlocksStored:
     token_bytes: bytes
     is_first: bool = False
     """True if `parent` is a root key, because the first block has no predecessor."""
+    salt: bytes = b""
+    adapter: bytes = b""
+    """Salt and LoRA adapter of the blocks, which are part of their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace:
     parent = node.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else last_key(node.parent, namespace)
     labels = bytes(node.labels[first * node.label_bytes : stop * node.label_bytes])
     keys = node.keys[first * KEY_BYTES : stop * KEY_BYTES]
-    return BlocksStored(tier, parent, keys, labels, is_first=not first and not node.parent.keys)
+    salt, adapter = node.domain
+    return BlocksStored(tier, parent, keys, labels, not first and not node.parent.keys, salt, adapter)
 
 
 def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
