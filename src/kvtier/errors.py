@@ -4,6 +4,7 @@ KvtierError
 ├── ArgumentError (ValueError)       invalid argument
 │   ├── RangeError (IndexError)      index, offset or count out of range
 │   └── DTypeError (TypeError)       wrong element type
+├── NoTokenError (RuntimeError)      no token satisfies all restrictions of a request
 ├── StateError (RuntimeError)        the object's state does not allow the call
 │   └── ClosedError                  the object is closed
 ├── UnavailableError (RuntimeError)  the machine lacks a feature, package or device
@@ -39,6 +40,10 @@ class RangeError(ArgumentError, IndexError):
 
 class DTypeError(ArgumentError, TypeError):
     """Wrong element type."""
+
+
+class NoTokenError(KvtierError, RuntimeError):
+    """No token satisfies all restrictions of a request."""
 
 
 class StateError(KvtierError, RuntimeError):

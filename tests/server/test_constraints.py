@@ -12,7 +12,7 @@ import torch
 from kvtier.engine.engine import EngineConfig
 from kvtier.engine.llm import LLM
 from kvtier.engine.params import SamplingParams
-from kvtier.engine.schemas import SchemaCompiler
+from kvtier.engine.schemas import Grammar, SchemaCompiler
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.server.engine_process import EngineServer
@@ -22,7 +22,9 @@ from kvtier.server.schema_cache import SchemaCompilations
 pytest.importorskip("llguidance")
 WAIT = 120.0
 # This schema takes 2 s to compile, so that later messages arrive during the compilation.
-SLOW = json.dumps({"type": "object", "properties": {f"some property {i}": {} for i in range(3000)}})
+SLOW = Grammar("json", json.dumps({"type": "object", "properties": {f"some property {i}": {} for i in range(3000)}}))
+OBJECT = Grammar("json", '{"type": "object"}')
+INVALID = Grammar("json", '{"type": "nonsense"}')
 
 
 def new_compilations(tiny_model):
@@ -32,24 +34,24 @@ def new_compilations(tiny_model):
 
 def test_schema_is_compiled_once_per_tenant(tiny_model):
     compilations = new_compilations(tiny_model)
-    first = compilations.get('{"type": "object"}', b"a")
-    assert compilations.get('{"type": "object"}', b"a") is first
-    assert compilations.get('{"type": "object"}', b"b") is not first
+    first = compilations.get(OBJECT, b"a")
+    assert compilations.get(OBJECT, b"a") is first
+    assert compilations.get(OBJECT, b"b") is not first
     logits = torch.zeros(259)
     first.result(WAIT)().forbid(logits)
     assert [load_tokenizer(tiny_model).decode([i]) for i in logits.isfinite().nonzero().flatten().tolist()] == ["{"]
     for number in range(20):
-        compilations.get(f'{{"const": {number}}}', b"a").result(WAIT)
-    assert compilations.get('{"type": "object"}', b"a") is not first  # the oldest compilation was evicted
+        compilations.get(Grammar("json", f'{{"const": {number}}}'), b"a").result(WAIT)
+    assert compilations.get(OBJECT, b"a") is not first  # the oldest compilation was evicted
 
 
 def test_error_for_invalid_schema_is_not_cached(tiny_model):
     compilations = new_compilations(tiny_model)
-    failed = compilations.get('{"type": "nonsense"}', b"")
+    failed = compilations.get(INVALID, b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
-    assert compilations.get('{"type": "nonsense"}', b"") is not failed
+    assert compilations.get(INVALID, b"") is not failed
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
-    assert not isinstance(broken.get("{}", b"").exception(WAIT), UnavailableError)
+    assert not isinstance(broken.get(OBJECT, b"").exception(WAIT), UnavailableError)
 
 
 def test_engine_serves_and_aborts_requests_during_compilation(tiny_model):
@@ -63,7 +65,7 @@ def test_engine_serves_and_aborts_requests_during_compilation(tiny_model):
         assert isinstance(next(events).value, Started)
         params = SamplingParams(max_tokens=1, temperature=0)
         channel.send(Submit("slow", (1, 2), params, schema=SLOW))
-        channel.send(Submit("wrong", (1, 2), params, schema='{"type": "nonsense"}'))
+        channel.send(Submit("wrong", (1, 2), params, schema=INVALID))
         channel.send(Submit("plain", (1, 2), params))
         channel.send(Call(7, "snapshot", {}))
         channel.send(Abort("slow"))
@@ -79,7 +81,7 @@ def test_engine_serves_and_aborts_requests_during_compilation(tiny_model):
         assert [event.id for event in received if isinstance(event, Reply)] == [7, "wrong"]
         channel.send(Submit("again", (1, 2), params, schema=SLOW))  # this schema is already compiled
         assert next(events).outputs[0].request_id == "again"
-        channel.send(Submit("last", (1, 2), params, schema=SLOW.replace("some", "other")))
+        channel.send(Submit("last", (1, 2), params, schema=Grammar("json", SLOW.text.replace("some", "other"))))
         channel.send(Call(8, SHUTDOWN, {}))  # shutdown does not wait for the compilation
         serving.join(WAIT)
         assert not serving.is_alive()

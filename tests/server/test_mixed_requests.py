@@ -41,8 +41,11 @@ OPTIONAL = {
     "top_k": (7,),
     "stop": (["e"], ["ab\n", "é"]),
     "cache_salt": ("x", "y"),
+    "logit_bias": ({"97": 3, "98": -2.5},),
+    "bad_words": (["th", "x"],),
+    "prompt_logprobs": (0, 2),
 }
-ENDS = ({}, {}, {"ignore_eos": True}, {"response_format": FORMAT})
+ENDS = ({}, {}, {"ignore_eos": True}, {"response_format": FORMAT}, {"guided_regex": "[a-f]{2,9}"})
 
 
 def make_request(model, rng):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from kvtier.engine.schemas import Grammar
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.server.errors import ApiError
 from kvtier.server.prepare import Preparation, PrepareConfig
@@ -21,8 +22,8 @@ from kvtier.server.worker_pool import WorkerPool
 
 pytest.importorskip("llguidance")
 PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(1, 31)]
-ENDLESS = {"schema": json.dumps({"allOf": PATTERNS})}
-VALID = {"schema": '{"type": "object"}'}
+ENDLESS = {"schema": Grammar("json", json.dumps({"allOf": PATTERNS}))}
+VALID = {"schema": Grammar("json", '{"type": "object"}')}
 WAIT = 120.0  # seconds; an idle machine needs far less
 
 
@@ -230,7 +231,7 @@ def test_schema_checks_share_work_and_cache_results(model):
     async def main():
         async with pool_of(model, seconds=30.0) as pool:
             checks = SchemaChecks(pool)
-            wrong = '{"type": "nonsense"}'
+            wrong = Grammar("json", '{"type": "nonsense"}')
             errors = [await api_error(checks.check(wrong, "a")) for _ in range(2)]
             assert errors[0] == errors[1]
             assert errors[0] is not errors[1]  # raising the same exception twice would extend its traceback

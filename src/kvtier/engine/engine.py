@@ -144,8 +144,9 @@ class Engine:
         """Queue a request and return its id. Raises an error for a prompt that can never run."""
         params = params or SamplingParams()
         vocab = self.model.config.vocab_size
-        if not all(0 <= token < vocab for token in params.stop_token_ids):
-            raise RangeError(f"stop_token_ids must be in [0, {vocab}), got {params.stop_token_ids}")
+        for field_name, ids in params.named_token_ids.items():
+            if ids and not (min(ids) >= 0 and max(ids) < vocab):
+                raise RangeError(f"{field_name} must be in [0, {vocab}), got {min(ids)} .. {max(ids)}")
         tokens = self._tokens(prompt)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         if any(sequence.id == name for sequence in self._live.values()):
@@ -319,7 +320,8 @@ class Engine:
         del self._live[sequence.request.id]
         self.scheduler.cancel(sequence.request, now)  # so that update() ignores the result of this row
         sequence.ticket.cancel()
-        outputs = self._end(sequence, FinishReason.ERROR, sequence.sampler.error)
+        reason = FinishReason.CONFLICT if sequence.sampler.has_conflict else FinishReason.ERROR
+        outputs = self._end(sequence, reason, sequence.sampler.error)
         sequence.siblings = []
         return outputs
 

@@ -27,6 +27,13 @@ REPETITION_PENALTY = (0.01, 100.0)
 logits below 1e36 stay finite. The lower bound prevents a division by 0, because tiny values are 0 in float32."""
 
 
+LOGIT_BIAS = (-100.0, 100.0)
+"""Equal to the range of OpenAI and vLLM."""
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 16_384
+_MAX_BAD_WORDS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Penalties:
     """Penalties for repeated tokens; the defaults have no effect."""
@@ -71,6 +78,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the output. They are not included in the output."""
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, number added to its logit after the penalties)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Tokens that may be sampled; empty for all tokens. End-of-text is not sampled unless it is one of them."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output must not contain."""
     max_tokens: int = 128
     """0 computes the prompt and generates nothing."""
     min_tokens: int = 0
@@ -107,10 +120,31 @@ class SamplingParams:
             raise ArgumentError(f"stop_token_ids must be whole numbers, got {self.stop_token_ids!r}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ArgumentError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
+        self._check_restrictions()
         if self.n > 1 and self.is_greedy:
             raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
         if self.constraint is not None and (self.min_tokens or self.ignore_eos):
             raise ArgumentError("min_tokens and ignore_eos are not allowed with a constraint: it ends the output")
+
+    def _check_restrictions(self) -> None:
+        sizes = {"logit_bias": MAX_BIASES, "allowed_token_ids": MAX_ALLOWED_TOKENS, "bad_words": _MAX_BAD_WORDS}
+        for name, most in sizes.items():
+            if len(getattr(self, name)) > most:
+                raise RangeError(f"{name} has {len(getattr(self, name))} items; at most {most} are accepted")
+        for token, bias in self.logit_bias:
+            _within(f"the logit_bias of token {token}", bias, *LOGIT_BIAS)
+        if not all(self.bad_words):
+            raise ArgumentError("bad_words must not contain an empty sequence")
+
+    @property
+    def named_token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Tokens that the parameters name, by parameter."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(token for token, _ in self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": tuple(token for tokens in self.bad_words for token in tokens),
+        }
 
     @property
     def is_greedy(self) -> bool:
@@ -156,6 +190,8 @@ class FinishReason(Enum):
     """max_tokens, the context length or the capacity of the cache was reached."""
     ABORT = "abort"
     """The caller cancelled the request."""
+    CONFLICT = "conflict"
+    """No token satisfies allowed_token_ids, bad_words, min_tokens and the constraint together."""
     REFUSED = "refused"
     """The request does not fit into the cache; `error` has the reason."""
     ERROR = "error"

@@ -17,7 +17,7 @@ import torch
 from kvtier.engine.forward import Send, to_tensors
 from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, NoTokenError
 
 _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -28,10 +28,53 @@ _NO_DISTRIBUTION = (
 )
 
 
+_CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the grammar together; relax one of them"
+
+
 class Sample(NamedTuple):
     token_id: int
     """NO_TOKEN if the row failed. In this case, `RequestSampler.error` is set."""
     logprobs: Logprobs | None
+
+
+class TokenRestrictions:
+    """`logit_bias`, `allowed_token_ids` and `bad_words` of one request, as tensors on the device of the logits."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._single = [tokens[0] for tokens in params.bad_words if len(tokens) == 1]
+        self._longer = [(tokens[:-1], tokens[-1]) for tokens in params.bad_words if len(tokens) > 1]
+        self._chosen: list[int] = []
+        self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.can_conflict = bool(params.allowed_token_ids or params.bad_words)
+        """True if the restrictions can forbid the only token that remains."""
+
+    def accept(self, token_id: int) -> None:
+        if self._longer:
+            self._chosen.append(token_id)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change a row of logits in place."""
+        tokens, biases, is_forbidden = self._on(logits)
+        if len(tokens):
+            scores = logits[tokens]
+            logits[tokens] = _clamped(scores + biases, scores)
+        logits.masked_fill_(is_forbidden, -torch.inf)
+        ends = [last for first, last in self._longer if tuple(self._chosen[-len(first) :]) == first]
+        if ends:
+            logits[ends] = -torch.inf
+
+    def _on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the biased tokens, their biases and the mask of tokens that are always forbidden."""
+        if self._tensors is None:
+            bias, allowed = self._params.logit_bias, list(self._params.allowed_token_ids)
+            mask = np.full(len(logits), bool(allowed))
+            mask[allowed] = False
+            mask[self._single] = True
+            arrays = np.array([token for token, _ in bias], np.int64), np.array([each for _, each in bias], np.float32)
+            tokens, biases, is_forbidden = (torch.from_numpy(each).to(logits.device) for each in (*arrays, mask))
+            self._tensors = tokens, biases.to(logits.dtype), is_forbidden
+        return self._tensors
 
 
 class RequestSampler:
@@ -53,16 +96,22 @@ class RequestSampler:
         self._num_chosen = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
-        self._always_changes = params.penalties != Penalties() or self._constraint is not None
+        is_restricted = params.logit_bias or params.allowed_token_ids or params.bad_words
+        self._restrictions = TokenRestrictions(params) if is_restricted else None
+        is_changed = params.penalties != Penalties() or self._restrictions is not None
+        self._always_changes = is_changed or self._constraint is not None
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0
         """True if top_k or top_p needs the tokens sorted by weight."""
         self.error = ""
         """Reason why the request failed, set by `fail`. Samples of a failed request are invalid."""
+        self.has_conflict = False
+        """True if the request failed because its own restrictions leave no token."""
 
     def fail(self, error: Exception) -> None:
         """Record an error of this request. Only the first error is kept."""
+        self.has_conflict = self.has_conflict or (not self.error and isinstance(error, NoTokenError))
         named = f"{type(error).__name__}: {error}"
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
@@ -70,6 +119,8 @@ class RequestSampler:
         """Update the counts and the constraint. Call this method for every token that `sample` returns."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
+        if self._restrictions is not None:
+            self._restrictions.accept(token_id)
         if self._constraint is not None:
             self._constraint.accept(token_id)
 
@@ -82,7 +133,7 @@ class RequestSampler:
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply the penalties, `min_tokens` and the constraint to a row of logits, in place."""
+        """Apply the penalties, the restrictions, `min_tokens` and the constraint to a row of logits, in place."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -95,10 +146,15 @@ class RequestSampler:
             times = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
             scores = logits[output]
             logits[output] = _clamped(scores - (penalties.presence + penalties.frequency * times), scores)
+        restrictions = self._restrictions
+        if restrictions is not None:
+            restrictions.apply(logits)
         if self._num_chosen < self._min_tokens:
             logits[list(self._ends)] = -torch.inf
         if self._constraint is not None:
             self._constraint.forbid(logits)
+        if restrictions is not None and restrictions.can_conflict and bool(logits.isneginf().all()):
+            raise NoTokenError(_CONFLICT)
 
     def uniform(self) -> float:
         return float(self._random.random())

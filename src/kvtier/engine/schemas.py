@@ -1,4 +1,6 @@
-"""Check and compile JSON schemas with llguidance (extra `structured`), and constrain outputs to a schema.
+"""Check and compile grammars with llguidance (extra `structured`), and constrain outputs to a grammar.
+
+A grammar is a JSON schema, a regular expression or a context-free grammar in Lark's notation.
 
 Imports numpy and torch only to apply a constraint, because this module is also used in processes without torch.
 """
@@ -9,7 +11,7 @@ import importlib.util
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvtier.errors import ArgumentError, StateError, UnavailableError
 
@@ -25,6 +27,13 @@ MAX_SCHEMA_BYTES = 512 << 10
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
 # A mask is computed on the engine thread for every token, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
+
+
+class Grammar(NamedTuple):
+    """The text of a grammar, which may be untrusted."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
 
 
 def is_available() -> bool:
@@ -48,12 +57,22 @@ def check_shape(schema: Mapping[str, Any]) -> None:
             raise ArgumentError(f"the schema has {counts[name]} {name}; at most {most} are accepted")
 
 
+def to_lark(text: str) -> str:
+    """Return a grammar in the Lark notation of llguidance, from that notation or from GBNF. May raise ArgumentError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter raises bare Exception and RecursionError; its text quotes the grammar
+        raise ArgumentError(f"the grammar is neither Lark nor GBNF: {type(error).__name__}") from error
+
+
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, Mapping) else 0
 
 
 class SchemaCompiler:
-    """Compiles schemas for the vocabulary of one model."""
+    """Compiles grammars for the vocabulary of one model."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
@@ -66,30 +85,35 @@ class SchemaCompiler:
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer_json, vocab_size, list(eos_token_ids))
         self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # verbose errors quote the whole grammar
 
-    def compile(self, schema: str) -> llguidance.LLMatcher:
-        """Compile a schema without holding the GIL. Raises ArgumentError if the schema is not supported.
+    def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        """Compile a grammar without holding the GIL. Raises ArgumentError if the grammar is not supported.
 
-        A schema of 2 KB can take hours. Compile an untrusted schema first in a process that can be killed.
+        A schema of 2 KB can take hours. Compile an untrusted grammar first in a process that can be killed.
         """
+        new, text = self._llguidance.LLMatcher, grammar.text
         try:
-            grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
+            match grammar.kind:
+                case "json":
+                    text = new.grammar_from_json_schema(text, overrides=FORM)
+                case "regex":
+                    text = new.grammar_from_regex(text)
+                case "lark":
+                    text = new.grammar_from_lark(text)
         except ValueError as error:
             raise ArgumentError(str(error)) from error
-        matcher: llguidance.LLMatcher = self._llguidance.LLMatcher(
-            self._tokenizer, grammar, log_level=0, limits=self._limits
-        )
+        matcher: llguidance.LLMatcher = new(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise ArgumentError(str(matcher.get_error()))
         return matcher
 
-    def constraint(self, schema: str) -> Callable[[], JsonConstraint]:
-        """Compile a schema. Returns a function that returns a new constraint for each sequence."""
-        matcher = self.compile(schema)
-        return lambda: JsonConstraint(matcher.deep_copy())
+    def constraint(self, grammar: Grammar) -> Callable[[], GrammarConstraint]:
+        """Compile a grammar. Returns a function that returns a new constraint for each sequence."""
+        matcher = self.compile(grammar)
+        return lambda: GrammarConstraint(matcher.deep_copy())
 
-    def check(self, schema: str) -> None:
-        """Raise ArgumentError if a schema is not supported, or if computing a token mask takes too long."""
-        matcher = self.compile(schema).deep_copy()
+    def check(self, grammar: Grammar) -> None:
+        """Raise ArgumentError if a grammar is not supported, or if computing a token mask takes too long."""
+        matcher = self.compile(grammar).deep_copy()
         began = time.thread_time()
         matcher.compute_bitmask()
         seconds = time.thread_time() - began
@@ -100,7 +124,7 @@ class SchemaCompiler:
             )
 
 
-class JsonConstraint:
+class GrammarConstraint:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
 

@@ -22,6 +22,7 @@ from kvtier.server.config import Limits, Tenant, salt_of, tenant_name
 from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.fields import HEADER
+from kvtier.server.grammars import AnswerGrammar
 from kvtier.server.messages import Submit
 from kvtier.server.messages_api import MessagesRequest
 from kvtier.server.messages_format import MessagesFormat
@@ -88,9 +89,9 @@ class Completions:
     async def answer(self, prepared: _Prepared, request: Request) -> Response:
         """Run a request. Raises ApiError for errors before the first token. A stream reports later errors as events."""
         tenant = request.state.tenant
-        if prepared.schema is not None:
+        if prepared.grammar is not None:
             with self.admission.prepare(tenant):
-                check = self._check_schema(prepared, tenant_name(tenant))
+                check = self._check_grammar(prepared.grammar, tenant_name(tenant))
                 await before_deadline(request, self.limits, check)
         job = self._job(prepared, request)
         if self.tracing is not None:
@@ -108,22 +109,23 @@ class Completions:
         seconds = job.began + self.limits.request_seconds + _GRACE_SECONDS - time.monotonic()
         return EventStream(first, pieces, headers, seconds)
 
-    async def _check_schema(self, prepared: _Prepared, tenant: str) -> None:
-        assert prepared.schema is not None
+    async def _check_grammar(self, answer: AnswerGrammar, tenant: str) -> None:
         try:
-            await self.schemas.check(prepared.schema, tenant)
+            await self.schemas.check(answer.grammar, tenant)
         except ApiError as error:
-            if prepared.syntax.calls == "none" or error.status != 400:
+            if error.status != 400:  # the grammar is not the cause
                 raise
-            message = error.message.replace("response_format", "tools", 1)
-            raise ApiError(error.status, message, "tools", error.code) from error
+            raise answer.error(error) from error
 
     def _job(self, prepared: _Prepared, request: Request) -> HttpJob:
         tenant, body, prompts = request.state.tenant, prepared.body, prepared.prompts
         room = self._max_new_tokens(prepared, tenant)
         try:
             limit = body.token_limit[1]
-            params = body.sampling_params(max_tokens=room if limit is None else limit, logprobs=body.num_logprobs)
+            max_tokens = room if limit is None else limit
+            params = body.sampling_params(
+                max_tokens=max_tokens, logprobs=body.num_logprobs, bad_words=prepared.bad_words
+            )
         except ArgumentError as error:  # a combination of fields is invalid
             name = "n" if "samples" in str(error) else "min_tokens" if "min_tokens" in str(error) else None
             raise ApiError(400, f"{name or 'sampling'}: {error}", name) from error
@@ -132,10 +134,11 @@ class Completions:
         salt = salt_of(tenant, body.cache_salt)
         names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
         priority = body.priority or 0
+        grammar = prepared.grammar.grammar if prepared.grammar is not None else None
         if tenant is not None:  # a request cannot exceed its tenant's priority
             priority = min(priority, tenant.max_priority)
         submits = tuple(
-            Submit(name, tuple(prompt), params, priority, salt, prepared.schema)
+            Submit(name, tuple(prompt), params, priority, salt, grammar)
             for name, prompt in zip(names, prompts, strict=True)
         )
         record = RequestRecord(id, tenant_name(tenant), api.endpoint, notes=prepared.notes)
@@ -263,6 +266,8 @@ class Completions:
             if output.finish_reason is FinishReason.ERROR:
                 _log.error("request %s failed in the engine: %s", record.id, output.error)
                 raise ApiError(500, f"the engine could not complete the request: {output.error}", code="step_failed")
+            if output.finish_reason is FinishReason.CONFLICT:
+                raise ApiError(400, output.error, code="no_token_allowed")
             if output.finish_reason is FinishReason.REFUSED:
                 raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
             record.new_tokens += len(output.token_ids)

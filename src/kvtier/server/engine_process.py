@@ -24,7 +24,7 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.llm import LLM
 from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.runner import EngineRunner
-from kvtier.engine.schemas import JsonConstraint, SchemaCompiler
+from kvtier.engine.schemas import GrammarConstraint, SchemaCompiler
 from kvtier.engine.speculate import NgramProposer
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.events import EventConfig, publish_events
@@ -200,7 +200,7 @@ class EngineServer:
         tenant, _, _ = command.salt.partition(b"\0")  # compile times must not reveal schemas of other tenants
         self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
-    def _add_constrained(self, command: Submit, compiled: Future[Callable[[], JsonConstraint]]) -> None:
+    def _add_constrained(self, command: Submit, compiled: Future[Callable[[], GrammarConstraint]]) -> None:
         """Add a request whose schema was compiled, unless the request was aborted in the meantime."""
         with self._lock, contextlib.suppress(OSError, ClosedError):  # raised if the process is exiting
             if command.id not in self._compiling:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.engine.params import Explanation, Output, SamplingParams
+from kvtier.engine.schemas import Grammar
 
 _LENGTH = struct.Struct(">I")
 
@@ -35,8 +36,8 @@ class Submit:
     params: SamplingParams
     priority: int = 0
     salt: bytes = b""
-    schema: str | None = None
-    """JSON schema of the answers."""
+    schema: Grammar | None = None
+    """Grammar of the answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,19 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvtier.engine import schemas
+from kvtier.engine.schemas import Grammar
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.server.answers import AnswerSyntax, syntax_of_template
 from kvtier.server.errors import ApiError
 from kvtier.server.fields import FIELDS, UnsupportedFieldError, split
+from kvtier.server.grammars import AnswerGrammar, answer_grammar
 from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.protocol import (
+    GRAMMAR_FIELDS,
     MAX_FIELDS,
     ChatRequest,
     CompletionRequest,
-    JsonSchemaFormat,
     Message,
     NamedToolChoice,
     PromptBody,
@@ -34,12 +36,10 @@ from kvtier.server.protocol import (
     TokenizeRequest,
 )
 from kvtier.server.responses_api import ResponsesRequest
-from kvtier.server.tool_schemas import arguments_schema, calls_schema
 
 Body = TypeVar("Body", bound=BaseModel)
 AgentRequest = MessagesRequest | ResponsesRequest
 """Requests of other APIs, which are translated into chat requests."""
-_SCHEMA = "response_format.json_schema.schema"
 _BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 _REMOVED_BILLING_LINE = (
     "a billing line was removed from the start of the system text: it changes with every request, so that the cached "
@@ -54,14 +54,15 @@ _TAIL_TOKENS = 16  # enough for the end of a generation prompt, such as "<think>
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[Body]):
-    """A validated body. The prompts and the schema, which may be large, are moved from `body` to the other fields."""
+    """A validated body. The prompts and the grammar, which may be large, are moved from `body` to the other fields."""
 
     body: Body
     prompts: Sequence[Sequence[int]] = ()
-    schema: str | None = None
-    """JSON schema of the answer."""
+    grammar: AnswerGrammar | None = None
     syntax: AnswerSyntax = field(default_factory=AnswerSyntax)
     """Form of reasoning and tool calls in the answer."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer must not contain."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that have no effect."""
     source: AgentRequest | None = None
@@ -114,12 +115,12 @@ class Preparation:
                 return Prepared(body)
         return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
 
-    def check_schema(self, schema: str) -> None:
-        """Compile a schema. Raises ApiError if the schema cannot be compiled."""
+    def check_schema(self, schema: Grammar) -> None:
+        """Compile a grammar. Raises ApiError if the grammar cannot be compiled."""
         try:
             self.load_compiler().check(schema)
         except ArgumentError as error:
-            raise ApiError(400, f"response_format: the schema cannot be compiled: {error}", _SCHEMA) from error
+            raise ApiError(400, f"the schema cannot be compiled: {error}") from error
 
     def load_compiler(self) -> schemas.SchemaCompiler:
         """Return the schema compiler. The first call takes seconds for a large vocabulary."""
@@ -171,22 +172,33 @@ class Preparation:
 
     def _generation(self, body: CompletionRequest | ChatRequest, max_tokens: int) -> Prepared[Any]:
         self._check(body)
-        schema = _schema_text(body)
+        grammar = answer_grammar(body)
         notes: tuple[str, ...] = ()
         syntax = AnswerSyntax()
-        cleared: dict[str, Any] = {body.prompt_field: [], "response_format": None}
+        cleared: dict[str, Any] = dict.fromkeys(GRAMMAR_FIELDS) | {body.prompt_field: []}
         if isinstance(body, ChatRequest):
             messages, notes = self._without_billing_line(body.messages)
             prompts = [self._encode_request(body, messages, max_tokens)]
-            schema = _forced_schema(body) or schema
-            syntax = self._syntax(body, prompts[0], is_free=schema is None)
+            syntax = self._syntax(body, prompts[0], is_free=grammar is None)
             cleared["tools"] = None
         else:
             self._check_sizes([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompt", max_tokens)
             prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
         self._check_prompts(prompts, body.prompt_field, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
-        return Prepared(body.model_copy(update=cleared), prompts, schema, syntax, notes=notes)
+        self._check_known([body.allowed_token_ids or ()], "allowed_token_ids")
+        self._check_known([[token for token, _ in body.biases]], "logit_bias")
+        bad_words = self._bad_words(body)
+        return Prepared(body.model_copy(update=cleared), prompts, grammar, syntax, bad_words, notes=notes)
+
+    def _bad_words(self, body: CompletionRequest | ChatRequest) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each forbidden text, at the start of a text and after a space."""
+        texts = {form: None for word in body.bad_words or () for form in (word, f" {word.lstrip()}")}
+        try:
+            found = [tuple(self._tokenizer.encode(text, add_special=False)) for text in texts]
+        except ArgumentError as error:
+            raise ApiError(400, f"bad_words: {error}", "bad_words") from error
+        return tuple(tokens for tokens in found if tokens)
 
     def _syntax(self, body: ChatRequest, prompt: Sequence[int], *, is_free: bool) -> AnswerSyntax:
         """Return the form of the answer. `is_free` is False if a schema determines the whole answer."""
@@ -340,16 +352,6 @@ def _from_validation(error: ValidationError, known: Collection[str]) -> ApiError
     return ApiError(400, head + message, param, str(first["type"]))
 
 
-def _schema_text(body: Sampling) -> str | None:
-    """Return the JSON schema of the answer; None if response_format allows any text."""
-    text = body.schema_text
-    if text is None:
-        return None
-    format = body.response_format
-    schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else {}
-    return _checked_schema(body, text, schema, "response_format", _SCHEMA)
-
-
 def _check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
     name = "prompt_logprobs"
     if body.prompt_logprobs is not None and body.stream:
@@ -371,37 +373,6 @@ def _check_tool_choice(body: ChatRequest) -> None:
     if not body.forced_tools:
         known = ", ".join(tool.function.name for tool in body.tools)
         raise ApiError(400, f"{name}: no tool has this name; the tools are {known}", name)
-    if body.schema_text is not None:
-        raise ApiError(400, f"response_format cannot be combined with a forced call ({name})", "response_format")
-
-
-def _forced_schema(body: ChatRequest) -> str | None:
-    """Return the schema of the forced tool calls; None if no call is forced."""
-    forced = body.forced_tools
-    if not forced:
-        return None
-    if isinstance(body.tool_choice, NamedToolChoice):
-        schema = arguments_schema(forced[0].parameters)
-    else:
-        schema = calls_schema([(tool.name, tool.parameters) for tool in forced], max_calls=body.max_calls)
-    return _checked_schema(body, json.dumps(schema), schema, "tools", "tools")
-
-
-def _checked_schema(body: Sampling, text: str, schema: dict[str, Any], name: str, param: str) -> str:
-    """Check whatever can be checked without compiling the schema, and return its text."""
-    if not schemas.is_available():
-        raise ApiError(400, f"{name}: this server lacks llguidance and supports only text", name, "unavailable")
-    for other in ("min_tokens", "ignore_eos"):
-        if getattr(body, other):
-            raise ApiError(400, f"{other} cannot be combined with {name}: the schema ends the answer", other)
-    most = schemas.MAX_SCHEMA_BYTES
-    if len(text) > most:
-        raise ApiError(400, f"{name}: the schema has {len(text)} bytes; the limit is {most}", param)
-    try:
-        schemas.check_shape(schema)
-    except ArgumentError as error:
-        raise ApiError(400, f"{name}: {error}", param) from error
-    return text
 
 
 def _refusal(error: ArgumentError | TypeError, name: str, max_tokens: int) -> ApiError:

@@ -22,7 +22,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvtier.engine.params import PENALTY, REPETITION_PENALTY, TEMPERATURE, Penalties, SamplingParams
+from kvtier.engine.params import (
+    LOGIT_BIAS,
+    MAX_ALLOWED_TOKENS,
+    MAX_BIASES,
+    PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    Penalties,
+    SamplingParams,
+)
 from kvtier.server.config import MAX_PRIORITY
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
@@ -32,7 +41,7 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 INT64 = 1 << 63
-MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 31 fields
+MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 50 fields
 _MAX_PROMPTS = 128
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
@@ -81,6 +90,12 @@ def _token_ids(values: list[Any], where: str = "") -> list[int]:
         at = next(index for index, is_valid in enumerate(valid) if not is_valid)
         raise ValueError(f"{where}item {at} is not a token id, an integer in [0, {_MAX_TOKEN_ID}]")
     return values
+
+
+def _allowed_ids(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError("expected a list of token ids")
+    return _token_ids(_bounded(value, MAX_ALLOWED_TOKENS))
 
 
 def _one_prompt(value: Any) -> str | list[int]:
@@ -253,6 +268,49 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+Schema = AnyObject | Text
+"""A JSON schema, as an object or as text."""
+Choices = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]],
+    Field(min_length=1, max_length=1024, fail_fast=True),
+    few(1024),
+]
+
+
+class StructuredOutputs(Strict):
+    """Constraints of vLLM. At most one of the first five fields is set."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    # These fields are accepted without effect.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+GRAMMAR_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Fields that can hold a grammar of the answer."""
+
+
+def _biases(values: dict[str, float]) -> dict[str, float]:
+    low, high = LOGIT_BIAS
+    for name, value in values.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _MAX_TOKEN_ID):
+            raise ValueError(f"every key is a token id, an integer in [0, {_MAX_TOKEN_ID}]")
+        if not low <= value <= high:
+            raise ValueError(f"the bias of token {name} is not in [{low:g}, {high:g}]")
+    return values
+
+
 class Sampling(Strict):
     """Fields that chat completions and text completions share."""
 
@@ -283,25 +341,34 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=MAX_BIASES), few(MAX_BIASES), AfterValidator(_biases)] | None
+    ) = None
+    allowed_token_ids: (
+        Annotated[
+            list[int],
+            Field(min_length=1, max_length=MAX_ALLOWED_TOKENS),
+            PlainValidator(_allowed_ids, json_schema_input_type=list[TokenId]),
+        ]
+        | None
+    ) = None
+    bad_words: Annotated[list[StopText], Field(max_length=64, fail_fast=True), few(64)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
     # These fields are accepted because OpenAI's clients send them. They have no effect.
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64), few(64)] | None = None
     store: bool | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
 
-    @property
-    def schema_text(self) -> str | None:
-        """JSON schema of the answer as text; None if response_format allows any text."""
-        match self.response_format:
-            case PlainFormat(type="json_object"):
-                return '{"type": "object"}'
-            case JsonSchemaFormat():
-                return json.dumps(self.response_format.json_schema.schema_)
-        return None
-
-    def sampling_params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return the engine's parameters. Raises ArgumentError for an invalid combination."""
+    def sampling_params(
+        self, *, max_tokens: int, logprobs: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> SamplingParams:
+        """Return the engine's parameters. `bad_words` has the tokens of the field. May raise ArgumentError."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         presence, frequency = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
         return SamplingParams(
@@ -313,6 +380,9 @@ class Sampling(Strict):
             seed=None if self.seed is None else self.seed % (1 << 64),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=self.biases,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=bad_words,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
@@ -321,6 +391,11 @@ class Sampling(Strict):
             prompt_logprobs_start=max(1, self.prompt_logprobs_start or 1),
             n=self.n or 1,
         )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Token ids and biases in logit_bias."""
+        return tuple((int(name), value) for name, value in (self.logit_bias or {}).items())
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -1,4 +1,4 @@
-"""JSON schemas of structured answers. The front end checks each schema, and the engine process compiles it.
+"""Grammars of structured answers, most of them JSON schemas. The front end checks each, the engine process compiles it.
 
     front end: SchemaChecks --Call--> worker process, which compiles the schema with a time limit
     engine process: SchemaCompilations --thread of low priority--> constraint
@@ -23,10 +23,10 @@ from kvtier.errors import KvtierError, UnavailableError
 from kvtier.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from kvtier.engine.schemas import JsonConstraint, SchemaCompiler
+    from kvtier.engine.schemas import Grammar, GrammarConstraint, SchemaCompiler
     from kvtier.server.worker_pool import WorkerPool
 
-    Compilation = Future[Callable[[], JsonConstraint]]
+    Compilation = Future[Callable[[], GrammarConstraint]]
 
 TenantKey = TypeVar("TenantKey")
 Value = TypeVar("Value")
@@ -36,7 +36,6 @@ _MAX_COMPILED = 16  # per tenant; a compiled schema takes up to several megabyte
 # A check that timed out is repeated after this time, because the machine may have been busy.
 _RETRY_SECONDS = 300.0
 _NICE = 19  # because a large schema takes seconds to compile and the engine's own threads need the cores
-_PARAM = "response_format.json_schema.schema"
 
 
 class TenantLru(Generic[TenantKey, Value]):
@@ -63,8 +62,8 @@ class TenantLru(Generic[TenantKey, Value]):
         self._values.get(tenant, OrderedDict()).pop(digest, None)
 
 
-def _digest(schema: str) -> bytes:
-    return hashlib.sha256(schema.encode("utf-8", "surrogatepass")).digest()
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256("\0".join(grammar).encode("utf-8", "surrogatepass")).digest()
 
 
 class SchemaChecks:
@@ -76,14 +75,14 @@ class SchemaChecks:
         self._tasks: dict[tuple[str, bytes], asyncio.Task[ApiError | Literal["valid"]]] = {}
         self._num_waiting: Counter[tuple[str, bytes]] = Counter()
 
-    async def check(self, schema: str, tenant: str) -> None:
+    async def check(self, schema: Grammar, tenant: str) -> None:
         """Raise ApiError if the schema does not compile. Concurrent callers with the same schema share one check."""
         digest = _digest(schema)
         result = self._results.get(tenant, digest) or await self._share((tenant, digest), schema)
         if isinstance(result, ApiError):
             raise replace(result)
 
-    async def _share(self, key: tuple[str, bytes], schema: str) -> ApiError | Literal["valid"]:
+    async def _share(self, key: tuple[str, bytes], schema: Grammar) -> ApiError | Literal["valid"]:
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(self._run(key, schema))
@@ -97,7 +96,7 @@ class SchemaChecks:
                 del self._num_waiting[key], self._tasks[key]
                 task.cancel()  # no effect if the task is done
 
-    async def _run(self, key: tuple[str, bytes], schema: str) -> ApiError | Literal["valid"]:
+    async def _run(self, key: tuple[str, bytes], schema: Grammar) -> ApiError | Literal["valid"]:
         result: ApiError | Literal["valid"] = "valid"
         try:
             await self._pool.run("check_schema", key[0], schema=schema)
@@ -106,8 +105,8 @@ class SchemaChecks:
                 raise
             result = error.with_traceback(None)
             if error.code == "too_complex":
-                message = "response_format: the schema is too complex to compile in time; use a simpler one"
-                result = ApiError(400, message, _PARAM, error.code)
+                message = "the schema is too complex to compile in time; use a simpler one"
+                result = ApiError(400, message, code=error.code)
                 asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._results.discard, *key)
         self._results.put(*key, result)
         return result
@@ -118,12 +117,12 @@ class SchemaCompilations:
 
     def __init__(self, make_compiler: Callable[[], SchemaCompiler]) -> None:
         self._make_compiler = make_compiler
-        self._jobs: queue.SimpleQueue[tuple[str, bytes, bytes, Compilation]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Grammar, bytes, bytes, Compilation]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._compiled: TenantLru[bytes, Compilation] = TenantLru(_MAX_COMPILED)
         self._thread: threading.Thread | None = None
 
-    def get(self, schema: str, tenant: bytes) -> Compilation:
+    def get(self, schema: Grammar, tenant: bytes) -> Compilation:
         """Return the cached compilation of a schema, or start one. Callbacks may run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:

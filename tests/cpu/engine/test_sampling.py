@@ -215,7 +215,7 @@ def test_logprobs_are_computed_before_penalties_and_filters():
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"min_p": 2},
-        {"max_tokens": 0},
+        {"max_tokens": -1},
         {"min_tokens": 200},
         {"n": 0},
         {"logprobs": -1},
