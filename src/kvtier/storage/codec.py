@@ -68,7 +68,8 @@ def encode(
     known: int | None = None,
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
-    `known` is the checksum of the payload, if already computed. It must not be passed with compression or token ids."""
+    `known` is the checksum for the record, if already computed. It must not be passed with compression or token ids,
+    unless the object is sealed."""
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
         packed = zlib.compress(payload, 1)

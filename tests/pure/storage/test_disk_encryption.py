@@ -88,6 +88,31 @@ def test_encrypted_objects_survive_restart(reopen):
     check_disk(store)
 
 
+def test_equal_encrypted_object_is_not_written_again(reopen):
+    label = Label.of(NAMESPACE, b"tokens", keep_ids=True)
+    store = reopen()
+    for _ in range(2):
+        store.write([owned(1, SHOP), write_of(2, 0), write_of(3, label=label)])
+    assert store.stats.writes.nbytes == 10_000
+    before = store.stats.written_bytes
+    assert store.write([owned(1, SHOP, version=1)])[0].reason == ""
+    assert store.write([write_of(3, label=Label(NAMESPACE, label.token_digest, b"others"))])[0].reason == ""
+    assert store.stats.written_bytes > before
+    assert get(store, 1)[1] == payload_of(1, version=1)
+    changed = payload_of(1, version=1)[:-1] + b"!"  # only the last byte differs
+    assert store.write([Write(key_of(1), LABEL, changed, SHOP)])[0].reason == ""
+    assert get(store, 1)[1] == changed
+
+
+def test_rewrite_replaces_damaged_encrypted_object(reopen, folder):
+    put(reopen(), 1)
+    reopen().close()
+    flip(next(folder.glob("*.kv")), 100)
+    store = reopen()
+    assert put(store, 1)[0].reason == ""
+    assert get(store, 1)[1] == payload_of(1)
+
+
 def test_encrypted_slot_is_not_larger_than_plain_slot(reopen, folder, tmp_path):
     put(reopen(), 1, nbytes=64 << 10)
     with_secret = next(folder.glob("*.kv"))

@@ -12,7 +12,8 @@ from enum import Enum
 
 from kvtier.errors import ArgumentError, FormatError, StoreError
 from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
-from kvtier.storage.codec import Compression, Scratch, decode, encode, lay_out, mismatch, round_up, scatter
+from kvtier.storage.checksum import checksum
+from kvtier.storage.codec import ALIGNMENT, Compression, Scratch, decode, encode, lay_out, mismatch, round_up, scatter
 from kvtier.storage.disk.catalog import Entry, SlotRef
 from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.keys import TenantKey, TenantKeys
@@ -294,11 +295,12 @@ class DiskStore:
                 self._commit(batch, staged)
 
     def _put(self, staged: _Staged, sequence: int, write: Write, view: memoryview, scratch: Scratch) -> ObjectResult:
-        record, stored = encode(write.key, write.label, view, self._compression)
         key = None if self._keys is None else self._keys.key_for(write.tenant)
+        known = None if key is None else checksum(view[:ALIGNMENT])  # the seal verifies the rest
+        record, stored = encode(write.key, write.label, view, self._compression, known)
         if key is not None:
             record = replace(record, seal=Seal(key.id))
-        if self._space.hold_same(record):
+        if self._is_stored(record, key, (stored, write.label.token_ids), scratch):
             return ObjectResult(ObjectStatus.STORED, reason="already stored")
         refusal = self._budget.take(round_up(record.total_bytes) + RECORD_BYTES)
         place = refusal or self._space.reserve(record.total_bytes)
@@ -319,6 +321,29 @@ class DiskStore:
         staged.packed[place] = record.pack() if key is None else seal_record(record, key)
         staged.records.append(record)
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
+
+    def _is_stored(
+        self, record: Record, key: TenantKey | None, parts: Sequence[memoryview | bytes], scratch: Scratch
+    ) -> bool:
+        """True if an equal object is stored. The checksum of a sealed object covers only its beginning, so the object
+        is read if the checksum is equal."""
+        if key is None:
+            return self._space.hold_same(record)
+        entry = self._space.hold(record.key)
+        if entry is None:
+            return False
+        try:
+            if not record.is_same_object(entry.record):
+                return False
+            room = scratch.take(room_bytes(entry.record))
+            slot_bytes = round_up(entry.record.total_bytes)
+            count = self._space.segment(entry.place).read_slot(entry.record.slot, room[:slot_bytes])
+            opened = open_payload(key, entry.record, room, count)
+            return opened[: len(parts[0])] == parts[0] and opened[len(parts[0]) :] == parts[1]
+        except FormatError:
+            return False  # damaged, and now replaced
+        finally:
+            self._space.release(entry)
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
         """Publish all objects of a batch, but nothing if the call has returned, since the memory may have changed."""
