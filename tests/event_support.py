@@ -21,14 +21,31 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
+def replayed(endpoint: str, first: int) -> list[tuple[int, bytes]]:
+    """Request all messages from a number on. Return their numbers and payloads."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(endpoint)
+        dealer.send_multipart([b"", first.to_bytes(8, "big")])
+        found: list[tuple[int, bytes]] = []
+        while True:
+            assert dealer.poll(30_000), "no reply"
+            _, _, number, payload = dealer.recv_multipart()
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                return found
+            found.append((int.from_bytes(number, "big"), payload))
+
+
 class Router:
     """Receives events over ZMQ and rebuilds the blocks of each medium. Requests messages that it misses."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         import zmq
 
-        self._zmq, self._context = zmq, zmq.Context()
-        self._replay_endpoint = replay_endpoint
+        self._context = zmq.Context()
+        self.replay_endpoint = replay_endpoint
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(0)
         self._socket.connect(endpoint)
@@ -53,16 +70,8 @@ class Router:
 
     def catch_up(self) -> None:
         """Request all messages from the next number on."""
-        dealer = self._context.socket(self._zmq.DEALER)
-        dealer.connect(self._replay_endpoint)
-        dealer.send_multipart([b"", self.next.to_bytes(8, "big")])
-        while True:
-            assert dealer.poll(30_000), "no reply"
-            _, _, number, payload = dealer.recv_multipart()
-            if not payload:
-                break
-            self._apply(int.from_bytes(number, "big"), payload)
-        dealer.close()
+        for number, payload in replayed(self.replay_endpoint, self.next):
+            self._apply(number, payload)
 
     def _apply(self, sequence: int, payload: bytes) -> None:
         import msgspec

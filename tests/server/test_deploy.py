@@ -134,7 +134,7 @@ class Load:
 def test_every_query_returns_data_from_a_real_prometheus(start, tmp_path):
     port = free_port()
     # Four prompts of 13 blocks do not fit on the device, but in host memory: they are loaded and evicted.
-    tiers = ("--blocks", "24", "--host-blocks", "64", "--disk", str(tmp_path / "kv"))
+    tiers = ("--blocks", "24", "--host-blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes-per-day", "1GiB")
     server = start(*tiers, "--metrics-port", str(port))
     load, prometheus = Load(server), Prometheus(tmp_path, port)
     # An alert returns data only while it fires. The unit tests of the rules cover that; here, its value must exist.

@@ -11,24 +11,27 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from event_support import Router, contents_of, without_empty
+from event_support import Router, contents_of, replayed, without_empty
 from index_cases import begin, copy_down, run, tree_of
 from kvtier.events import EventConfig, publish_events
 from kvtier.index import Event, RadixTree
+from kvtier.router import EventBatch, FeedState, PlacementIndex, ReplicaFeed
+from kvtier.router.placement import as_hashes
 
 pytest.importorskip("zmq", reason="pip install 'kvtier[events]'")
-pytest.importorskip("msgspec", reason="pip install 'kvtier[events]'")
+msgspec = pytest.importorskip("msgspec", reason="pip install 'kvtier[events]'")
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
-CONFIG = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*", "int_hashes": False}
+CONFIG = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 SALTS = (b"", b"\0pepper", b"shop\0")
 
 
 @contextlib.contextmanager
-def published(*sizes: int, **options):
+def published(*sizes: int, int_hashes: bool = False, **options):
     """Yield a tree whose events are published, a function that starts a router, and the list of the events."""
     with contextlib.ExitStack() as opened:
-        publisher = opened.enter_context(contextlib.closing(publish_events(EventConfig(**CONFIG, **options))))
+        config = EventConfig(**CONFIG, int_hashes=int_hashes, **options)
+        publisher = opened.enter_context(contextlib.closing(publish_events(config)))
 
         def start() -> Router:
             return opened.enter_context(contextlib.closing(Router(publisher.endpoint, publisher.replay_endpoint)))
@@ -91,6 +94,29 @@ def test_routers_that_lose_messages_rebuild_the_index(todo, num_kept):
                     routers.append(start())
         for router in (*routers, start()):
             agree(tree, router)
+
+
+def test_replica_feed_follows_a_publisher_across_gaps():
+    """The router's feed gets a replay whenever numbers are missing, also beyond the kept messages."""
+    chance = random.Random(2)
+    index = PlacementIndex(4, 1)
+    feed = ReplicaFeed(index, 0)
+    with published(48, num_kept=10, int_hashes=True) as (tree, start, _):
+        address = start().replay_endpoint
+        seen: set[bytes] = set()
+        for _ in range(8):
+            for _ in range(chance.choice((1, 100))):
+                run(tree, *[chance.randrange(1, 5) for _ in range(chance.randrange(1, 9))])
+            held = contents_of(tree)["GPU"]
+            seen |= held.keys()
+            keys, deadline = list(seen), time.monotonic() + 60
+            hashes = as_hashes([int.from_bytes(key[-8:], "big") for key in keys])
+            while index.holds(0, 0, hashes).tolist() != [key in held for key in keys]:
+                assert time.monotonic() < deadline, feed.state
+                for number, payload in replayed(address, feed.next_number):
+                    sent, events, _ = msgspec.msgpack.decode(payload)
+                    feed.apply(EventBatch(number, sent, events))
+                assert feed.state is FeedState.LIVE
 
 
 def test_routers_rebuild_the_index_after_10000_events():

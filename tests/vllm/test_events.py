@@ -7,33 +7,15 @@ import contextlib
 import numpy as np
 import pytest
 
-from event_support import Router, contents_of, free_address, without_empty
+from event_support import Router, contents_of, free_address, replayed, without_empty
 from index_cases import begin, copy_down, run, tree_of
 from kvtier.events import EventConfig, publish_events
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="make vllm")
 import msgspec  # noqa: E402
-import zmq  # noqa: E402
 
 pytestmark = pytest.mark.vllm_ci
 LOCAL = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
-
-
-def replayed(endpoint: str) -> list[tuple[bytes, ...]]:
-    """Return the frames of all messages of a publisher."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(endpoint)
-    dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-    found = []
-    while True:
-        assert dealer.poll(30_000), "no reply"
-        _, *frames = dealer.recv_multipart()
-        if not frames[2]:
-            assert frames[1] == kv_events.ZmqEventPublisher.END_SEQ
-            context.destroy(linger=0)
-            return found
-        found.append(tuple(frames))
 
 
 def rebuilt(batches: list) -> dict[str, dict[bytes, tuple]]:
@@ -74,9 +56,9 @@ def test_vllm_structs_decode_events_to_the_index(num_kept):
         with contextlib.closing(Router(publisher.endpoint, publisher.replay_endpoint)) as router:
             while without_empty(router.blocks) != contents_of(tree):  # the publisher's thread may still be sending
                 router.catch_up()
-        messages = replayed(publisher.replay_endpoint)
+        messages = replayed(publisher.replay_endpoint, 0)
     decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
-    batches = [decoder.decode(payload) for _, _, payload in messages]
+    batches = [decoder.decode(payload) for _, payload in messages]
     assert rebuilt(batches) == contents_of(tree)
     assert {batch.data_parallel_rank for batch in batches} == {0}
     kinds = {type(event) for batch in batches for event in batch.events}
@@ -90,10 +72,10 @@ def test_vllm_reencodes_our_events_to_equal_maps():
         tree = tree_of(4, listener=publisher)
         for block in range(1, 9):
             run(tree, block, salt=b"\0pepper")
-        messages: list[tuple[bytes, ...]] = []
-        while sum(len(msgspec.msgpack.decode(payload)[1]) for _, _, payload in messages) < 13:  # clear, 8 in, 4 out
-            messages = replayed(publisher.replay_endpoint)
-    for _, _, payload in messages:
+        messages: list[tuple[int, bytes]] = []
+        while sum(len(msgspec.msgpack.decode(payload)[1]) for _, payload in messages) < 13:  # clear, 8 in, 4 out
+            messages = replayed(publisher.replay_endpoint, 0)
+    for _, payload in messages:
         batch = msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch)
         ours, theirs = (msgspec.msgpack.decode(data)[1] for data in (payload, msgspec.msgpack.encode(batch)))
         for mine, other in zip(ours, theirs, strict=True):

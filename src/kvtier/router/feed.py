@@ -1,6 +1,6 @@
 """ReplicaFeed: applies the KV events of one replica to a PlacementIndex.
 
-    LATE ---replay from 0---> LIVE ---next number---> LIVE
+    LATE ---replay from 0---> LIVE ---next number, or a batch that clears the index first---> LIVE
                                |  ---number missing-> GAP ---replay fills it---> LIVE
                                |                       |  ---replay cannot-----> LIVE after `restart`
                                |  ---older number, newer time: the replica restarted---> LIVE, index cleared
@@ -65,6 +65,9 @@ class ReplicaFeed:
             if batch.time <= self._time:
                 return self.state  # a repeated batch
             self.restart(0)
+        if batch.number > self.next_number and _begins_anew(batch):  # nothing before it matters any more
+            self.next_number = batch.number
+            self._waiting = {at: each for at, each in self._waiting.items() if at > batch.number}
         if batch.number != self.next_number:
             if len(self._waiting) >= _MAX_WAITING:
                 self.restart(min(self._waiting))
@@ -112,6 +115,11 @@ class ReplicaFeed:
             self._index.remove(self._replica, tier, hashes)
         else:
             self.num_malformed += 1
+
+
+def _begins_anew(batch: EventBatch) -> bool:
+    """True if the first event clears the index. A publisher sends such a batch in place of batches that it lacks."""
+    return bool(batch.events) and batch.events[0].get("type") == "AllBlocksCleared"
 
 
 def event_hashes(values: Sequence[int | bytes]) -> U64:

@@ -134,3 +134,21 @@ def test_feed_counts_malformed_events_and_skips_them(events):
     assert feed.apply(EventBatch(0, 0.0, [*events, good])) is FeedState.LIVE
     assert feed.num_malformed == len(events)
     assert index.holds(0, 2, np.array([5, 2**64 - 1], np.uint64)).all()
+
+
+def test_batch_that_clears_the_index_fills_a_gap():
+    index = PlacementIndex(4, 1)
+    feed = ReplicaFeed(index, 0)
+
+    def stored(*hashes):
+        return {"type": "BlockStored", "block_hashes": hashes, "medium": "GPU"}
+
+    assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LATE  # numbers do not begin at 0
+    assert feed.apply(EventBatch(999, 2.0, [{"type": "AllBlocksCleared"}, stored(2)])) is FeedState.LIVE
+    assert blocks_of(index) == {1, 2}
+    assert feed.apply(EventBatch(1_010, 3.0, [stored(3)])) is FeedState.GAP
+    assert feed.next_number == 1_001
+    assert feed.apply(EventBatch(1_005, 4.0, [{"type": "AllBlocksCleared"}, stored(4)])) is FeedState.GAP
+    for number in range(1_006, 1_010):
+        feed.apply(EventBatch(number, 4.0, []))
+    assert (feed.state, blocks_of(index)) == (FeedState.LIVE, {3, 4})
