@@ -76,15 +76,20 @@ class Conversations:
 
 def converse(driver: Any, load: Load) -> list[Turn]:
     """Send the next requests of the conversations together, and return them when all have ended."""
+    from vllm.sampling_params import RequestOutputKind
+
     talk: Conversations = driver.kept.setdefault("conversations", Conversations(load))
     running, turns = dict[str, _Running](), list[Turn]()
     users, talk.order = talk.order[: load.in_flight], talk.order[load.in_flight :]
     for user in users:
         prompt = talk.next_prompt(user)
         sent = time.perf_counter()
-        running[driver.add(prompt, max_tokens=load.tokens_out)] = _Running(user, len(prompt), sent)
+        # Without an output per step, the first output would be the whole answer.
+        name = driver.add(prompt, max_tokens=load.tokens_out, output_kind=RequestOutputKind.CUMULATIVE)
+        running[name] = _Running(user, len(prompt), sent)
     while running:
         turns += _step(driver, running)
+    assert load.tokens_out == 1 or all(turn.ttft < turn.seconds for turn in turns), "the first token came with the last"
     for turn in turns:
         talk.histories[turn.user] += turn.answer
     return turns

@@ -206,6 +206,7 @@ class Bench:
                     "seconds": wall[name],
                     "TTFT p50 s": float(np.median(ttfts)),
                     "p99 s": float(np.quantile(ttfts, 0.99)),
+                    "answer p50 s": float(np.median([turn.seconds for turn in turns[name]])),
                     "tok/s out": len(ttfts) * self._load.tokens_out / wall[name],
                     "CPU s": cpu[name],
                     "% cached": 100 * cached / prompts,

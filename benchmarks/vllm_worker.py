@@ -69,6 +69,7 @@ def measure_idle(device: str) -> tuple[list[Row], list[Bar]]:
     for _ in range(5000):
         start = time.perf_counter()
         worker.begin_step(step)
+        worker.start_early(step)
         worker.start_loads(step)
         worker.start_others(step)
         worker.poll(is_idle=False)
@@ -127,6 +128,7 @@ def move(worker: WorkerSide, cache: DeviceCache, route: Route, seed: int) -> tup
     torch.cuda.synchronize()
     start = time.perf_counter()
     worker.begin_step(step)
+    worker.start_early(step)
     worker.start_loads(step)
     worker.start_others(step)
     while True:

@@ -129,8 +129,8 @@ class Driver:
             "max_tokens": 8,
             "ignore_eos": True,
             "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
         } | sampling
-        options["output_kind"] = RequestOutputKind.FINAL_ONLY
         if transfer is not None:
             options["extra_args"] = {"kv_transfer_params": transfer}
         lora_request = LoRARequest(lora[0], lora[1], lora[2]) if lora else None

@@ -35,6 +35,7 @@ def make_worker(layout="LBHNC", device="cpu", dtype=torch.float32, sizes=SIZES, 
 def run(worker: WorkerSide, step: StepPlan) -> tuple[set[str], set[int]]:
     """Run a step and wait for its transfers. Return the requests whose load has ended, and the failed blocks."""
     worker.begin_step(step)
+    worker.start_early(step)
     worker.start_loads(step)
     worker.start_others(step)
     expected = {transfer.id for transfer in step.plan.transfers}
@@ -78,6 +79,27 @@ def test_worker_recorded_steps_are_bit_exact(layout, device):
                 num_loaded += 1
     assert num_loaded > 100
     worker.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_worker_starts_each_load_once_beside_the_forward(device):
+    """On a CPU the forward pass blocks the worker, so a load must be in flight before it."""
+    worker, _, _ = make_worker(device=device)
+    step = next(step for step in recorded_steps() if step.loads)
+    worker.begin_step(step)
+    worker.start_early(step)
+    assert worker.controller.is_busy == (device == "cpu")
+    worker.start_loads(step)
+    results = [result for _ in range(2) for result in poll_until_idle(worker)]
+    assert sorted(result.transfer_id for result in results) == sorted(step.loads)
+    worker.close()
+
+
+def poll_until_idle(worker: WorkerSide) -> list[TransferResult]:
+    results: list[TransferResult] = []
+    while worker.controller.is_busy:
+        results += [result for report in worker.poll(is_idle=True).reports for result in report.results]
+    return results
 
 
 def test_worker_failed_copy_names_blocks_and_does_not_raise():

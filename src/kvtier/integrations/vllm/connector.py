@@ -257,6 +257,10 @@ class KvtierConnector(KVConnectorBase_V1):
         assert isinstance(kv_connector_metadata, KvtierMetadata)
         self.worker.begin_step(kv_connector_metadata.step)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.start_early(self._step())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.start_loads(self._step())
 

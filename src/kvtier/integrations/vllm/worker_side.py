@@ -1,9 +1,11 @@
 """WorkerSide: the part of the connector in a vLLM worker. It copies blocks as the scheduler side has planned.
 
-    vLLM's step     handle_preemptions   forward   start_load_kv   wait_for_save   get_transfer_results
-    WorkerSide      begin_step                     start_loads     start_others    poll
+    vLLM's step     handle_preemptions   bind_..    forward   start_load_kv   wait_for_save   get_transfer_results
+    WorkerSide      begin_step           start_early          start_loads     start_others    poll
 
-Loads wait for the work that was queued before the step, because earlier kernels may still use their target blocks.
+Loads wait for the work that was queued before the step, because earlier kernels may still use their target blocks. They
+run beside the forward pass. On a GPU they are started when the forward pass is launched; on a CPU the launch is the
+forward pass itself, so they are started before it.
 Saves wait for the forward pass, which writes their source blocks. No method waits, except `poll` in a step without
 tokens.
 """
@@ -127,6 +129,7 @@ class WorkerSide:
         self._damaged: set[int] = set()
         """Host slots that were reported as damaged and not written since."""
         self._before: Event | None = None
+        """Position of the loads of this step on the current stream; None if the device has no streams."""
         self._next_poll = 0.0
         self._verifier: LoadVerifier | None = None
 
@@ -144,14 +147,23 @@ class WorkerSide:
             self.controller.use_namespace(step.namespace)
         self._before = self.controller.present() if step.loads else None
 
+    def start_early(self, step: StepPlan) -> None:
+        """Start the loads if the device has no streams. vLLM has prepared the device blocks of the step by then."""
+        if step.loads and self._before is None:
+            self._submit_loads(step)
+
     def start_loads(self, step: StepPlan) -> None:
-        if step.loads:
-            self._loads.update(step.loads)
-            loads = step.plan.only(step.loads)
-            self._load_slots.update((each.id, each.sources.tolist()) for each in loads.transfers)
-            if self._verifier is not None:
-                self._verifier.on_submit(step.plan)
-            self.controller.submit(loads, self._before)
+        """Start the loads that `start_early` has not started."""
+        if step.loads and self._before is not None:
+            self._submit_loads(step)
+
+    def _submit_loads(self, step: StepPlan) -> None:
+        self._loads.update(step.loads)
+        loads = step.plan.only(step.loads)
+        self._load_slots.update((each.id, each.sources.tolist()) for each in loads.transfers)
+        if self._verifier is not None:
+            self._verifier.on_submit(step.plan)
+        self.controller.submit(loads, self._before)
 
     def start_others(self, step: StepPlan) -> None:
         """Start saves, writes to stores and fetches from stores. Saves wait for the work queued so far."""
