@@ -1,4 +1,4 @@
-"""Model folders for tests of the vLLM connector: a tiny random Llama, LoRA adapters of it, and SmolLM2."""
+"""Model folders for tests of the vLLM connector: tiny random models, LoRA adapters of one, and SmolLM2."""
 
 from __future__ import annotations
 
@@ -89,6 +89,66 @@ def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
         "task_type": "CAUSAL_LM",
     }
     return _save(folder, config, tensors, "adapter_model")
+
+
+AUDIO_TOKEN, AUDIO_TOKENS, SAMPLES = 500, 25, 16_000
+"""The token that stands for a second of audio, and the number of tokens that vLLM puts in its place."""
+
+
+def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
+    """Write a random Qwen2-Audio of 3 MB: the sizes of the tiny Llama, two layers for audio, and a processor.
+
+    vLLM's models for images need torchvision, which has no build for CPUs here.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 16,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "max_source_positions": 1500,
+    }
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+    }
+    torch.manual_seed(seed)
+    config = Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=AUDIO_TOKEN)
+    model = Qwen2AudioForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+        model.model.multi_modal_projector.linear.weight.normal_(std=1.0)  # so that sounds change the tokens
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")  # with one `model.` more than vLLM and Qwen's own files have
+    tensors = {key.replace("language_model.model.model.", "language_model.model."): tensors[key] for key in tensors}
+    _save(folder, json.loads((folder / "config.json").read_text()), tensors)
+    special = {AUDIO_TOKEN: "<|AUDIO|>", AUDIO_TOKEN + 1: "<|audio_bos|>", AUDIO_TOKEN + 2: "<|audio_eos|>"}
+    words = {special.get(number, f"w{number}"): number for number in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
+    Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16), tokenizer).save_pretrained(folder)
+    return folder
 
 
 def make_smollm2(folder: Path) -> Path:

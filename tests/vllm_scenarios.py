@@ -332,6 +332,24 @@ def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps
     driver.answers.clear()
 
 
+def sleep(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> bool:
+    """Let the engine sleep with requests under way, and wake it up. Forget the requests. Return whether it slept.
+
+    On CPUs vLLM keeps the memory, but empties its cache and the connector's as it does on GPUs.
+    """
+    for prompt in prompts:
+        driver.add(prompt, max_tokens=30)
+    for _ in range(num_steps):
+        driver.step()
+    core = driver.engine.engine_core
+    core.call_utility("sleep", 1, mode)
+    is_sleeping = core.call_utility("is_sleeping")
+    core.call_utility("wake_up")
+    driver.finish()
+    driver.answers.clear()
+    return is_sleeping
+
+
 def set_faults(driver: Driver, **faults: int) -> None:
     del driver
     for name, value in faults.items():
@@ -440,6 +458,18 @@ def ask_with_embeddings(driver: Driver, seed: int, num_tokens: int) -> Answer:
     assert driver.reset()
     (answer,) = driver.ask([{"prompt_embeds": _embeddings(seed, num_tokens)}])
     return answer
+
+
+def ask_with_audio(driver: Driver, prompt: Sequence[int], num_samples: int, pitches: Sequence[int]) -> list[Answer]:
+    """Ask once with each tone, with an empty device cache. The prompt has one token in the place of the tone."""
+    import numpy as np
+
+    answers = []
+    for pitch in pitches:
+        sound = np.sin(np.arange(num_samples, dtype=np.float32) * (2 * np.pi * pitch / 16_000))
+        assert driver.reset()
+        answers += driver.ask([{"prompt_token_ids": prompt, "multi_modal_data": {"audio": (sound, 16_000)}}])
+    return answers
 
 
 def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_examples: int) -> tuple[int, int]:

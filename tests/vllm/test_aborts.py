@@ -94,3 +94,18 @@ def test_pause_with_work_in_flight_empties_the_caches(vllm, oracle, mode):
         answers = engine.ask(prompts)
     assert [answer.num_cached for answer in answers] == [0] * 4
     assert [answer.tokens for answer in answers] == oracle.tokens(prompts)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_sleep_with_work_in_flight_empties_the_caches(vllm, oracle, mode):
+    prompts = [prompt_of(number) for number in range(230, 234)]
+    with vllm.start(connector(), executor="mp", num_gpu_blocks_override=40) as engine:
+        engine.ask(prompts)
+        assert engine.reset()
+        assert all(engine.run(scenarios.sleep, prompts, mode, num_steps) for num_steps in (1, 3, 6, 20))
+        assert engine.run(scenarios.sleep, [], mode, 0)
+        cold = engine.ask(prompts)
+        assert engine.reset()
+        warm = engine.ask(prompts)
+    assert [answer.num_cached for answer in cold + warm] == [0] * 4 + [blocks_of(300)] * 4
+    assert [answer.tokens for answer in cold + warm] == oracle.tokens(prompts * 2)

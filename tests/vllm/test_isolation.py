@@ -77,6 +77,24 @@ def test_prompt_embeddings_do_not_share_with_others(engine, alone):
     assert [answer.tokens for answer in answers] == expected
 
 
+def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
+    """Two sounds in the third block of equal tokens, with a real audio encoder."""
+    model = vllm_models.make_qwen2_audio(tmp_path)
+    prompt = [*prompt_of(505, 70), vllm_models.AUDIO_TOKEN, *prompt_of(506, 100)]
+    asked = prompt, vllm_models.SAMPLES, [300, 5000, 300, 5000]
+    arguments = {"model": model, "skip_tokenizer_init": False, "limit_mm_per_prompt": {"audio": 1}}
+    # vLLM makes room for 30 s of audio.
+    arguments |= {"max_model_len": 1024, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 36}
+    with vllm.start(None, **arguments, enable_prefix_caching=False) as alone:
+        expected = [each.tokens for each in alone.run(scenarios.ask_with_audio, *asked)]
+    with vllm.start(connector(verify_loads=True), **arguments) as engine:
+        answers = engine.run(scenarios.ask_with_audio, *asked)
+    assert expected[0] != expected[1]
+    assert [answer.tokens for answer in answers] == expected
+    everything = blocks_of(170 + vllm_models.AUDIO_TOKENS)
+    assert [answer.num_cached for answer in answers] == [0, 64, everything, everything]
+
+
 def test_request_without_save_or_load_uses_no_cache(engine, oracle):
     prompt = prompt_of(503, 200)
     ask(engine, prompt, transfer={"kvtier": {"save": False}})
