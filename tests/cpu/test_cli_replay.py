@@ -206,3 +206,25 @@ def test_replay_with_invalid_size_exits_2(capsys):
         main(["replay", "t.jsonl", "--host", "lots"])
     assert exited.value.code == 2
     assert "expected a number and a unit" in capsys.readouterr().err
+
+
+def test_plan_with_copies_simulates_the_routing_of_a_fleet(files, capsys):
+    options = ["plan", *files, "--ttft-p99", "500ms", "--replicas", "3", "--copies", "2"]
+    result = run_json(capsys, *options)
+    num_requests = len(read_trace(files[0]).requests)
+    assert set(result["routing"]) == {"cache", "round robin"}
+    assert all(each["num_requests"] == 2 * num_requests for each in result["routing"].values())
+    assert result["routing"]["cache"]["hit_rate"] > result["routing"]["round robin"]["hit_rate"]
+    assert main(options) == 0
+    shown = capsys.readouterr().out
+    assert f"3 replicas of {result['blocks_per_replica']:,} blocks, {2 * num_requests:,} requests" in shown
+    assert "the target of 0.5 s" in shown
+    assert "one index is the bottleneck from" in shown
+
+
+def test_plan_with_copies_refuses_html_and_no_copies(files, tmp_path, capsys):
+    options = ["plan", *files, "--ttft-p99", "500ms", "--copies"]
+    assert main([*options, "1", "--html", str(tmp_path / "p.html")]) == 1
+    assert "--copies has no HTML report" in capsys.readouterr().err
+    assert main([*options, "0"]) == 1
+    assert "at least one copy" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.parser import Commands, Parser, add_command, progress_bar
@@ -50,6 +50,7 @@ def add(commands: Commands) -> None:
     examples = """
     kvtier plan trace.jsonl --model llama-3-8b --gpu h200 --replicas 6 --ttft-p99 6s --html plan.html
     kvtier plan trace.jsonl --model llama-3-70b --gpu h100 --gpus 4 --ttft-p99 10s --disk-type nvme-gen4
+    kvtier plan trace.jsonl --ttft-p99 6s --replicas 100 --copies 10
     """
     command = add_command(commands, "plan", text, examples, plan, "--ttft-p99 TIME TRACE ...")
     option = command.add_argument
@@ -58,6 +59,7 @@ def add(commands: Commands) -> None:
     option("--ram-price", type=float, metavar="USD", help="price of one GiB of host memory")
     option("--disk-price", type=float, metavar="USD", help="price of one GiB of disk")
     option("--all-replicas", action="store_true", help="simulate all replicas instead of one")
+    option("--copies", type=int, metavar="K", help="simulate the routing of K times the users, instead of sizes")
     _add_options(command)
 
 
@@ -87,6 +89,8 @@ def plan(options: argparse.Namespace) -> int:
 
     trace = _trace(options)
     setup = _setup(options, options.policy)
+    if options.copies is not None:
+        return _plan_fleet(options, trace, setup)
     with _progress("") as update:
         result = plan(
             trace.requests,
@@ -99,6 +103,52 @@ def plan(options: argparse.Namespace) -> int:
         )
     about = describe_trace(trace, options.traces)
     return _print_result(options, plan_result(about, describe_setup(setup, _names(options, setup)), result))
+
+
+def _plan_fleet(options: argparse.Namespace, trace: Trace, setup: Deployment) -> int:
+    """Simulate all replicas with cache-aware routing and round robin, and print what the router costs."""
+    from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, FleetTrace, replica_costs
+
+    if options.html:
+        raise ArgumentError("--copies has no HTML report; use --json")
+    block_tokens = trace.requests[0].block_tokens
+    num_blocks = setup.kv_bytes // (setup.model.token_bytes * block_tokens)
+    costs = replica_costs(setup.model, setup.gpu, block_tokens)
+    users = FleetTrace(trace.requests, options.copies, seed=options.seed)
+    summaries = {}
+    for routing in FleetRouting:
+        config = FleetConfig(setup.replicas, num_blocks, costs, routing, setup.policy)
+        with _progress(routing.value) as update:
+            summaries[routing.value] = FleetSimulation(config, block_tokens).run(users, update)
+    cache = summaries[FleetRouting.CACHE.value]
+    seconds = max(1e-3, (trace.requests[-1].timestamp_ms - trace.requests[0].timestamp_ms) / 1000)
+    rate, capacity = len(users) / seconds, 1 / max(1e-9, cache.decision_seconds)
+    result = {
+        "replicas": setup.replicas,
+        "blocks_per_replica": num_blocks,
+        "requests_per_second": rate,
+        "router_requests_per_second": capacity,
+        "index_bytes": cache.index_bytes,
+        "routing": {name: asdict(summary) for name, summary in summaries.items()},
+    }
+    if options.json:
+        print(json.dumps(result))
+        return 0
+    names = ["routing", "hit rate", "busiest replica over mean", "TTFT p50, s", "TTFT p90, s", "TTFT p99, s"]
+    rows = [
+        [name, each.hit_rate, each.imbalance, *(each.ttft[share] for share in ("p50", "p90", "p99"))]
+        for name, each in summaries.items()
+    ]
+    print(f"{setup.replicas} replicas of {num_blocks:,} blocks, {len(users):,} requests, {rate:.1f} per second\n")
+    _print_table(names, rows, [1])
+    met = "meets" if cache.ttft["p99"] <= options.ttft_p99 else "misses"
+    print(f"\nTTFT p99 with cache-aware routing {met} the target of {options.ttft_p99:g} s")
+    print(
+        f"The router takes {cache.decision_seconds * 1e6:.0f} us per request and {cache.index_bytes / 2**20:.0f} MiB: "
+        f"one core handles {capacity:,.0f} requests per second, {rate / capacity:.1%} of it is used. At this load per "
+        f"replica, one index is the bottleneck from {setup.replicas * capacity / rate:,.0f} replicas on"
+    )
+    return 0
 
 
 def size(text: str) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from kvtier.index import BlockPool, BlocksRemoved, BlocksStored, Chain, Event, N
 from kvtier.index.policies import make_policy
 from kvtier.replay.cost import Roofline, Work
 from kvtier.replay.hardware import GpuSpec, ModelSpec
-from kvtier.replay.trace import TraceRequest, number_paths
+from kvtier.replay.trace import MAX_TOKEN, TraceRequest, number_paths
 from kvtier.router import ReplicaCosts, RouteDecision, Router, RouterConfig, hashes_of
 from kvtier.router.feed import DEVICE
 
@@ -91,6 +92,40 @@ def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaC
     return ReplicaCosts(max(0.0, one - token * many), token, attended, block, 10 * block)
 
 
+class FleetTrace:
+    """Copies of a trace: the same users several times, each copy with prompts and arrival times of its own.
+
+    Iterates over (arrival in seconds, path number of each full block, prompt tokens) in order of time. The prompts are
+    made while it iterates, so that a hundred copies of an hour fit into memory.
+    """
+
+    def __init__(self, requests: Sequence[TraceRequest], copies: int = 1, *, seed: int = 0) -> None:
+        if copies < 1:
+            raise RangeError(f"need at least one copy of the trace, got {copies}")
+        numbers: dict[tuple[int, int], int] = {}
+        self._paths = [np.array(number_paths(request.prompt_ids, numbers), np.int64) for request in requests]
+        self._tokens = [request.input_tokens for request in requests]
+        self._num_paths = len(numbers)
+        if copies * self._num_paths > MAX_TOKEN:
+            raise RangeError(f"{copies} copies of {self._num_paths} blocks exceed {MAX_TOKEN}; use fewer copies")
+        times = np.array([request.timestamp_ms / 1000 for request in requests])
+        mean_gap = (times[-1] - times[0]) / max(1, len(times) - 1) if len(times) else 0.0
+        shifts = np.random.default_rng(seed).uniform(-mean_gap, mean_gap, (copies, len(times)))
+        shifts[0] = 0.0  # one copy is the trace itself
+        arrivals = np.maximum(times + shifts, times[0] if len(times) else 0.0).reshape(-1)
+        self._order = np.argsort(arrivals, kind="stable")
+        self._arrivals = arrivals
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[tuple[float, np.ndarray[Any, np.dtype[np.int32]], int]]:
+        for at in self._order.tolist():
+            copy, number = divmod(at, len(self._paths))
+            paths = (self._paths[number] + copy * self._num_paths).astype(np.int32)
+            yield float(self._arrivals[at]), paths, self._tokens[number]
+
+
 class FleetSimulation:
     """Runs one trace on one fleet. An instance can be run once."""
 
@@ -103,33 +138,31 @@ class FleetSimulation:
         self._ends: list[tuple[float, int, RouteDecision]] = []
         self._router_seconds = 0.0
 
-    def run(self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None) -> FleetSummary:
-        numbers: dict[tuple[int, int], int] = {}
+    def run(self, trace: FleetTrace, progress: Callable[[float], None] | None = None) -> FleetSummary:
         num_blocks = num_hits = 0
-        waits = np.zeros(len(requests))
-        for at, request in enumerate(requests):
-            now = request.timestamp_ms / 1000
+        waits = np.zeros(len(trace))
+        for at, (now, paths, num_tokens) in enumerate(trace):
             self._end_until(now)
-            chain = Chain(self._namespace, np.array(number_paths(request.prompt_ids, numbers), np.int32))
-            number = self._choose(at, chain, request, now)
+            chain = Chain(self._namespace, paths)
+            number = self._choose(at, chain, num_tokens, now)
             replica = self._replicas[number]
             num_matched = self._serve(number, chain)
             num_blocks += chain.num_blocks
             num_hits += num_matched
-            num_computed = max(1, request.input_tokens - num_matched * self._block_tokens)
+            num_computed = max(1, num_tokens - num_matched * self._block_tokens)
             replica.computed_tokens += num_computed
-            replica.free_at = max(now, replica.free_at) + self._seconds(request.input_tokens, num_computed)
+            replica.free_at = max(now, replica.free_at) + self._seconds(num_tokens, num_computed)
             waits[at] = replica.free_at - now
             if progress is not None and at % _PROGRESS_EVERY == 0:
-                progress(at / len(requests))
+                progress(at / len(trace))
         computed = [replica.computed_tokens for replica in self._replicas]
         mean = sum(computed) / len(computed)
         return FleetSummary(
-            len(requests),
+            len(trace),
             num_hits / max(1, num_blocks),
             max(computed) / mean if mean else 1.0,
             {f"p{share}": float(np.percentile(waits, share)) if len(waits) else 0.0 for share in (50, 90, 99)},
-            self._router_seconds / max(1, len(requests)),
+            self._router_seconds / max(1, len(trace)),
             self.router.index.num_bytes,
             self.router.index.num_blocks,
         )
@@ -141,12 +174,12 @@ class FleetSimulation:
         events: list[Event] = []
         return _Replica(RadixTree(self._namespace, [tier], listener=events.append), events=events)
 
-    def _choose(self, at: int, chain: Chain, request: TraceRequest, now: float) -> int:
+    def _choose(self, at: int, chain: Chain, num_tokens: int, now: float) -> int:
         if self.config.routing is FleetRouting.ROUND_ROBIN:
             return at % self.config.num_replicas
         hashes = hashes_of(chain.keys())
         began = time.process_time()
-        decision = self.router.route(hashes, request.input_tokens)
+        decision = self.router.route(hashes, num_tokens)
         self._router_seconds += time.process_time() - began
         assert decision is not None
         begins = max(now, self._replicas[decision.number].free_at)

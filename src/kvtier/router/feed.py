@@ -5,8 +5,9 @@
                                |                       |  ---replay cannot-----> LIVE after `restart`
                                |  ---older number, newer time: the replica restarted---> LIVE, index cleared
 
-While numbers are missing, newer batches wait, because an old event must not undo a newer one. The index keeps what it
-had: a wrong entry costs a hit, never an answer, since the replica looks up the prompt itself.
+Batches are applied as they arrive, also after a gap: the index is then nearly right, and a wrong entry costs a hit,
+never an answer, since the replica looks up the prompt itself. A replay contains all batches from the first missing one
+to the newest. It is applied in order, so the newest event of each block wins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kvtier.router.placement import U64, PlacementIndex, as_hashes
 DEVICE, HOST, STORE, EXPECTED = range(4)
 TIERS = ("device", "host", "store", "expected")
 _MEDIA = {"GPU": DEVICE, "CPU": HOST}  # every other medium is a store
-_MAX_WAITING = 10_000
 _MASK = (1 << 64) - 1
 
 
@@ -51,51 +51,41 @@ class ReplicaFeed:
 
     def __init__(self, index: PlacementIndex, replica: int) -> None:
         self._index, self._replica = index, replica
-        self.state = FeedState.LATE
         self.next_number = 0
         """Number of the first batch that is missing. Request a replay from this number unless the feed is LIVE."""
         self.num_malformed = 0
         """Events that were skipped, because this version cannot read them."""
-        self._time = -np.inf
-        self._waiting: dict[int, EventBatch] = {}
+        self._newest = 0  # number after the newest batch that was applied
+        self._time = -np.inf  # time of the newest batch
+
+    @property
+    def state(self) -> FeedState:
+        if self.next_number == self._newest and self._time > -np.inf:
+            return FeedState.LIVE
+        return FeedState.GAP if self.next_number else FeedState.LATE
 
     def apply(self, batch: EventBatch) -> FeedState:
-        """Apply a batch, or keep it until the batches before it have arrived."""
+        """Apply a new batch or one of a replay. Batches that were applied in order before are ignored."""
         if batch.number < self.next_number:
             if batch.time <= self._time:
-                return self.state  # a repeated batch
-            self.restart(0)
-        if batch.number > self.next_number and _begins_anew(batch):  # nothing before it matters any more
-            self.next_number = batch.number
-            self._waiting = {at: each for at, each in self._waiting.items() if at > batch.number}
-        if batch.number != self.next_number:
-            if len(self._waiting) >= _MAX_WAITING:
-                self.restart(min(self._waiting))
-            self._waiting[batch.number] = batch
-            self.state = FeedState.GAP if self.next_number else FeedState.LATE
-            return self.state
-        self._waiting[batch.number] = batch
-        return self._apply_waiting()
+                return self.state
+            self._index.clear(self._replica)  # the replica restarted
+            self.next_number = self._newest = 0
+        for event in batch.events:
+            self._apply_event(event)
+        if batch.number == self.next_number or _begins_anew(batch):  # a cleared index needs no earlier batch
+            self.next_number = batch.number + 1
+        self._newest = max(self._newest, batch.number + 1)
+        self._time = max(self._time, batch.time)
+        return self.state
 
-    def restart(self, number: int | None = None) -> FeedState:
-        """Forget the replica and continue with batch `number`. By default, continue with the first batch that waits.
+    def restart(self) -> FeedState:
+        """Forget the replica and continue with the next batch. Call it if a replay lacks the missing batches.
 
-        Call it if a replay does not contain the missing batches. The replica then has to publish its blocks again, or
-        the index learns them as they are stored.
+        The index learns blocks of the replica again as they are stored.
         """
         self._index.clear(self._replica)
-        self.next_number = min(self._waiting, default=self.next_number) if number is None else number
-        self._waiting = {at: batch for at, batch in self._waiting.items() if at >= self.next_number}
-        self._time = -np.inf
-        return self._apply_waiting()
-
-    def _apply_waiting(self) -> FeedState:
-        while (batch := self._waiting.pop(self.next_number, None)) is not None:
-            for event in batch.events:
-                self._apply_event(event)
-            self.next_number += 1
-            self._time = batch.time
-        self.state = FeedState.GAP if self._waiting else FeedState.LIVE
+        self.next_number = self._newest
         return self.state
 
     def _apply_event(self, event: Mapping[str, Any]) -> None:

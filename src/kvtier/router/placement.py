@@ -50,12 +50,14 @@ class Found:
     slots: I64
     version: int
     """Version of the table. A table that was rebuilt has other slots."""
+    num_changes: int
+    """Blocks that had been added to the table or removed from it, to check whether the slots are still valid."""
 
     def __len__(self) -> int:
         return len(self.hashes)
 
     def after(self, num_blocks: int) -> Found:
-        return Found(self.hashes[num_blocks:], self.slots[num_blocks:], self.version)
+        return Found(self.hashes[num_blocks:], self.slots[num_blocks:], self.version, self.num_changes)
 
 
 class PlacementIndex:
@@ -69,7 +71,7 @@ class PlacementIndex:
         self.num_blocks = 0
         """Distinct blocks that at least one replica holds."""
         self._num_words = -(-num_replicas // _WORD)
-        self._version = 0
+        self._version = self._num_changes = 0
         self._allocate(128)
 
     @property
@@ -79,7 +81,7 @@ class PlacementIndex:
     def find(self, hashes: U64) -> Found:
         """Look up blocks. The result may be passed to the other methods instead of hashes, which saves a lookup."""
         hashes = np.maximum(hashes, _ONE)  # 0 marks free places
-        return Found(hashes, self._find(hashes), self._version)
+        return Found(hashes, self._find(hashes), self._version, self._num_changes)
 
     def store(self, replica: int, tier: int, blocks: U64 | Found) -> Found:
         """Record that a replica holds blocks in a tier, and return the blocks with their slots. Idempotent."""
@@ -90,7 +92,7 @@ class PlacementIndex:
             added = self._insert(found.hashes[is_new])
             slots = found.slots.copy() if found.version == self._version else self._find(found.hashes)
             slots[is_new] = added
-            found = Found(found.hashes, slots, self._version)
+            found = Found(found.hashes, slots, self._version, self._num_changes)
         self._masks[found.slots, tier, word] |= bit
         return found
 
@@ -118,12 +120,16 @@ class PlacementIndex:
         """
         counts = np.zeros((self.num_tiers, self.num_replicas), np.int32)
         slots = self._current(blocks).slots
-        absent = np.flatnonzero(slots < 0)
+        absent = (slots < 0).nonzero()[0]
         masks = self._masks[slots[: absent[0]] if len(absent) else slots]  # [block, tier, word]
         if not len(masks):
             return counts
-        held = np.bitwise_and.accumulate(np.bitwise_or.reduce(masks, axis=1), axis=0)
-        held = held[: int(np.count_nonzero(held.any(axis=1)))]
+        held = masks[:, 0].copy()
+        for tier in range(1, self.num_tiers):  # faster than a reduction over a short axis
+            held |= masks[:, tier]
+        np.bitwise_and.accumulate(held, axis=0, out=held)
+        if not held[-1].any():
+            held = held[: int(np.count_nonzero(held.any(axis=1)))]
         for tier in range(self.num_tiers):
             here = masks[: len(held), tier] & held
             if here.any():
@@ -165,8 +171,10 @@ class PlacementIndex:
             return self.find(blocks)
         if blocks.version != self._version:
             return self.find(blocks.hashes)
+        if blocks.num_changes == self._num_changes:
+            return blocks
         is_valid = self._keys.reshape(-1)[blocks.slots] == blocks.hashes
-        return Found(blocks.hashes, np.where(is_valid, blocks.slots, -1), self._version)
+        return Found(blocks.hashes, np.where(is_valid, blocks.slots, -1), self._version, self._num_changes)
 
     def _bit(self, replica: int, tier: int) -> tuple[int, np.uint64]:
         if not (0 <= replica < self.num_replicas and 0 <= tier < self.num_tiers):
@@ -182,15 +190,19 @@ class PlacementIndex:
     def _find(self, hashes: U64) -> I64:
         """Return the slot of each block, or -1. No hash is 0."""
         buckets = self._buckets(hashes)
-        is_here = self._keys[buckets] == hashes[:, None]
-        slots = np.where(is_here.any(axis=1), buckets * _PLACES + is_here.argmax(axis=1), -1)
-        todo = np.flatnonzero((slots < 0) & self._overflowed[buckets])
+        slots = np.full(len(hashes), -1, np.int64)
+        rows, places = (self._keys[buckets] == hashes[:, None]).nonzero()
+        slots[rows] = buckets[rows] * _PLACES + places
+        if len(rows) == len(hashes):
+            return slots
+        todo = (slots < 0).nonzero()[0]
+        todo = todo[self._overflowed[buckets[todo]]]
         while len(todo):
             buckets[todo] = (buckets[todo] + 1) % len(self._keys)
-            is_here = self._keys[buckets[todo]] == hashes[todo, None]
-            found = is_here.any(axis=1)
-            slots[todo[found]] = (buckets[todo] * _PLACES + is_here.argmax(axis=1))[found]
-            todo = todo[~found & self._overflowed[buckets[todo]]]
+            rows, places = (self._keys[buckets[todo]] == hashes[todo, None]).nonzero()
+            slots[todo[rows]] = buckets[todo[rows]] * _PLACES + places
+            todo = todo[slots[todo] < 0]
+            todo = todo[self._overflowed[buckets[todo]]]
         return slots
 
     def _insert(self, hashes: U64) -> I64:
@@ -202,6 +214,7 @@ class PlacementIndex:
         if num_buckets > len(self._keys) or self._num_overflowed > _MAX_OVERFLOWED * num_buckets:
             self._rebuild(num_buckets)
         slots = self._place(hashes)
+        self._num_changes += len(slots)
         self.num_blocks += len(np.unique(slots))
         return slots
 
@@ -238,6 +251,7 @@ class PlacementIndex:
             empty = np.unique(empty)
             self._keys.reshape(-1)[empty] = _ZERO
             self.num_blocks -= len(empty)
+            self._num_changes += len(empty)
 
     def _rebuild(self, num_buckets: int) -> None:
         keys, masks = self._keys.reshape(-1), self._masks

@@ -10,7 +10,7 @@ from kvtier.errors import RangeError
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Roofline, Work
 from kvtier.replay.curves import Accesses, index_hits
-from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, replica_costs
+from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, FleetTrace, replica_costs
 from kvtier.replay.hardware import GpuSpec, ModelSpec
 from kvtier.router import ReplicaCosts
 
@@ -28,7 +28,7 @@ REQUESTS = st.lists(
 
 def run(requests, num_replicas, num_blocks, routing=FleetRouting.CACHE):
     simulation = FleetSimulation(FleetConfig(num_replicas, num_blocks, COSTS, routing), 512)
-    summary = simulation.run(requests)
+    summary = simulation.run(FleetTrace(requests))
     simulation.router.check()
     return summary
 
@@ -49,7 +49,7 @@ def test_fleet_of_one_replica_has_the_hits_of_the_index(requests, num_blocks, ro
 def test_router_of_fleet_holds_the_blocks_of_all_replicas(requests, num_replicas):
     requests.sort(key=lambda request: request.timestamp_ms)
     simulation = FleetSimulation(FleetConfig(num_replicas, 12, COSTS), 512)
-    simulation.run(requests)
+    simulation.run(FleetTrace(requests))
     simulation._end_until(1e9)
     index = simulation.router.index
     index.check()
@@ -82,3 +82,26 @@ def test_fleet_without_replicas_or_blocks_raises():
     for replicas, blocks in ((0, 1), (1, 0)):
         with pytest.raises(RangeError, match="at least one replica and one block"):
             FleetConfig(replicas, blocks, COSTS)
+
+
+@given(requests=REQUESTS, copies=st.integers(1, 4))
+def test_copies_of_a_trace_share_prefixes_only_within_a_copy(requests, copies):
+    requests.sort(key=lambda request: request.timestamp_ms)
+    trace = FleetTrace(requests, copies)
+    found = list(trace)
+    assert len(found) == len(trace) == copies * len(requests)
+    assert [each[0] for each in found] == sorted(each[0] for each in found)
+    once = [tuple(paths) for _, paths, _ in FleetTrace(requests)]
+    num_paths = len({path for paths in once for path in paths})
+    by_copy = [[] for _ in range(copies)]
+    for _, paths, _ in found:
+        if len(paths):
+            by_copy[paths[0] // max(1, num_paths)].append(tuple(paths % num_paths))
+    assert all(sorted(each) == sorted(paths for paths in once if paths) for each in by_copy)
+
+
+def test_trace_with_bad_number_of_copies_raises():
+    with pytest.raises(RangeError, match="at least one copy"):
+        FleetTrace([], 0)
+    with pytest.raises(RangeError, match="use fewer copies"):
+        FleetTrace([TraceRequest(0, 1024, 1, (1, 2))], 2**31)

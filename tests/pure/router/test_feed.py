@@ -98,9 +98,11 @@ def test_feed_without_replay_forgets_the_replica():
     stored = [{"type": "BlockStored", "block_hashes": [number], "medium": "GPU"} for number in range(1, 6)]
     feed.apply(EventBatch(0, 0.0, [stored[0]]))
     assert feed.apply(EventBatch(2, 2.0, [stored[2]])) is FeedState.GAP
-    assert (feed.next_number, blocks_of(index)) == (1, {1})
+    assert (feed.next_number, blocks_of(index)) == (1, {1, 3})
     assert feed.restart() is FeedState.LIVE
-    assert (feed.next_number, blocks_of(index)) == (3, {3})
+    assert (feed.next_number, blocks_of(index)) == (3, set())
+    assert feed.apply(EventBatch(3, 3.0, [stored[3]])) is FeedState.LIVE
+    assert blocks_of(index) == {4}
 
 
 def test_feed_of_restarted_replica_starts_again():
@@ -144,11 +146,14 @@ def test_batch_that_clears_the_index_fills_a_gap():
         return {"type": "BlockStored", "block_hashes": hashes, "medium": "GPU"}
 
     assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LATE  # numbers do not begin at 0
-    assert feed.apply(EventBatch(999, 2.0, [{"type": "AllBlocksCleared"}, stored(2)])) is FeedState.LIVE
+    assert feed.apply(EventBatch(999, 2.0, [{"type": "AllBlocksCleared"}, stored(2)])) is FeedState.GAP
+    assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LIVE  # the replay repeats newer batches
     assert blocks_of(index) == {1, 2}
     assert feed.apply(EventBatch(1_010, 3.0, [stored(3)])) is FeedState.GAP
     assert feed.next_number == 1_001
     assert feed.apply(EventBatch(1_005, 4.0, [{"type": "AllBlocksCleared"}, stored(4)])) is FeedState.GAP
     for number in range(1_006, 1_010):
         feed.apply(EventBatch(number, 4.0, []))
+    assert (feed.state, feed.next_number) == (FeedState.GAP, 1_010)
+    feed.apply(EventBatch(1_010, 3.0, [stored(3)]))
     assert (feed.state, blocks_of(index)) == (FeedState.LIVE, {3, 4})

@@ -19,8 +19,8 @@ TOKENS = 32 * SIZE + 8
 COSTS = ReplicaCosts(0.01, 0.001, 0.0, 0.002, 0.02)
 
 
-def new_router(names="abc", costs=COSTS):
-    router = Router(RouterConfig(SIZE, 8))
+def new_router(names="abc", costs=COSTS, duplicate_cost=0.0):
+    router = Router(RouterConfig(SIZE, 8, duplicate_cost))
     for name in names:
         router.add(name, costs)
     return router
@@ -75,6 +75,15 @@ def test_router_leaves_a_replica_whose_queue_is_too_long():
     names = [router.route(PROMPT[:20], 20 * SIZE + 1).replica for _ in range(40)]
     assert names[:20] == ["a"] * 20  # 11 ms each there, 331 ms on the other replica
     assert "b" in names[20:]
+
+
+@pytest.mark.parametrize(("duplicate_cost", "num_before"), [(0.0, 331 // 11), (1.0, 651 // 11)])
+def test_router_charges_for_blocks_that_another_replica_has(duplicate_cost, num_before):
+    """The prompt takes 11 ms on its replica. The other one takes 331 ms, and 320 ms more if duplicates are charged."""
+    router = new_router("ab", duplicate_cost=duplicate_cost)
+    stored(router, "a", PROMPT)
+    names = [router.route(PROMPT[:20], 20 * SIZE + 1).replica for _ in range(80)]
+    assert names.index("b") == num_before
 
 
 def test_prompts_with_one_prefix_follow_each_other_before_events():
