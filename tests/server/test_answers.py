@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, syntax_of_template
+from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, TextDelta, syntax_of_template
 
 NAMES = ("search", "read_file")
 TAGGED = AnswerSyntax("tagged", NAMES, has_reasoning=True)
@@ -84,6 +86,59 @@ def test_parser_gives_the_same_parts_for_random_splits(number, cuts):
     syntax, text, expected = ANSWERS[number]
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert parse(syntax, [text[a:b] for a, b in itertools.pairwise(edges)]) == expected
+
+
+LINES = (Path(__file__).parents[1] / "data" / "answers.jsonl").read_text().strip().split("\n")
+RECORDED = [json.loads(line) for line in LINES]
+"""Answers of SmolLM2 (tests/data/record_answers.py), in the pieces in which the engine returned them."""
+
+
+def merged(syntax, pieces):
+    """Return the parts of an answer in order. Neighbours of one kind are joined."""
+    parser, parts = AnswerParser(syntax, "call-"), []
+    deltas = [*map(parser.feed, pieces), parser.finish()]
+    for part in itertools.chain.from_iterable(delta.parts for delta in deltas):
+        if isinstance(part, TextDelta):
+            key, text = part.kind, part.text
+        else:
+            key, text = (part.index, *((part.id, part.name) if part.id else parts[-1][0][1:])), part.arguments
+        if parts and parts[-1][0] == key:
+            parts[-1][1] += text
+        else:
+            parts.append([key, text])
+    return parts
+
+
+def test_recordings_cover_all_forms_and_results():
+    forms = Counter(record["form"] for record in RECORDED)
+    assert (forms.total(), min(forms.values()) >= 24) == (200, True), forms
+    assert {*forms} == {"tagged", "bare", "list", "arguments"}
+    results = Counter()
+    for record in RECORDED:
+        content, _, calls = parse(AnswerSyntax(record["form"], tuple(record["tools"])), record["pieces"])
+        results[bool(content), min(len(calls), 2)] += 1
+    assert {(True, 0), (False, 1), (True, 1), (False, 2)} <= {*results}, results
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_parser_of_recordings_does_not_depend_on_the_split(first):
+    for record in RECORDED[first : first + 50]:
+        for has_reasoning in (False, True) if record["form"] in ("tagged", "bare") else (False,):
+            syntax = AnswerSyntax(record["form"], tuple(record["tools"]), has_reasoning=has_reasoning)
+            text = "".join(record["pieces"])
+            expected = merged(syntax, [text])
+            assert merged(syntax, record["pieces"]) == expected
+            assert merged(syntax, text) == expected
+            for at in range(1, len(text)):
+                assert merged(syntax, [text[:at], text[at:]]) == expected, (text, at)
+
+
+@given(st.integers(0, 199), st.lists(st.integers(0, 400), max_size=20))
+def test_parser_of_recordings_gives_same_parts_for_random_splits(number, cuts):
+    record = RECORDED[number]
+    syntax, text = AnswerSyntax(record["form"], tuple(record["tools"])), "".join(record["pieces"])
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert merged(syntax, [text[a:b] for a, b in itertools.pairwise(edges)]) == merged(syntax, [text])
 
 
 ALPHABET = [
