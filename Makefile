@@ -21,10 +21,13 @@ TRACE ?= $(KVTIER_TRACE)
 VLLM ?= 0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/installed-$(VLLM)
+# Clients of the server in an environment of their own, since they pin other versions. Only tests use it.
+CLIENTS_BIN := .venv-clients/bin
+CLIENTS_STAMP := .venv-clients/installed
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm soak-vllm
+.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm soak-vllm clients test-clients
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -79,6 +82,20 @@ soak-vllm: $(VLLM_STAMP)  ## run vLLM with random faults for SOAK_SECONDS (600),
 	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_soak --seconds $${SOAK_SECONDS:-600}
 	KVTIER_KILLS=$${KVTIER_KILLS:-30} $(VLLM_BIN)/python -m pytest tests/vllm/test_restart.py -k kills
 
+clients: $(CLIENTS_STAMP)  ## create .venv-clients with clients and agent frameworks (0.9 GB)
+
+# pip tries older versions of these packages for more than 20 minutes; uv needs 20 seconds.
+$(CLIENTS_STAMP): pyproject.toml Makefile
+	test -x $(CLIENTS_BIN)/python || $(PYTHON) -m venv .venv-clients
+	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
+	$(CLIENTS_BIN)/uv pip install --quiet --python $(CLIENTS_BIN)/python $$($(PYTHON) .ci/group clients)
+	touch $@
+
+# The warnings of the clients are not ours.
+test-clients: $(STAMP) $(CLIENTS_STAMP)  ## run clients and agent frameworks against a server (ARGS)
+	$(CLIENTS_BIN)/python -m pytest --confcutdir=tests/clients -o filterwarnings=ignore -p no:cacheprovider \
+		tests/clients $(ARGS)
+
 check: $(STAMP)  ## check format, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -122,4 +139,4 @@ gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .venv-clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
