@@ -17,7 +17,7 @@ from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import LoadError
-from kvtier.index import BlockState, Chain, Namespace, Shortage
+from kvtier.index import BlockState, Chain, Listener, Namespace, Shortage
 from kvtier.index.transitions import block_states
 from kvtier.messages import Drop, Plan, Probe, Report, Route, StoreLookup, TransferRequest, TransferResult, split_keys
 
@@ -130,11 +130,12 @@ class Lab:
         num_ranks: int = 1,
         always_load: bool = True,
         workers: Sequence[Worker] = (),
+        listener: Listener | None = None,
         **options,
     ) -> None:
         host = host or HostConfig(20)
         config = CacheConfig(num_blocks, host=host, stores=tuple(stores), always_load=always_load, **options)
-        self.manager = CacheManager(NAMESPACE, config, num_ranks=num_ranks)
+        self.manager = CacheManager(NAMESPACE, config, num_ranks=num_ranks, listener=listener)
         names = [store.name for store in stores]
         self.workers = list(workers) or [Worker(rank, names) for rank in range(num_ranks)]
         self.control = CacheAdmin(self.manager)

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from event_support import Router, free_address
+from event_support import MEDIA, Router, free_address
 
 zmq = pytest.importorskip("zmq", reason="pip install 'kvtier[events]'")
 msgspec = pytest.importorskip("msgspec", reason="pip install 'kvtier[events]'")
@@ -21,10 +21,11 @@ NUM_EVENTS = 10_000 if "KVTIER_SOAK" in os.environ else 1_000
 
 
 @pytest.fixture
-def published(start):
+def published(start, tmp_path):
     """Start a server with a small cache that publishes events. Yield the server and its two addresses."""
     addresses = free_address(), free_address()
-    options = ("--blocks", str(NUM_BLOCKS), "--host-blocks", "64", "--events", addresses[0])
+    tiers = ("--blocks", str(NUM_BLOCKS), "--host-blocks", "64", "--disk", str(tmp_path / "kv"))
+    options = (*tiers, "--events", addresses[0])
     return start(*options, "--events-replay", addresses[1]), addresses
 
 
@@ -33,8 +34,8 @@ def ask(server, text: str, **options) -> None:
     assert server.post("/v1/completions", body).status_code == 200
 
 
-def blocks_in_memory(state) -> dict[str, int]:
-    return {"GPU": state["tiers"][0]["num_used"], "CPU": state["tiers"][1]["num_used"]}
+def blocks_of(state) -> dict[str, int]:
+    return {medium: tier["num_used"] for medium, tier in zip(MEDIA.values(), state["tiers"], strict=True)}
 
 
 def agree_on_device(server, router: Router) -> None:
@@ -50,7 +51,7 @@ def agree(server, router: Router) -> None:
 
     def is_equal(state) -> bool:
         router.catch_up()
-        return blocks_in_memory(state) == {medium: len(blocks) for medium, blocks in router.blocks.items()}
+        return blocks_of(state) == {medium: len(blocks) for medium, blocks in router.blocks.items()}
 
     server.wait_for(is_equal)
 

@@ -90,7 +90,7 @@ class CacheManager:
         """Number of requests by decision: to load blocks from lower tiers, or to recompute these blocks."""
         self.num_damaged = 0
         """Number of host blocks that the scrubber found corrupt."""
-        self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
+        self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers, listener) for each in stores}
         self.foreign: ForeignDevice | None = None
         """Loads and saves device blocks if another engine owns these blocks."""
         if not config.owns_device and host is not None:
@@ -280,6 +280,8 @@ class CacheManager:
         self.tree.reset(namespace)
         self.transfers.epoch += 1
         self._prefetcher.reset()
+        for store in self.stores.values():
+            store.on_reset()
         for queue in self.queues:
             queue.jobs.clear()
 

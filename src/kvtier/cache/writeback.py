@@ -21,7 +21,8 @@ import numpy as np
 
 from kvtier.cache.config import StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker, mask_and, mask_runs
-from kvtier.index import BlockPool, Chain, Lease, RadixTree, Shortage, Slots, Tier
+from kvtier.cache.store_events import StoreEvents
+from kvtier.index import BlockPool, Chain, Lease, Listener, RadixTree, Shortage, Slots, Tier
 from kvtier.index.node import IS_ABSENT, READABLE
 from kvtier.index.transitions import begin_write, block_slots, block_states
 from kvtier.messages import Drop, Route, StoreLookup, split_keys
@@ -173,8 +174,16 @@ class _Copies:
 class StoreIndex:
     """Records the keys in one store, as far as they are known, and starts writes to the store."""
 
-    def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, transfers: TransferTracker) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        host: Tier,
+        config: StoreConfig,
+        transfers: TransferTracker,
+        listener: Listener | None = None,
+    ) -> None:
         self.config = config
+        self._events = StoreEvents(config.name, listener) if listener is not None else None
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys that are stored or being written, newest last
         self._looked_up: dict[int, _Copies] = {}  # ranks -> instance for all looked-up keys with these ranks
@@ -217,6 +226,8 @@ class StoreIndex:
                 del known[key]
                 if copies.ranks != mine:
                     known[key] = self._of_ranks(copies.ranks & ~mine)
+        if self._events is not None:
+            self._events.removed(split_keys(lookup.absent))
 
     def _of_ranks(self, ranks: int) -> _Copies:
         return self._looked_up.setdefault(ranks, _Copies(ranks))
@@ -224,19 +235,31 @@ class StoreIndex:
     def drop(self, keys: bytes) -> None:
         for key in split_keys(keys):
             self._known.pop(key, None)  # the store executes a drop after earlier writes
+        if self._events is not None:
+            self._events.removed(split_keys(keys))
         if keys:
             self._transfers.drop(Drop(self.config.name, keys))
 
     def clear(self) -> None:
         """Remove all blocks of this cache from the store."""
         self._known.clear()
+        if self._events is not None:
+            self._events.removed_all()
         self._transfers.drop(Drop(self.config.name))
 
     def _remember(self, copies: dict[bytes, _Copies]) -> None:
         """Record keys. Beyond the limit, remove the oldest keys."""
         self._known.update(copies)
-        for key in list(islice(self._known, max(0, len(self._known) - self.config.max_known))):
+        forgotten = list(islice(self._known, max(0, len(self._known) - self.config.max_known)))
+        for key in forgotten:
             del self._known[key]
+        if forgotten and self._events is not None:
+            self._events.removed(forgotten)
+
+    def on_reset(self) -> None:
+        """Handle a reset of the tree, which reports that all tiers are empty."""
+        if self._events is not None:
+            self._events.reset()
 
     # ---- writes ----------------------------------------------------------------------------------------------------
 
@@ -250,6 +273,9 @@ class StoreIndex:
             if not ok and self._known.get(key) is copies:
                 del self._known[key]
         copies.ranks = self._all_ranks
+        if self._events is not None:
+            written = bytes([self._known.get(key) is copies for key in keys])  # not failed, dropped or forgotten
+            self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Write the job's blocks that the store lacks. Return the number of started writes and the rest of the job."""

@@ -25,9 +25,11 @@ from hypothesis.stateful import (
 from cache_support import Lab, chain_of, content
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
+from kvtier.cache.manager import CacheManager
 from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import LoadError
-from kvtier.index import Chain, Lease, MediaItem
+from kvtier.index import BlocksRemoved, Chain, Event, IndexCleared, Lease, MediaItem
+from kvtier.index.node import WRITING
 from kvtier.messages import Drop, Route, split_keys
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
@@ -60,6 +62,38 @@ PROMPTS = st.sampled_from(
 )
 
 
+class Mirror:
+    """Rebuilds the keys of every tier from the events of the index and of the stores."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[str, set[bytes]] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, IndexCleared):
+            self.tiers.clear()
+            return
+        tier, keys = self.tiers.setdefault(event.tier, set()), split_keys(event.keys)
+        if isinstance(event, BlocksRemoved):
+            assert tier.issuperset(keys), "an unknown block was removed"
+            tier.difference_update(keys)
+        else:
+            assert tier.isdisjoint(keys), "a block was stored twice"
+            tier.update(keys)
+
+    def check(self, manager: CacheManager) -> None:
+        """Compare with the tree. Blocks of stores must be recorded as complete."""
+        held: dict[str, set[bytes]] = {}
+        for node in manager.tree.nodes():
+            for tier, part in zip(manager.tree.tiers, node.held, strict=True):
+                states = part.states if part is not None else b""
+                keys = {key for key, state in zip(split_keys(node.keys), states, strict=False) if state > WRITING}
+                held.setdefault(tier.name, set()).update(keys)
+        for tier in manager.tree.tiers:
+            assert self.tiers.get(tier.name, set()) == held.get(tier.name, set()), tier.name
+        for name, store in manager.stores.items():
+            assert all(store.num_leading([key]) for key in self.tiers.get(name, ())), "a lost block is still reported"
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Runs requests and operator commands on one or two ranks while transfers fail and stores lose objects."""
 
@@ -78,9 +112,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def begin(self, num_blocks, host, stores, num_ranks, always_load, free_share, seed, loss):
         self.random = random.Random(seed)
         stores = [StoreConfig(f"store{i}", *fields(each)) for i, each in enumerate(stores)]
-        self.lab = Lab(
-            num_blocks, host=host, stores=stores, num_ranks=num_ranks, always_load=always_load, free_share=free_share
-        )
+        options = {"always_load": always_load, "free_share": free_share}
+        self.mirror = Mirror()
+        self.lab = Lab(num_blocks, host=host, stores=stores, num_ranks=num_ranks, listener=self.mirror, **options)
         self.loss = loss
         self.waiting: list[tuple[Chain, Prefetch]] = []
         self.running: list[tuple[Allocation, bool]] = []
@@ -279,6 +313,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.steps["steps"] += 1
         if hasattr(self, "lab"):
             self.lab.manager.check()
+            self.mirror.check(self.lab.manager)
             for worker in self.lab.workers:
                 for store in worker.stores.values():
                     for key, found in store.items():
@@ -336,3 +371,29 @@ def test_manager_serves_no_wrong_block_under_random_events():
     )
     assert ManagerMachine.steps["steps"] - before >= 5_000 * SOAK
     assert min(ManagerMachine.steps[tier] for tier in ("device", "host", "store0")) > 0
+
+
+def test_events_of_a_store_follow_writes_drops_and_resets():
+    mirror = Mirror()
+    lab = Lab(20, stores=[StoreConfig("disk")], listener=mirror)
+    chain = chain_of(*range(1, 21), 7)
+
+    def serve() -> None:
+        allocation = lab.manager.match(chain, now=lab.now)
+        assert lab.manager.allocate(allocation, chain.num_tokens) is None
+        lab.settle()
+        lab.compute(allocation)
+        lab.manager.finish(allocation)
+        lab.settle()
+
+    serve()
+    assert mirror.tiers["disk"] == {*split_keys(chain.keys())} == {*lab.worker.stores["disk"]}
+    lab.control.drop(chain)
+    assert not mirror.tiers["disk"]
+    lab.settle()
+    serve()
+    lab.manager.reset()
+    assert mirror.tiers == {}  # the store keeps the blocks, but their tokens are gone with the tree
+    assert lab.worker.stores["disk"]
+    lab.manager.stores["disk"].clear()
+    mirror.check(lab.manager)
