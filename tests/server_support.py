@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ VERIFY = False
 class ServerProcess:
     """A process of `kvtier serve` on a free port. Its log is written to a file."""
 
-    def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, log: Path, *arguments: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix` is a command that executes the rest of its command line."""
         self._log = log
         self._clients: dict[str, openai.OpenAI] = {}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--json", *arguments],
+                [*prefix, sys.executable, "-m", "kvtier", "serve", "--port", "0", "--json", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=file,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},

@@ -1,7 +1,9 @@
-"""Compile kvtier's C code with the local compiler on first use, and keep the library in the cache directory.
+"""Load kvtier's C code: prebuilt libraries, or libraries compiled on first use and kept in the cache directory.
 
-The wheel is pure Python. If there is no compiler, or if the library does not work, `load` returns the reason, and
-callers use Python equivalents.
+The wheel is pure Python. `kvtier build-native DIR` compiles the libraries of an image, which KVTIER_NATIVE_DIR names at
+run time. A library with instructions that not every processor has is built in several variants; the best one that the
+processor supports is loaded. If there is neither a library nor a compiler, or if the library does not work, `load`
+returns the reason, and callers use Python equivalents.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,6 +26,7 @@ from kvtier.files import cache_dir, distrust
 
 Code = TypeVar("Code")
 _SECONDS = 120  # compiler timeout
+_NO_COMPILER = "no C compiler found (looked for $CC, cc, gcc, clang)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +37,138 @@ class Native(Generic[Code]):
     reason: str
 
 
-def load(
-    package: str, files: Sequence[str], flags: Sequence[str], make: Callable[[Path], Code], *, made_for: str = ""
-) -> Native[Code]:
-    """Compile the first of `files` in a package, and return the object that `make` creates from the library.
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compile a library for any machine of this architecture that has the features."""
 
-    `made_for` names other dependencies of the library, such as processor features, because several machines may share a
-    cache directory. `make` raises UnavailableError if this machine cannot run the library. If `make` raises OSError or
-    AttributeError, the cached library is incomplete and is compiled again. A library that another user could have
-    written is not loaded, because it would have all rights of this process. A private copy is compiled instead.
+    name: str = "any"
+    flags: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+    """Features that the processor must have, as in /proc/cpuinfo."""
+
+
+_V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+X86_VARIANTS = (
+    Variant("amx", ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), _V4 | {"amx_tile", "amx_bf16"}),
+    Variant("v4", ("-march=x86-64-v4",), _V4),
+    Variant("v3", ("-march=x86-64-v3",), _V3),
+    Variant("v1", ("-march=x86-64",)),
+)
+"""Levels of the x86-64 ABI, best first. The last one runs on every x86-64."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSource:
+    """C code in a package. The first of `files` is compiled, the others are included."""
+
+    package: str
+    files: tuple[str, ...]
+    flags: tuple[str, ...]
+    local_flags: tuple[str, ...] = ()
+    """Flags that make the code depend on this processor. They are used for libraries in the cache directory only."""
+    x86_variants: tuple[Variant, ...] = (Variant(),)
+    is_x86_only: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.package.rpartition(".")[2]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Variants for this architecture, best first."""
+        if platform.machine() in ("x86_64", "AMD64"):
+            return self.x86_variants
+        return () if self.is_x86_only else (Variant(),)
+
+    def texts(self) -> dict[str, str]:
+        return {name: resources.files(self.package).joinpath(name).read_text() for name in self.files}
+
+    def file_name(self, texts: dict[str, str], flags: Sequence[str], *built_for: str) -> str:
+        """Return a name that depends on everything that the library depends on."""
+        system = (platform.machine(), *platform.libc_ver()[:1])
+        key = hashlib.sha256("\0".join((*texts.values(), *flags, *system, *built_for)).encode()).hexdigest()
+        return f"{self.name}-{key[:16]}.so"
+
+
+def load(source: NativeSource, make: Callable[[Path], Code]) -> Native[Code]:
+    """Return the object that `make` creates from the library of a source.
+
+    `make` raises UnavailableError if this machine cannot run the library. If `make` raises OSError or AttributeError, a
+    cached library is incomplete and is compiled again. A library that another user could have written is not loaded,
+    because it would have all rights of this process. A private copy is compiled instead.
     """
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    texts = {name: resources.files(package).joinpath(name).read_text() for name in files}
-    built_on = (platform.machine(), *platform.libc_ver(), made_for)
-    key = hashlib.sha256("\0".join((*texts.values(), *flags, *built_on)).encode()).hexdigest()
+    texts, folder = source.texts(), os.environ.get("KVTIER_NATIVE_DIR")
+    if not folder:
+        return _load_or_compile(source, texts, make)
+    prebuilt = _load_prebuilt(source, texts, Path(folder), make)
+    if prebuilt.code is not None:
+        return prebuilt
+    compiled = _load_or_compile(source, texts, make)
+    return compiled if compiled.code is not None else Native(None, f"{prebuilt.reason}; {compiled.reason}")
+
+
+def build(source: NativeSource, folder: Path) -> Iterator[tuple[Variant, Path, str]]:
+    """Compile all variants of a source into a folder. Yield each variant, its library, and the error if it failed."""
+    compiler, texts = _compiler(), source.texts()
+    for variant in source.variants:
+        flags = (*source.flags, *variant.flags)
+        path = folder / source.file_name(texts, flags, variant.name)
+        error = _NO_COMPILER if compiler is None else ""
+        if compiler is not None and not path.exists():
+            try:
+                _compile(compiler, texts, flags, path)
+            except (OSError, subprocess.SubprocessError) as failure:
+                error = f"compiling with {compiler} failed: {getattr(failure, 'stderr', None) or failure}"
+        yield variant, path, error
+
+
+def features() -> frozenset[str]:
+    """Return the features of the processor. Empty if they are unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def _load_prebuilt(
+    source: NativeSource, texts: dict[str, str], folder: Path, make: Callable[[Path], Code]
+) -> Native[Code]:
+    """Load the best variant that the folder has and the processor supports."""
+    present = features()
+    for variant in source.variants:
+        path = folder / source.file_name(texts, (*source.flags, *variant.flags), variant.name)
+        if not variant.needs <= present or not path.exists():
+            continue
+        try:
+            if refusal := distrust(path.resolve()):
+                return Native(None, refusal)
+            return Native(make(path), f"prebuilt in {path} ({variant.name})")
+        except (UnavailableError, OSError, AttributeError) as error:
+            return Native(None, f"{path} cannot be used: {error}")
+    return Native(
+        None,
+        f"{folder} has no library of {source.package} for this version of kvtier and this processor; run kvtier "
+        f"build-native {folder}",
+    )
+
+
+def _load_or_compile(source: NativeSource, texts: dict[str, str], make: Callable[[Path], Code]) -> Native[Code]:
+    compiler = _compiler()
+    flags = (*source.flags, *source.local_flags)
+    # Several machines may share a cache directory.
+    built_on = (platform.libc_ver()[1], " ".join(sorted(features())) if source.local_flags else "")
     try:
         folder = cache_dir().resolve()
-        path = folder / f"{package.rpartition('.')[2]}-{key[:16]}.so"
+        path = folder / source.file_name(texts, flags, *built_on)
         refusal = distrust(folder)
         code = None if refusal else _load_cached(path, make)
         if code is not None:
             return Native(code, f"compiled in {path}")
         if compiler is None:
-            return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
+            return Native(None, _NO_COMPILER)
         if not refusal and not os.access(folder, os.W_OK):
             refusal = f"{folder} cannot be written"
         if refusal:
@@ -67,6 +179,10 @@ def load(
         return Native(None, str(error))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return Native(None, f"compiling with {compiler} failed: {getattr(error, 'stderr', None) or error}")
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 
 
 def _load_cached(path: Path, make: Callable[[Path], Code]) -> Code | None:

@@ -83,7 +83,23 @@ def add_commands(commands: Commands) -> None:
     stores.add(commands)
     replay.add(commands)
     _add_doctor(commands)
+    _add_build_native(commands)
     completion.add(commands)
+
+
+def _add_build_native(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from kvtier.cli.native import build_native
+
+        return build_native(options)
+
+    text = (
+        "Compile the native code for a container image, in variants for several processors. Set KVTIER_NATIVE_DIR to "
+        "the folder at run time; then no compiler is needed."
+    )
+    examples = "kvtier build-native /opt/kvtier/native\nKVTIER_NATIVE_DIR=/opt/kvtier/native kvtier doctor"
+    command = add_command(commands, "build-native", text, examples, run, "FOLDER")
+    command.add_argument("folder", metavar="FOLDER", help="folder for the libraries; made if it does not exist")
 
 
 def _apply_settings(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) -> None:

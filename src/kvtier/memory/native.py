@@ -12,9 +12,9 @@ import numpy as np
 
 from kvtier.errors import ArgumentError
 from kvtier.memory.copy_plan import I64, Scan
-from kvtier.native_code import Native, load
+from kvtier.native_code import Native, NativeSource, load
 
-_FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
+SOURCE = NativeSource("kvtier.memory", ("native.c",), ("-O3", "-shared", "-fPIC", "-pthread"))
 # Minimum bytes per thread. Starting and joining a thread takes 20 to 60 us, during which one core copies 1 to 3 MB.
 _BYTES_PER_THREAD = 2 << 20
 # A few cores saturate the memory of a socket; more threads would only take cores from the model.
@@ -142,4 +142,4 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
 
 @functools.cache
 def native() -> Native[MemoryNative]:
-    return load("kvtier.memory", ["native.c"], _FLAGS, MemoryNative)
+    return load(SOURCE, MemoryNative)

@@ -91,6 +91,20 @@ def _count_collections(registry: Registry) -> None:
     registry.before_collect(update)
 
 
+def missing_native_code() -> list[str]:
+    """Return a note for each library of native code that is not in use."""
+    from kvtier.engine import native as engine
+    from kvtier.memory import native as memory
+    from kvtier.storage import checksum
+
+    libraries = (
+        ("CPU kernels", engine.native().code, engine.native().reason, "torch"),
+        ("host copies", memory.native().code, memory.native().reason, "numpy"),
+        ("checksums", checksum.native().code, checksum.native().reason, "zlib and numpy"),
+    )
+    return [f"{name} use {twin}, which is slower: {why}" for name, code, why, twin in libraries if code is None]
+
+
 def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[object]:
     if not path:
         return contextlib.nullcontext()
@@ -165,6 +179,7 @@ class EngineServer:
             config.cache.num_blocks,
             config.scheduler.max_rows,
             tuple(self._engine.model.config.eos_token_ids),
+            tuple(missing_native_code()),
         )
         with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine failed
             self._channel.send(Reply(0, started))

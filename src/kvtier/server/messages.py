@@ -82,6 +82,8 @@ class Started:
     num_blocks: int
     max_rows: int
     eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    """What is missing on this machine. The front end logs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,8 @@ async def _run(
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
         await asyncio.to_thread(getattr, tokenizer, "max_token_bytes")  # the first access is slow
         started = await engine.start()
+        for note in started.notes:
+            _log.warning("%s", note)
         await _set_quotas(engine, config.tenants)
     except BaseException as error:
         await engine.close(0.0)

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import UnavailableError
-from kvtier.native_code import Native, load
+from kvtier.native_code import Native, NativeSource, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
+SOURCE = NativeSource("kvtier.storage", ("native.c",), _FLAGS, is_x86_only=True)
 
 
 class StorageNative:
@@ -41,7 +42,7 @@ class StorageNative:
 def native() -> Native[StorageNative]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return Native(None, f"native.c needs x86-64, but this machine is {platform.machine()}")
-    return load("kvtier.storage", ["native.c"], _FLAGS, _tried)
+    return load(SOURCE, _tried)
 
 
 def _tried(path: Path) -> StorageNative:

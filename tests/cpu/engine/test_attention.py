@@ -1,5 +1,7 @@
 """Fast attention and native code on the CPU return the same results as plain torch code. Block tables are random."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -133,7 +135,8 @@ def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undef
 
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "_FLAGS", (*module._FLAGS, *(f"-U__{name}__" for name in undefined)))
+    flags = (*module.SOURCE.local_flags, *(f"-U__{name}__" for name in undefined))
+    monkeypatch.setattr(module, "SOURCE", replace(module.SOURCE, local_flags=flags))
     code = module.native.__wrapped__().code
     weight = torch.randn(48, 96)
     for kind in ("Q4_1", "Q8_0", "BF16"):
