@@ -27,7 +27,7 @@ CLIENTS_STAMP := .venv-clients/installed
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm soak-vllm clients test-clients
+.PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm soak-vllm clients test-clients test-sglang
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -78,6 +78,10 @@ test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM connector (ARGS)
 	.ci/servers
 	$(VLLM_BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/vllm $(ARGS)
 
+test-sglang: $(STAMP)  ## run the tests of the SGLang backend (SGLANG: the python folder of a clone of SGLang)
+	KVTIER_SGLANG=$(or $(SGLANG),$(error set SGLANG to the python folder of a clone of SGLang)) \
+		$(BIN)/python -m pytest tests/sglang tests/cpu/integrations/test_sglang_pages.py $(ARGS)
+
 soak-vllm: $(VLLM_STAMP)  ## run vLLM with random faults for SOAK_SECONDS (600), then kill it KVTIER_KILLS (30) times
 	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_soak --seconds $${SOAK_SECONDS:-600}
 	KVTIER_KILLS=$${KVTIER_KILLS:-30} $(VLLM_BIN)/python -m pytest tests/vllm/test_restart.py -k kills
@@ -121,6 +125,8 @@ bench: $(STAMP)  ## run the CPU benchmarks; records go to RESULTS
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.stores --results $(RESULTS)
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.crash --results $(RESULTS)
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.answers --results $(RESULTS)
+	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.prefix_cache --results $(RESULTS)
+	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.hicache --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.load --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.hostile --results $(RESULTS)

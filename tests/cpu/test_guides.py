@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import textwrap
@@ -12,6 +13,8 @@ import pytest
 from kvtier.cli.main import add_commands, main
 from kvtier.cli.parser import Parser
 from kvtier.index.policies import POLICIES
+from kvtier.integrations.sglang.config import HiCacheSettings, RankIdentity
+from kvtier.integrations.sglang.page_store import PageStore
 from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +24,7 @@ CONFIG, POLICY, MODEL = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "e
 
 BLOCKS = {
     f"{page}-{number}": block
-    for page in ("tiers.md", "storage.md", "stores.md")
+    for page in ("tiers.md", "storage.md", "stores.md", "sglang.md")
     for number, block in enumerate(
         re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / "docs" / page).read_text(), re.M | re.S)
     )
@@ -70,6 +73,19 @@ def test_transformers_guide_second_run_hits(tmp_path, monkeypatch, capsys):
     (first, total), (second, _) = found
     assert first == "0"
     assert int(total) - 32 <= int(second) < int(total)
+
+
+def test_sglang_guide_extra_config_is_accepted(tmp_path):
+    """Parse the settings in the command of the page as SGLang passes them on."""
+    (given,) = re.findall(
+        r"--hicache-storage-backend-extra-config '(.*?)'", (ROOT / "docs" / "sglang.md").read_text(), re.S
+    )
+    extra = json.loads(given)
+    assert (extra["module_path"], extra["class_name"]) == ("kvtier.integrations.sglang", "KvtierStorage")
+    settings = HiCacheSettings.parse(extra)
+    assert settings.store == ("disk:/nvme/kv?bytes=200GiB",)
+    here = HiCacheSettings((f"disk:{tmp_path}?bytes=4MiB&free=0",), revision=settings.revision)
+    PageStore(here, RankIdentity("MODEL")).close()
 
 
 def test_planner_guide_commands_run_on_generated_trace(tmp_path, monkeypatch, capsys):

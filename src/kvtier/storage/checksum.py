@@ -36,6 +36,9 @@ class StorageNative:
         self.checksums.argtypes, self.checksums.restype = [size, pointer, pointer, pointer], None
         self.copy = library.kvtier_copy
         self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
+        self.gather, self.scatter = library.kvtier_gather, library.kvtier_scatter
+        for function in (self.gather, self.scatter):
+            function.argtypes, function.restype = [size, pointer, pointer, pointer], None
 
 
 @functools.cache  # compile and load once per process

@@ -132,11 +132,33 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copy the bytes of all pieces into `target`, one after another."""
+    """Copy the bytes of all pieces into `target`, one after another. The sizes must match."""
+    _copy_pieces(pieces, target, is_gather=True)
+
+
+def scatter(pieces: Sequence[memoryview], source: memoryview) -> None:
+    """Copy `source` into pieces of memory, one after another. The sizes must match."""
+    if len(pieces) == 1:
+        copy_bytes(pieces[0], source)
+    else:
+        _copy_pieces(pieces, source, is_gather=False)
+
+
+def _copy_pieces(pieces: Sequence[memoryview], whole: memoryview, *, is_gather: bool) -> None:
+    sizes = [len(piece) for piece in pieces]
+    if sum(sizes) != len(whole):
+        raise RangeError(f"pieces of {sum(sizes)} bytes do not match memory of {len(whole)} bytes")
+    code = native().code
+    if code is not None and len(whole):  # a call per piece would take longer than the copy of a small piece
+        table = np.array([[address_of(piece) for piece in pieces], sizes], np.uint64)
+        first, row = table.ctypes.data, table.strides[0]
+        (code.gather if is_gather else code.scatter)(len(pieces), first, first + row, address_of(whole))
+        return
     at = 0
-    for piece in pieces:
-        copy_bytes(target[at : at + len(piece)], piece)
-        at += len(piece)
+    for piece, size in zip(pieces, sizes, strict=True):
+        part = whole[at : at + size]
+        copy_bytes(part, piece) if is_gather else copy_bytes(piece, part)
+        at += size
 
 
 def joined(pieces: Sequence[memoryview]) -> memoryview:
@@ -146,16 +168,6 @@ def joined(pieces: Sequence[memoryview]) -> memoryview:
     target = memoryview(bytearray(sum(map(len, pieces))))
     gather(target, pieces)
     return target
-
-
-def scatter(pieces: Sequence[memoryview], source: memoryview) -> None:
-    """Copy `source` into pieces of memory, one after another. The sizes must match."""
-    if sum(map(len, pieces)) != len(source):
-        raise RangeError(f"cannot copy {len(source)} bytes into {sum(map(len, pieces))} bytes of memory")
-    at = 0
-    for piece in pieces:
-        copy_bytes(piece, source[at : at + len(piece)])
-        at += len(piece)
 
 
 def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> ObjectResult | None:

@@ -266,6 +266,8 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
     view = memoryview(buffer)
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
+    if view.format == "B" and view.ndim == 1 and view.nbytes:
+        return view
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 

@@ -16,7 +16,7 @@ from kvtier.errors import FormatError, RangeError, VersionError
 from kvtier.native_code import Native
 from kvtier.storage import ObjectStatus, Read, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, checksums
-from kvtier.storage.codec import Compression, copy_bytes, encode
+from kvtier.storage.codec import Compression, copy_bytes, encode, gather, scatter
 from kvtier.storage.disk.segment import SegmentHeader
 from kvtier.storage.disk.space import slot_bytes_for
 from kvtier.storage.record import BLANK, Flags, Record
@@ -83,6 +83,22 @@ def test_copy_bytes_between_different_lengths_raises(nbytes):
     with pytest.raises(RangeError, match=f"cannot copy {nbytes} bytes into 64 bytes of memory"):
         copy_bytes(memoryview(target), memoryview(payload_of(1, nbytes)))
     assert target == bytes(64)
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize("sizes", [[5], [0, 3, 0], [4096, 1, 5000, 63], [64] * 100, [70_001, 4096]])
+def test_gather_and_scatter_are_inverse(sizes, has_compiler, monkeypatch):
+    if not has_compiler:
+        monkeypatch.setattr("kvtier.storage.codec.native", lambda: Native(None, "no compiler"))
+    content = payload_of(1, sum(sizes))
+    pieces = [memoryview(bytearray(size)) for size in sizes]
+    scatter(pieces, memoryview(content))
+    assert b"".join(pieces) == content
+    target = memoryview(bytearray(len(content)))
+    gather(target, [piece.toreadonly() for piece in pieces])
+    assert target == content
+    with pytest.raises(RangeError, match="bytes"):
+        scatter(pieces, memoryview(content + b"1"))
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])

@@ -1,0 +1,123 @@
+"""HiCacheSettings: the settings in `--hicache-storage-backend-extra-config`, and the identity of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtier.errors import ArgumentError
+from kvtier.integrations.vllm.chains import files_digest
+
+# Settings of SGLang in the same table. SGLang removes those of prefetches before the backend sees the table.
+_OF_SGLANG = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "hicache_storage_pass_prefix_keys",
+    "allocator",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HiCacheSettings:
+    """Settings of the backend. docs/sglang.md describes them for users."""
+
+    store: tuple[str, ...] = ()
+    """Store URLs, nearest first."""
+    revision: str = ""
+    """Revision of the weights; needed with a persistent store if the model name is not a folder."""
+    timeout_s: float = 2.0
+    """Longest time of a lookup. Reads and writes have `gib_timeout_s` more for each GiB."""
+    gib_timeout_s: float = 4.0
+    secret_file: str = ""
+    """File with the key for the digests of page hashes in stored objects."""
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise ArgumentError('the backend needs a store: add "store": "disk:/nvme/kv?bytes=200GiB"')
+        if self.timeout_s <= 0 or self.gib_timeout_s < 0:
+            raise ArgumentError(
+                f"timeout_s must be positive and gib_timeout_s 0 or more, got {self.timeout_s} and {self.gib_timeout_s}"
+            )
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any] | None) -> HiCacheSettings:
+        """Read the extra config. An unknown setting is an error."""
+        values = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
+        known = [each.name for each in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ArgumentError(f"unknown setting {', '.join(unknown)} of the backend; known: {', '.join(known)}")
+        store = values.get("store", ())
+        if not isinstance(store, str) and not isinstance(store, Sequence):
+            raise ArgumentError(f"`store` is a URL or a list of URLs, got {store!r}")
+        values["store"] = (store,) if isinstance(store, str) else tuple(store)
+        return cls(**values)
+
+    @property
+    def secret(self) -> bytes:
+        return Path(self.secret_file).read_bytes().strip() if self.secret_file else b""
+
+    def deadline(self, nbytes: int) -> float:
+        return self.timeout_s + self.gib_timeout_s * nbytes / (1 << 30)
+
+    @property
+    def has_disk(self) -> bool:
+        return any(urlsplit(url).scheme == "disk" for url in self.store)
+
+    def revision_of(self, model_name: str) -> str:
+        """Return the revision of the weights. Raise ArgumentError if a persistent store needs it and it is unknown."""
+        if self.revision:
+            return self.revision
+        if model_name and Path(model_name).exists():
+            return files_digest(Path(model_name)).hex()
+        persistent = [url.split("?")[0] for url in self.store if urlsplit(url).scheme != "memory"]
+        if persistent:
+            raise ArgumentError(
+                f"the revision of the weights of {model_name or 'this model'} is unknown, and {', '.join(persistent)} "
+                f'keeps pages after this process ends: set "revision" in the extra config, and change it with the '
+                f"weights"
+            )
+        return "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """The model and the place of one rank among the ranks of a server."""
+
+    model: str
+    tp: tuple[int, int] = (0, 1)
+    """Rank and number of ranks."""
+    pp: tuple[int, int] = (0, 1)
+    cp: tuple[int, int] = (0, 1)
+    is_replicated: bool = False
+    """True if all tensor-parallel ranks hold the same KV, as with multi-head latent attention (MLA)."""
+
+    @classmethod
+    def of(cls, config: Any) -> RankIdentity:
+        """Read SGLang's HiCacheStorageConfig. Older versions lack context parallelism."""
+        return cls(
+            config.model_name or "",
+            (config.tp_rank, config.tp_size),
+            (getattr(config, "pp_rank", 0), getattr(config, "pp_size", 1)),
+            (getattr(config, "attn_cp_rank", 0), getattr(config, "attn_cp_size", 1)),
+            bool(config.is_mla_model),
+        )
+
+    @property
+    def num_processes(self) -> int:
+        return self.tp[1] * self.pp[1] * self.cp[1]
+
+    @property
+    def process(self) -> int:
+        """Number of this rank among all processes, for a folder of its own."""
+        return (self.pp[0] * self.cp[1] + self.cp[0]) * self.tp[1] + self.tp[0]
+
+    def describe(self, *, is_sharded: bool) -> str:
+        """Return the parts of the identity that the bytes of a pool depend on."""
+        places = [("tp", self.tp if is_sharded else (0, 1)), ("pp", self.pp), ("cp", self.cp)]
+        return " ".join(f"{name} {rank}/{size}" for name, (rank, size) in places)

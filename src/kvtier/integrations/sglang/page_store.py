@@ -1,0 +1,247 @@
+"""PageStore: SGLang's pages in a store, one object per page and pool.
+
+SGLang catches no exception of a backend: the first one ends a thread of the server for good. Every method therefore
+returns "not found" or "not stored" in place of an error, logs the first error of a kind, and counts all of them. The
+deadline of a call grows with its bytes. After a call has returned, no page is written.
+
+    object key   SHA-256( fingerprint of the namespace | page hash, with the pool's name unless it is the KV )
+    label        the fingerprint, and a digest of the page hash and the type of the bytes
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from kvtier.errors import ArgumentError
+from kvtier.integrations.sglang.config import HiCacheSettings, RankIdentity
+from kvtier.integrations.sglang.pages import KV, HostPool, Views, tensor_views
+from kvtier.storage import Label, ObjectResult, ObjectStatus, Read, Store, UsesMemory, Write, digest_tokens, open_store
+from kvtier.storage.audit import pages as inventory_pages
+
+logger = logging.getLogger("kvtier.sglang")
+
+Value = TypeVar("Value")
+_CLEAR_SECONDS = 60.0
+
+
+class PageStore:
+    """Pages of one rank. Thread-safe. No method raises, except for `add_pool` and the constructor."""
+
+    def __init__(
+        self,
+        settings: HiCacheSettings,
+        rank: RankIdentity,
+        *,
+        store: Store | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the store of `settings`, unless `store` is given. Raise an error if it cannot be opened."""
+        if settings.has_disk and rank.is_replicated and rank.tp[1] > 1 and store is None:
+            raise ArgumentError(
+                f"{rank.tp[1]} ranks hold the same KV, but only one process can open a folder: use redis:, s3: or "
+                f"mooncake: for models with MLA, or --tp 1"
+            )
+        self._settings, self._rank, self._clock = settings, rank, clock
+        self._revision = settings.revision_of(rank.model)
+        self._secret = settings.secret
+        shard, num_shards = (rank.process, rank.num_processes) if settings.has_disk else (0, 1)
+        self._store: Store = open_store(settings.store, shard=shard, num_shards=num_shards) if store is None else store
+        self._pools: dict[str, HostPool] = {}
+        self._lock = threading.Lock()
+        self.errors: Counter[str] = Counter()
+        """Number of errors by kind: the name of an exception, or the status of an object."""
+        self.transfers: list[tuple[str, int, int, float]] = []
+        """Kind ("get" or "set"), pages, bytes and seconds of the transfers since the last `take_transfers`."""
+
+    def add_pool(self, pool: Any, name: str = KV) -> None:
+        """Use a host pool. Stores that register memory register it now."""
+        added = HostPool(pool, name, self._rank, self._revision)
+        self._pools[name] = added
+        if isinstance(self._store, UsesMemory) and added.memory is not None:
+            self._never_raise(None, functools.partial(self._store.register, added.memory))
+
+    # ---- lookups ---------------------------------------------------------------------------------------------------
+
+    def exists(self, hashes: Sequence[str], name: str = KV) -> list[bool]:
+        """Return one bool per page."""
+        return self._never_raise([False] * len(hashes), lambda: self._contains(hashes, name))
+
+    def num_leading(self, hashes: Sequence[str]) -> int:
+        """Return the number of leading pages of the KV that exist."""
+        return _num_true(self.exists(hashes))
+
+    def _contains(self, hashes: Sequence[str], name: str) -> list[bool]:
+        pool = self._pool(name)
+        if pool.is_logical:
+            return [True] * len(hashes)
+        results = self._store.contains([_key(pool, each) for each in hashes], timeout_s=self._settings.timeout_s)
+        return self._ok(results.outcomes)
+
+    # ---- pages of a pool -------------------------------------------------------------------------------------------
+
+    def get(self, hashes: Sequence[str], indices: torch.Tensor, name: str = KV) -> list[bool]:
+        """Fill pages of a pool. Return one bool per page."""
+        return self._never_raise([False] * len(hashes), lambda: self._get(hashes, indices, self._pool(name)))
+
+    def set(self, hashes: Sequence[str], indices: torch.Tensor, name: str = KV) -> list[bool]:
+        """Store pages of a pool. Pages that exist are not written again."""
+        return self._never_raise([False] * len(hashes), lambda: self._set(hashes, indices, self._pool(name)))
+
+    def _get(self, hashes: Sequence[str], indices: torch.Tensor, pool: HostPool) -> list[bool]:
+        if pool.is_logical or not hashes:
+            return [True] * len(hashes)
+        if pool.has_addresses:
+            return self._read(pool, hashes, pool.pages(indices, len(hashes)))
+        pages = pool.empty_pages(len(hashes))
+        found = self._read(pool, hashes, tensor_views(pages))
+        for number, is_found in enumerate(found):
+            if is_found:
+                pool.fill_page(indices, number, pages[number])
+        return found
+
+    def _set(self, hashes: Sequence[str], indices: torch.Tensor, pool: HostPool) -> list[bool]:
+        if pool.is_logical or not hashes:
+            return [True] * len(hashes)
+        if pool.has_addresses:
+            return self._write(pool, hashes, pool.pages(indices, len(hashes)))
+        copies = pool.flat_pages(indices, len(hashes))
+        return self._write(pool, hashes, tensor_views(copies))
+
+    # ---- tensors ---------------------------------------------------------------------------------------------------
+
+    def get_tensors(self, hashes: Sequence[str], targets: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Fill flat pages. Return the tensor for each page that was found, otherwise None."""
+        nothing: list[torch.Tensor | None] = [None] * len(hashes)
+
+        def read() -> list[torch.Tensor | None]:
+            tensors = [each for each in targets if each is not None]
+            if len(tensors) < len(hashes):
+                raise ArgumentError(f"{len(hashes)} pages need as many target tensors, got {len(tensors)}")
+            kinds = [str(each.dtype) for each in tensors]
+            found = self._read(self._pool(KV), hashes, tensor_views(tensors), kinds)
+            return [each if is_found else None for each, is_found in zip(tensors, found, strict=True)]
+
+        return self._never_raise(nothing, read)
+
+    def set_tensors(self, hashes: Sequence[str], values: Sequence[torch.Tensor]) -> list[bool]:
+        """Store flat pages. Return one bool per page."""
+
+        def write() -> list[bool]:
+            tensors = [each.contiguous() for each in values]
+            kinds = [str(each.dtype) for each in tensors]
+            return self._write(self._pool(KV), hashes, tensor_views(tensors), kinds)
+
+        return self._never_raise([False] * len(hashes), write)
+
+    # ---- operation -------------------------------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Remove the pages of this rank's pools. Pages of other models, layouts and ranks stay."""
+
+        def remove() -> bool:
+            mine = {pool.namespace.fingerprint for pool in self._pools.values()}
+            deadline = self._clock() + _CLEAR_SECONDS
+            for page in list(inventory_pages(self._store, limit=4096)):
+                keys = [each.key for each in page.objects if each.label.namespace in mine]
+                if page.reason or self._clock() > deadline:
+                    return False
+                if keys:
+                    self._store.remove(keys, timeout_s=self._settings.timeout_s)
+            return True
+
+        return self._never_raise(False, remove)
+
+    def take_transfers(self) -> list[tuple[str, int, int, float]]:
+        with self._lock:
+            taken, self.transfers = self.transfers, []
+            return taken
+
+    def close(self) -> None:
+        """Close the store. Later calls find and store nothing."""
+        self._never_raise(None, self._store.close)
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _pool(self, name: str) -> HostPool:
+        pool = self._pools.get(name)
+        if pool is None:
+            raise ArgumentError(f"the pool {name} is not registered; registered: {', '.join(self._pools) or 'none'}")
+        return pool
+
+    def _labels(self, pool: HostPool, hashes: Sequence[str], kinds: Sequence[str] | None) -> list[Label]:
+        own = pool.namespace.dtype
+        texts = [f"{each} {kind}" for each, kind in zip(hashes, kinds or [own] * len(hashes), strict=True)]
+        return [Label(pool.namespace.fingerprint, digest_tokens(text.encode(), self._secret)) for text in texts]
+
+    def _read(
+        self, pool: HostPool, hashes: Sequence[str], memory: Sequence[Views], kinds: Sequence[str] | None = None
+    ) -> list[bool]:
+        labels = self._labels(pool, hashes, kinds)
+        reads = [
+            Read(_key(pool, each), label, views) for each, label, views in zip(hashes, labels, memory, strict=True)
+        ]
+        results = self._store.read_into(reads, timeout_s=self._settings.deadline(_size(memory)))
+        self._note("get", len(hashes), results.nbytes, results.seconds)
+        return self._ok(results.outcomes)
+
+    def _write(
+        self, pool: HostPool, hashes: Sequence[str], memory: Sequence[Views], kinds: Sequence[str] | None = None
+    ) -> list[bool]:
+        labels, keys = self._labels(pool, hashes, kinds), [_key(pool, each) for each in hashes]
+        begin = self._clock()
+        known = self._store.contains(keys, timeout_s=self._settings.timeout_s)
+        missing = [index for index, result in enumerate(known) if not result.ok]
+        writes = [Write(keys[index], labels[index], memory[index]) for index in missing]
+        deadline = self._settings.deadline(_size([memory[index] for index in missing]))
+        results = self._store.write(writes, timeout_s=max(0.0, begin + deadline - self._clock()))
+        self._note("set", len(hashes), results.nbytes, results.seconds)
+        stored = dict(zip(missing, self._ok(results.outcomes), strict=True))
+        return [stored.get(index, True) for index in range(len(hashes))]
+
+    def _note(self, kind: str, num_pages: int, nbytes: int, seconds: float) -> None:
+        with self._lock:
+            self.transfers.append((kind, num_pages, nbytes, seconds))
+            del self.transfers[:-1024]  # bounded even if SGLang collects no metrics
+
+    def _ok(self, outcomes: Sequence[ObjectResult]) -> list[bool]:
+        for outcome in outcomes:
+            if outcome.status in (ObjectStatus.FAILED, ObjectStatus.CORRUPT):
+                self._count(outcome.status.value, outcome.reason)
+        return [outcome.ok for outcome in outcomes]
+
+    def _never_raise(self, nothing: Value, call: Callable[[], Value]) -> Value:
+        """Return the result of a call, or `nothing` if it fails."""
+        try:
+            return call()
+        except Exception as error:  # an exception would end a thread of SGLang, and with it the hierarchical cache
+            self._count(type(error).__name__, str(error))
+            return nothing
+
+    def _count(self, kind: str, reason: str) -> None:
+        with self._lock:
+            self.errors[kind] += 1
+            is_first = self.errors[kind] == 1
+        if is_first:
+            logger.warning("kvtier storage: %s: %s (further errors of this kind are only counted)", kind, reason)
+
+
+def _key(pool: HostPool, page_hash: str) -> bytes:
+    scoped = page_hash if pool.name == KV else f"{page_hash}.{pool.name}"
+    return hashlib.sha256(pool.namespace.fingerprint + scoped.encode()).digest()
+
+
+def _size(memory: Sequence[Views]) -> int:
+    return sum(len(view) for views in memory for view in views)
+
+
+def _num_true(values: Sequence[bool]) -> int:
+    return next((index for index, value in enumerate(values) if not value), len(values))

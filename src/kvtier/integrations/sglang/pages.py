@@ -1,0 +1,121 @@
+"""HostPool: the pages of one of SGLang's host pools as pieces of memory, and the namespace of its pages.
+
+    layer_first         k and v of layer 0 | k and v of layer 1 | ..      2 pieces per layer
+    page_first, page_first_direct          k | v                          2 pieces
+    MLA, page layouts                      latent                         1 piece
+    other pools         a flat copy, if the pool has no addresses for its layout
+
+SGLang's page hashes cover tokens only. The namespace adds everything that the bytes depend on: model, revision, dtype,
+layout, sizes and ranks. page_first and page_first_direct have pages of the same size in a different order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import ArgumentError
+from kvtier.index import Namespace
+from kvtier.integrations.sglang.config import RankIdentity
+
+Views = list[memoryview]
+
+_ATTRIBUTES = (
+    *("layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "kv_cache_dim"),
+    *("size_per_token", "dcp_size", "dcp_rank", "temporal_dtype", "conv_dtype", "indexer_dtype"),
+)
+KV = "kv"
+_SHARDED_WITH_MLA = ("mamba",)
+"""Pools whose ranks hold different bytes even if they hold the same KV."""
+
+
+class HostPool:
+    """One registered pool. The pool's memory lives as long as this object."""
+
+    def __init__(self, pool: Any, name: str, rank: RankIdentity, revision: str) -> None:
+        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # a group of pools has the KV as anchor
+        self.pool, self.name = pool, name
+        self.page_size: int = getattr(pool, "page_size", 1) or 1
+        self.is_logical = name == KV and hasattr(inner, "kv_buffer") and inner.kv_buffer is None
+        """True if the pool has no memory: other pools hold the data of its pages."""
+        dtype = str(getattr(inner, "dtype", ""))
+        shown = {each: str(getattr(inner, each)) for each in _ATTRIBUTES if hasattr(inner, each)}
+        is_sharded = not rank.is_replicated or name in _SHARDED_WITH_MLA
+        layout = f"sglang {name} {type(inner).__name__} {sorted(shown.items())} {rank.describe(is_sharded=is_sharded)}"
+        self.namespace = Namespace(
+            rank.model, revision, dtype, hashlib.sha256(layout.encode()).hexdigest(), self.page_size
+        )
+        self.memory = _buffer_of(pool)
+        """The whole KV buffer, for stores that register memory; None if it is not one tensor."""
+        self._start = pool.kv_buffer.data_ptr() if self.memory is not None else 0
+        self._num_layers = getattr(inner, "layer_num", 0)
+        self._layout = getattr(inner, "layout", "")
+
+    def pages(self, indices: torch.Tensor, num_pages: int) -> list[Views]:
+        """Return the memory of each page. Raise ArgumentError if there are not `page_size` indices for each page."""
+        if indices is None or indices.numel() != num_pages * self.page_size:
+            given = 0 if indices is None else indices.numel()
+            raise ArgumentError(
+                f"{num_pages} pages of pool {self.name} need {num_pages * self.page_size} host indices, got {given}"
+            )
+        addresses, sizes = self.pool.get_page_buffer_meta(indices)
+        count = len(addresses) // num_pages if num_pages else 0
+        views = [self._view(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
+        pages = [views[at : at + count] for at in range(0, len(views), count or 1)]
+        if self._layout == "layer_first" and count == 2 * self._num_layers:
+            return [page[::2] + page[1::2] for page in pages]  # all keys, then all values, as in a flat page
+        return pages
+
+    @property
+    def has_addresses(self) -> bool:
+        """True if the pool gives the addresses of its pages in this layout."""
+        try:
+            self.pool.get_page_buffer_meta(torch.empty(0, dtype=torch.int64))
+        except (AttributeError, NotImplementedError, ValueError):
+            return False
+        return True
+
+    def flat_pages(self, indices: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
+        """Return copies of pages, for pools without addresses."""
+        return [self.pool.get_data_page(index, flat=True) for index in self._firsts(indices, num_pages)]
+
+    def empty_pages(self, num_pages: int) -> list[torch.Tensor]:
+        return [self.pool.get_dummy_flat_data_page() for _ in range(num_pages)]
+
+    def fill_page(self, indices: torch.Tensor, page: int, data: torch.Tensor) -> None:
+        self.pool.set_from_flat_data_page(int(indices[page * self.page_size]), data)
+
+    def _firsts(self, indices: torch.Tensor, num_pages: int) -> list[int]:
+        if indices is None or indices.numel() != num_pages * self.page_size:
+            raise ArgumentError(f"{num_pages} pages of pool {self.name} need {num_pages * self.page_size} host indices")
+        return [int(index) for index in indices[:: self.page_size]]
+
+    def _view(self, address: int, nbytes: int) -> memoryview:
+        """Return memory at an address. A slice of the buffer takes a tenth of the time of a new view."""
+        first = address - self._start
+        if self.memory is not None and first >= 0 and first + nbytes <= len(self.memory):
+            return self.memory[first : first + nbytes]
+        return _memory(address, nbytes)
+
+
+def _buffer_of(pool: Any) -> memoryview | None:
+    buffer = getattr(pool, "kv_buffer", None)
+    if not isinstance(buffer, torch.Tensor) or not buffer.is_contiguous():
+        return None
+    return _memory(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+
+
+def tensor_views(tensors: Sequence[torch.Tensor]) -> list[Views]:
+    """Return the memory of contiguous tensors. Raise ArgumentError for others, whose memory would be a copy."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ArgumentError(f"a page needs contiguous host memory, got {tensor.device} with {tensor.stride()}")
+    return [[_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())] for tensor in tensors]
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -1,0 +1,239 @@
+"""The pages of the SGLang backend without SGLang: round trips, faults, deadlines, identities and settings."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from kvtier.errors import ArgumentError, StoreInUseError
+from kvtier.integrations.sglang.config import HiCacheSettings, RankIdentity
+from kvtier.integrations.sglang.page_store import PageStore
+from kvtier.storage import Breaker, DiskStore, MemoryStore
+from sglang_pools import PlainPool, fill, indices_of
+from storage_support import Clock, Fault, FaultyStore, SimulatedDisk
+
+HASHES = [f"{number:064x}" for number in range(8)]
+PAGES = list(range(8))
+TIMEOUT = 2.0
+
+
+def make_pages(store=None, pool=None, rank=None, clock=time.monotonic, **settings):
+    values = {"store": "memory:", "revision": "1", "timeout_s": TIMEOUT, "gib_timeout_s": 0.0, **settings}
+    store = store or MemoryStore(1 << 22)
+    pages = PageStore(HiCacheSettings.parse(values), rank or RankIdentity("model"), store=store, clock=clock)
+    pages.add_pool(pool or PlainPool())
+    return pages
+
+
+def call_all(pages: PageStore, hashes=HASHES, count=8) -> list[object]:
+    """Call every method that SGLang's threads call."""
+    indices, flat = indices_of(PAGES[:count]), [torch.zeros(800, dtype=torch.uint8) for _ in hashes]
+    return [
+        pages.exists(hashes),
+        pages.num_leading(hashes),
+        pages.set(hashes, indices),
+        pages.get(hashes, indices),
+        pages.set_tensors(hashes, flat),
+        pages.get_tensors(hashes, flat),
+        pages.exists(hashes, "mamba"),
+        pages.clear(),
+    ]
+
+
+NOTHING = [[False] * 8, 0, [False] * 8, [False] * 8, [False] * 8, [None] * 8, [False] * 8, False]
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+
+def test_pages_dead_store_answers_nothing():
+    """Every call to the store raises."""
+
+    class Dead:
+        def contains(self, *_, **__):
+            raise ConnectionError("the server has gone away")
+
+        read_into = write = remove = scan = close = contains
+
+    pages = make_pages(Dead())
+    assert call_all(pages) == NOTHING
+    assert pages.errors["ConnectionError"] == 7
+    pages.close()
+
+
+def test_pages_failing_store_answers_nothing():
+    pages = make_pages(FaultyStore(MemoryStore(1 << 22), [Fault(error="no space")] * 100))
+    assert call_all(pages) == NOTHING
+    assert pages.errors["failed"] > 0
+
+
+def test_pages_hanging_store_stays_within_the_deadline():
+    """Each call ends by its deadline, although a write first looks up the pages."""
+    clock = Clock()
+    hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
+    pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)
+    deadline = TIMEOUT + 1000.0 * 8 * 800 / (1 << 30)
+    indices = indices_of(PAGES)
+    for call in (lambda: pages.exists(HASHES), lambda: pages.set(HASHES, indices), lambda: pages.get(HASHES, indices)):
+        begin = clock.now
+        assert call() == [False] * 8
+        assert TIMEOUT <= clock.now - begin <= deadline + 1e-9
+    assert pages.errors["failed"] >= 24
+
+
+def test_pages_hanging_disk_returns_and_writes_nothing_later(tmp_path):
+    """A read that hangs in the kernel returns at its deadline. The page is not written when the disk answers."""
+    disk, gate = SimulatedDisk(), threading.Event()
+    store = DiskStore(
+        tmp_path, 1 << 22, files=disk, min_free_bytes=0, segment_bytes=1 << 20, breaker=Breaker(retry_s=60)
+    )
+    pool = PlainPool()
+    fill(pool, 1)
+    pages = make_pages(store, pool, timeout_s=0.1)
+    pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 60.0})
+    assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
+    pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 0.1, "gib_timeout_s": 0.0})
+    pool.kv_buffer.zero_()
+    disk.before = lambda name, _: gate.wait() if name == "read" else None
+    assert pages.get(HASHES, indices_of(PAGES)) == [False] * 8
+    assert call_all(pages)[2:4] == [[False] * 8] * 2  # the breaker is open, so nothing waits
+    gate.set()
+    pages.close()  # waits for the late reads
+    assert not pool.kv_buffer.any()
+
+
+def test_pages_slow_objects_fail_alone():
+    """A page that the store does not deliver in time is not found; the others are."""
+    store = MemoryStore(1 << 22)
+    pages = make_pages(store)
+    assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
+    chosen = sorted(store.objects)[::3]
+    slow = make_pages(FaultyStore(store, [Fault(hangs=True, only=lambda key: key in chosen)]))
+    found = slow.get(HASHES, indices_of(PAGES))
+    assert found.count(False) == len(chosen)
+    assert slow.get(HASHES, indices_of(PAGES)) == [True] * 8
+
+
+@pytest.mark.parametrize("fault", [Fault(flip_bit=77), Fault(cut_to=10)])
+def test_pages_corrupt_objects_are_not_found(fault):
+    """Damaged bytes never reach the pool, and the page can be stored again."""
+    store, pool = MemoryStore(1 << 22), PlainPool()
+    fill(pool, 2)
+    before = pool.kv_buffer.clone()
+    pages = make_pages(store, pool)
+    assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
+    damaged = make_pages(FaultyStore(store, [fault]), pool)
+    pool.kv_buffer.fill_(7)
+    assert damaged.get(HASHES, indices_of(PAGES)) == [False] * 8
+    assert (pool.kv_buffer == 7).all()
+    assert damaged.errors["corrupt"] == 8
+    pool.kv_buffer.copy_(before)
+    assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
+    assert pages.get(HASHES, indices_of(PAGES)) == [True] * 8
+
+
+def test_pages_wrong_arguments_answer_nothing():
+    """Indices and keys of unequal length, other pools and wrong tensors are failures, not exceptions."""
+    pages = make_pages()
+    assert pages.set(HASHES, indices_of(PAGES[:3])) == [False] * 8
+    assert pages.get(HASHES, None) == [False] * 8
+    assert pages.get(HASHES, indices_of(PAGES), "unknown") == [False] * 8
+    assert pages.get_tensors(HASHES[:1], [None]) == [None]
+    assert pages.get_tensors(HASHES[:1], [torch.zeros(4, 4).t()]) == [None]
+    assert pages.set_tensors(HASHES[:1], [object()]) == [False]
+    assert pages.set([], indices_of([])) == []
+    assert pages.errors["ArgumentError"] == 5
+    unregistered = PageStore(HiCacheSettings(("memory:",)), RankIdentity("model"))
+    assert call_all(unregistered)[:6] == NOTHING[:6]
+
+
+# ---- pages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 6])
+def test_pages_round_trip_in_pieces(pieces):
+    pool = PlainPool("layer_first" if pieces == 6 else "page_first", pieces=pieces)
+    fill(pool, 3)
+    before, pages = pool.kv_buffer.clone(), make_pages(pool=pool)
+    assert pages.set(HASHES[:4], indices_of([5, 2, 9, 0])) == [True] * 4
+    pool.kv_buffer.zero_()
+    assert pages.get([*HASHES[:4], HASHES[7]], indices_of([0, 1, 2, 3, 4])) == [True] * 4 + [False]
+    assert torch.equal(pool.kv_buffer[:, :4], before[:, [5, 2, 9, 0]])
+    assert not pool.kv_buffer[:, 4:].any()
+    assert pages.num_leading([*HASHES[:3], HASHES[7], HASHES[3]]) == 3
+
+
+def test_pages_existing_page_is_not_written_again():
+    store, pool = MemoryStore(1 << 22), PlainPool()
+    pages = make_pages(store, pool)
+    for _ in range(2):
+        assert pages.set(HASHES[:3], indices_of([0, 1, 2])) == [True] * 3
+    assert store.stats.writes.num_done == 3
+
+
+def test_pages_replicated_ranks_share_pages_but_not_states():
+    """With MLA, all ranks read the pages of rank 0, but the states of Mamba layers belong to one rank."""
+    store = MemoryStore(1 << 22)
+    ranks = [make_pages(store, rank=RankIdentity("m", (rank, 2), is_replicated=True)) for rank in range(2)]
+    for rank in ranks:
+        rank.add_pool(PlainPool(), "mamba")
+    assert ranks[0].set(HASHES[:1], indices_of([0])) == [True]
+    assert ranks[0].set(HASHES[:1], indices_of([0]), "mamba") == [True]
+    assert [rank.exists(HASHES[:1]) for rank in ranks] == [[True], [True]]
+    assert [rank.exists(HASHES[:1], "mamba") for rank in ranks] == [[True], [False]]
+    sharded = [make_pages(store, rank=RankIdentity("m", (rank, 2))) for rank in range(2)]
+    assert [rank.exists(HASHES[:1]) for rank in sharded] == [[False], [False]]
+
+
+def test_clear_keeps_pages_of_other_models():
+    store = MemoryStore(1 << 22)
+    one, other = make_pages(store), make_pages(store, rank=RankIdentity("other"))
+    for pages in (one, other):
+        assert pages.set(HASHES[:2], indices_of([0, 1])) == [True] * 2
+    assert one.clear()
+    assert (one.num_leading(HASHES[:2]), other.num_leading(HASHES[:2])) == (0, 2)
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "needs a store"),
+        ({"store": 3}, "URL or a list"),
+        ({"store": "memory:", "time_out": 1}, "unknown setting time_out"),
+        ({"store": "memory:", "timeout_s": 0}, "timeout_s must be positive"),
+    ],
+)
+def test_settings_invalid_values_raise(values, message):
+    with pytest.raises(ArgumentError, match=message):
+        HiCacheSettings.parse(values)
+
+
+def test_settings_unknown_revision_of_persistent_store_raises(tmp_path):
+    url = f"disk:{tmp_path}/kv?bytes=4MiB&free=0"
+    with pytest.raises(ArgumentError, match='set "revision"'):
+        PageStore(HiCacheSettings((url,)), RankIdentity("org/model"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    first = HiCacheSettings((url,)).revision_of(str(folder))
+    (folder / "model.safetensors").write_bytes(bytes(99) + b"1")
+    assert HiCacheSettings((url,)).revision_of(str(folder)) != first
+    assert HiCacheSettings(("memory:",)).revision_of("org/model") == "unknown"
+
+
+def test_pages_folder_has_one_owner_per_rank(tmp_path):
+    """Ranks have folders of their own. Ranks that share pages cannot use a folder, and neither can two servers."""
+    settings = HiCacheSettings((f"disk:{tmp_path}/kv?bytes=8MiB&free=0",), revision="1")
+    ranks = [PageStore(settings, RankIdentity("model", (rank, 2))) for rank in range(2)]
+    with pytest.raises(StoreInUseError):
+        PageStore(settings, RankIdentity("model", (0, 2)))
+    for rank in ranks:
+        rank.close()
+    with pytest.raises(ArgumentError, match="only one process can open a folder"):
+        PageStore(settings, RankIdentity("model", (0, 2), is_replicated=True))

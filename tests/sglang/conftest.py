@@ -1,0 +1,20 @@
+"""These tests need the sources of SGLang: make test-sglang SGLANG=FOLDER."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_pools import SNAPSHOT, load_sglang
+
+if SNAPSHOT:
+    load_sglang()
+
+
+class SkippedModule(pytest.Module):
+    def collect(self):
+        pytest.skip("needs the sources of SGLang: make test-sglang SGLANG=FOLDER")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skip all modules of this folder without the sources, because their imports would fail."""
+    return None if SNAPSHOT else SkippedModule.from_parent(parent, path=module_path)
