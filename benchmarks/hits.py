@@ -1,4 +1,4 @@
-"""Replay a trace through the index, one request at a time, without a clock."""
+"""Replay a trace through the index, one request at a time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def replay_hits(
     num_blocks = num_hits = 0
     for request in requests:
         chain = Chain(namespace, request.tokens())
-        lease = tree.match(chain)
+        now = request.timestamp_ms / 1000
+        lease = tree.match(chain, now=now)
         num_blocks += chain.num_blocks
         num_hits += lease.num_matched
         is_cached = not isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)
         if is_cached:
-            tree.publish(lease, chain.num_tokens)
-        tree.release(lease, used=is_cached)
+            tree.publish(lease, chain.num_tokens, now=now)
+        tree.release(lease, used=is_cached, now=now, outcome=request.outcome)
     return HitPoint(policy, num_slots, num_blocks, num_hits)

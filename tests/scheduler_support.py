@@ -95,11 +95,17 @@ def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tokens[len(prompt) :]
 
 
-def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig | None = None, **limits) -> Scheduler:
+def make(
+    num_blocks: int = 8,
+    *,
+    prefix_caching: bool = True,
+    host: HostConfig | None = None,
+    policy: str = "lru",
+    **limits,
+) -> Scheduler:
     namespace = Namespace("model", block_tokens=BLOCK)
-    manager = CacheManager(
-        namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, always_load=True)
-    )
+    config = CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, always_load=True, policy=policy)
+    manager = CacheManager(namespace, config)
     return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
 
 

@@ -261,6 +261,10 @@ class CacheManager:
         """End a request that was cancelled, preempted or not scheduled. A scheduled request still counts as a use."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
+    def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
+        """Note that no further request of a session is expected. Return the number of blocks that it used last."""
+        return self.tree.close(salt, session_id, now=now)
+
     def explain(self, allocation: Allocation) -> Miss:
         """Return the first block that did not match, and the reason for the miss."""
         return self.tree.explain(allocation.lease)

@@ -30,7 +30,8 @@ from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
 from kvtier.fingerprint import update_digest
-from kvtier.index import Chain, GhostCache, Listener, Namespace
+from kvtier.index import NO_HINTS, Chain, GhostCache, Hints, Listener, Namespace
+from kvtier.index.ghost import SHADOWS
 from kvtier.memory import Placement
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 
@@ -140,6 +141,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        hints: Hints = NO_HINTS,
     ) -> str:
         """Queue a request and return its id. Raises an error for a prompt that can never run."""
         params = params or SamplingParams()
@@ -156,7 +158,8 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, but prompt and output together may have at most "
                 f"{self.scheduler.config.max_context}; shorten the prompt"
             )
-        first, *others = (self._new_sequence(name, index, tokens, params, priority, salt) for index in range(params.n))
+        context = priority, salt, hints
+        first, *others = (self._new_sequence(name, index, tokens, params, *context) for index in range(params.n))
         first.siblings = others
         self._start(first)
         return name
@@ -229,6 +232,13 @@ class Engine:
         self._pipeline.close()
         self.tiers.close()
 
+    def close_session(self, session_id: str, *, salt: bytes = b"") -> int:
+        """Note that no further request of a session is expected. Return the number of blocks that it used last.
+
+        The learned policy uses this hint. Other policies ignore it.
+        """
+        return self.scheduler.close_session(session_id, salt, self._clock())
+
     def chain(self, prompt: str | Sequence[int], *, salt: bytes = b"") -> Chain:
         """Return the block keys of a prompt."""
         return Chain(self.manager.namespace, self._tokens(prompt), salt=salt)
@@ -251,7 +261,7 @@ class Engine:
         return tokens.astype(np.int32)
 
     def _new_sequence(
-        self, name: str, index: int, tokens: IdArray, params: SamplingParams, priority: int, salt: bytes
+        self, name: str, index: int, tokens: IdArray, params: SamplingParams, priority: int, salt: bytes, hints: Hints
     ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
         chain = Chain(self.manager.namespace, tokens, salt=salt)
@@ -263,6 +273,7 @@ class Engine:
             chain,
             max(1, min(params.max_tokens, room)),
             priority=priority,
+            hints=hints,
             max_cached_tokens=None if scores is None else params.prompt_logprobs_start - 1,
         )
         sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)
@@ -407,11 +418,13 @@ def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopi
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
     """Return the hit-rate estimator. Host and device hold copies of the same blocks, so only the larger tier counts."""
-    if not config.ghost_scales or not config.cache.prefix_caching:
+    policy = config.cache.policy
+    if not config.ghost_scales or not config.cache.prefix_caching or policy not in SHADOWS:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
-    return GhostCache(config.block_tokens, own, config.cache.policy, capacities=sizes, rate=1.0)
+    rate = None if policy == "learned" else 1.0  # a shadow of the learned policy takes longer per mark
+    return GhostCache(config.block_tokens, own, policy, capacities=sizes, rate=rate)
 
 
 def _check_vocabularies(models: Sequence[Model]) -> None:

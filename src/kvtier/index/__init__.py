@@ -6,7 +6,7 @@ The classes are not thread-safe and have no clock. The caller passes the time as
 from kvtier.index.chain import Chain, MediaItem, Namespace
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
 from kvtier.index.ghost import Estimate, GhostCache
-from kvtier.index.labels import Hints, Outcome
+from kvtier.index.labels import NO_HINTS, Hints, Outcome
 from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissReason
 from kvtier.index.node import BlockState
@@ -16,6 +16,7 @@ from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
 
 __all__ = [
+    "NO_HINTS",
     "BlockPool",
     "BlockState",
     "BlocksRemoved",

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.chain import TOKEN_BYTES, Chain
+from kvtier.index.learned_shadow import LearnedShadow, Use
 
 Hits = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -48,14 +49,11 @@ class Stack:
         self._last: OrderedDict[int, int] = OrderedDict()
         self._times: list[int] = []
 
-    def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
-        """Use the marks of all requests in order. Return the hits, with a row for each mark and a column for each size.
-
-        `grew` is True for requests that added blocks to the real cache.
-        """
+    def play(self, requests: Sequence[list[int]], uses: Sequence[Use]) -> Hits:
+        """Use the marks of all requests in order. Return the hits: a row for each mark, a column for each size."""
         top, last, times, clock, most = self._top, self._last, self._times, self._clock, self._most
         behind: list[int] = []
-        for marks, has_grown in zip(requests, grew, strict=True):
+        for marks, use in zip(requests, uses, strict=True):
             shared = 0
             for mark, above in zip(marks, top, strict=False):
                 if mark != above:
@@ -64,7 +62,7 @@ class Stack:
                 shared += 1
             if shared == len(marks):
                 continue
-            if self._fifo and not has_grown:
+            if self._fifo and not use.new_tokens:
                 behind += [self._behind(mark, top) for mark in marks[shared:]]
                 continue
             for mark in reversed(top[shared:]):
@@ -147,15 +145,16 @@ class S3FIFOShadow:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._caches = [S3FIFOMarks(size) for size in sizes]
 
-    def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:  # noqa: ARG002
+    def play(self, requests: Sequence[list[int]], uses: Sequence[Use]) -> Hits:  # noqa: ARG002
         columns = [[hit for marks in requests for hit in cache.use(marks)] for cache in self._caches]
         return np.array(columns, np.bool_).T
 
 
-SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow]] = {
+SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShadow]] = {
     "lru": Stack,
     "fifo": lambda sizes: Stack(sizes, fifo=True),
     "s3fifo": S3FIFOShadow,
+    "learned": LearnedShadow,
 }
 
 
@@ -168,13 +167,13 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow]] = {
 STEP_BYTES = 1021  # odd, so that all four bytes of tokens are sampled
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # only marks whose last look is in a full block are used
-_FIELDS = 2
+_FIELDS = 3
 _FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
 
 # Error that remains even if all marks are sampled, because looks have fixed positions and S3-FIFO evicts single marks.
-MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02}
+MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02, "learned": 0.02}
 
 _U64 = np.uint64
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -230,11 +229,11 @@ class GhostCache:
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
         self._looks = bytearray()
-        self._waiting: list[int] = []  # number of bytes and number of matched blocks, for each request
+        self._waiting: list[float] = []  # number of bytes, number of matched blocks, and time of each request
         self._domains: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
         self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
-    def record(self, chain: Chain, num_matched: int) -> None:
+    def record(self, chain: Chain, num_matched: int, now: float = 0.0) -> None:
         """Record a request and its number of matched blocks."""
         labels, waiting = chain.labels, self._waiting
         if chain.salt or chain.adapter or chain.extras:
@@ -242,6 +241,7 @@ class GhostCache:
         self._looks += labels[::STEP_BYTES]
         waiting.append(len(labels))
         waiting.append(num_matched)
+        waiting.append(now)
         if len(waiting) >= _FULL:
             self._play()
 
@@ -282,7 +282,7 @@ class GhostCache:
         """Apply the sampled marks of the recorded requests to every shadow."""
         waiting, self._waiting = self._waiting, []
         looks, self._looks = self._looks, bytearray()
-        num_bytes, num_hits = np.array(waiting[::_FIELDS]), np.array(waiting[1::_FIELDS])
+        num_bytes, num_hits = np.array(waiting[::_FIELDS], np.int64), np.array(waiting[1::_FIELDS], np.int64)
         num_blocks = num_bytes // self._block_bytes
         counts = (num_blocks * self._block_bytes + _ROUND) // LOOK_BYTES
         stops = np.cumsum(counts)
@@ -296,19 +296,19 @@ class GhostCache:
         if all(shadow.ignores_repeats for shadow in self._shadows.values()):
             marks, owners = _without_repeats(marks, owners)
         requests: list[list[int]] = []
-        grew: list[bool] = []
-        has_grown, last = (num_hits < num_blocks).tolist(), -1
+        uses: list[Use] = []
+        new_tokens, last = ((num_blocks - num_hits) * (self._block_bytes // TOKEN_BYTES)).tolist(), -1
         for owner, mark in zip(owners.tolist(), marks.tolist(), strict=True):
             if owner == last:
                 requests[-1].append(mark)
             else:
                 requests.append([mark])
-                grew.append(has_grown[owner])
+                uses.append(Use(waiting[owner * _FIELDS + 2], new_tokens[owner]))
                 last = owner
         if not requests:
             return
         groups = marks >> _U64(20) & _U64(_GROUPS - 1)
-        hits = {name: shadow.play(requests, grew) for name, shadow in self._shadows.items()}
+        hits = {name: shadow.play(requests, uses) for name, shadow in self._shadows.items()}
         real = hits[self._real][:, :1].astype(np.int64)
         for name, own in hits.items():  # a hit that the real cache's shadow misses counts as a lead of one
             np.add.at(self._leads[name], groups, own - real)

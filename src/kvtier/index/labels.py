@@ -141,13 +141,12 @@ class Cells:
 
     def labels(self, salt: bytes, head: bytes, new_tokens: int, outcome: Outcome) -> tuple[int, ...]:
         """Return the features of a request, except `uses`. `head` is the first block of the prompt."""
-        new = 0 if new_tokens < NEW_LIMITS[0] else bisect_right(NEW_LIMITS, new_tokens)
         output = bisect_right(OUTPUT_LIMITS, outcome.output_tokens)
         reason = outcome.finish_reason
         finish = 0 if not reason else FINISH.index(reason) if reason in FINISH else len(FINISH) - 1
         tenant = self.tenants.number(salt.partition(b"\0")[0]) or OTHER_TENANT if salt else 0
         hint = 0 if outcome.hints is NO_HINTS or tenant == OTHER_TENANT else outcome.hints.label
-        return new, output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
+        return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
         """Return the number of a class. If there are too many classes, ignore the labels."""
@@ -182,6 +181,11 @@ class Cells:
         number = self._numbers[key] = len(self._numbers)
         self.features[number] = key
         return number
+
+
+def new_label(new_tokens: int) -> int:
+    """Return the value of the feature `new`."""
+    return bisect_right(NEW_LIMITS, new_tokens)
 
 
 def _range(value: int, limits: tuple[int, ...]) -> str:

@@ -20,7 +20,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
 from kvtier.index.node import Node
-from kvtier.index.tracker import ENDS, LIMITS, ReuseTracker
+from kvtier.index.reuse import LIMITS
+from kvtier.index.tracker import ENDS, ReuseTracker
 
 # A candidate: last use as a logical time, number, node (None once it is withdrawn), class, time of the last use. It is
 # a list, so that entries of removed candidates in the heaps do not keep their nodes alive.

@@ -29,6 +29,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
+LIMITS: list[float] = EDGES[1:-1].tolist()
 PRIOR = 4.0  # typical observations; a quarter or four times as many changed the prototype's hit rates little
 ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype

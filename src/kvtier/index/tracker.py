@@ -31,13 +31,12 @@ from kvtier.errors import StateError
 from kvtier.index.labels import Cells, Outcome
 from kvtier.index.lease import Lease
 from kvtier.index.node import Node, Touch
-from kvtier.index.reuse import EDGES, F64, I64, NUM_BUCKETS, ReuseTable
+from kvtier.index.reuse import F64, I64, LIMITS, NUM_BUCKETS, ReuseTable
 
 NUM_TOUCHES = 16_384  # longer than the cache: in the prototype, 4,096 lost 0.4 points against LRU at 30,000-50,000
 FIRST_FIT, LAST_FIT = 64, 512  # requests between two fits: an eighth of all requests so far, within these limits
 NUM_WAITING = 32  # requests that are entered into the log at once
-LIMITS = EDGES[1:-1].tolist()
-ENDS = [*EDGES[1:-1].tolist(), math.inf]
+ENDS = [*LIMITS, math.inf]
 _FIELDS, _REQUEST_FIELDS = 4, 7
 _RUNNING = 2**62  # number for blocks that another request has published but not released: LRU holds them
 MAX_USES = 4

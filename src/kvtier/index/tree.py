@@ -424,7 +424,7 @@ class RadixTree:
         if self.tracker is not None and not lease.committed:
             lease.began = now, lease.chain.num_blocks
         if self.ghost is not None and not lease.committed:
-            self.ghost.record(lease.chain, lease.num_matched)
+            self.ghost.record(lease.chain, lease.num_matched, now)
         priority, expires = lease.retention.priority, now + lease.retention.ttl
         node = lease.node
         while node.parent is not None:

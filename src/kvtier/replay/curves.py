@@ -189,17 +189,25 @@ def _hits(accesses: Accesses, policy: str, capacity: int) -> int:
 def index_hits(accesses: Accesses, capacity: int, policy: str, outcomes: Sequence[Outcome] | None = None) -> int:
     """Return the hits of the real index. Requests larger than the pool are not cached.
 
-    `outcomes` are the ends of the requests. By default, only the numbers of output tokens are given to the policy.
+    `outcomes` are the ends of the requests. By default, they are those of the trace.
     """
     namespace = Namespace("replay", block_tokens=1)  # one token represents a block, which saves memory
     tree = RadixTree(namespace, [Tier(0, BlockPool("device", capacity), lambda: make_policy(policy))])
     if tree.tracker is not None:
         tree.tracker.block_tokens = accesses.block_tokens
     if outcomes is None:
-        outcomes = [Outcome(request.output_tokens) for request in accesses.requests]
-    num_hits = 0
+        outcomes = [request.outcome for request in accesses.requests]
+    closes = sorted(
+        (request.closed_at_ms / 1000, request.hints.session_id)
+        for request in accesses.requests
+        if request.closed_at_ms is not None
+    )
+    num_hits = num_closed = 0
     for request, paths, outcome in zip(accesses.requests, accesses, outcomes, strict=True):
         chain, now = Chain(namespace, paths), request.timestamp_ms / 1000
+        while num_closed < len(closes) and closes[num_closed][0] <= now:
+            tree.close(b"", closes[num_closed][1], now=closes[num_closed][0])
+            num_closed += 1
         lease = tree.match(chain, now=now)
         num_hits += lease.num_matched
         fits = not isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)

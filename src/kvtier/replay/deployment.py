@@ -37,7 +37,14 @@ def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRe
     """Return the requests with all arrival times divided by `factor`."""
     if not 0 < factor < float("inf"):
         raise RangeError(f"the factor must be finite and above 0, got {factor}")
-    return tuple(replace(request, timestamp_ms=request.timestamp_ms / factor) for request in requests)
+    return tuple(
+        replace(
+            request,
+            timestamp_ms=request.timestamp_ms / factor,
+            closed_at_ms=None if request.closed_at_ms is None else request.closed_at_ms / factor,
+        )
+        for request in requests
+    )
 
 
 def route(

@@ -5,6 +5,9 @@ Each line is a JSON object. The line of a request is written when the request en
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
+`finish_reason` and the hints of the client (`session_id`, `session_over`, `expects_return_seconds`) follow if they are
+known. A line {"event": "close", "time": 80.2, "session_id": "5d41402abc4b2a76"} ends a session.
+
 `keys` contains one name per full block of prompt and answer. If two blocks have the same name, their tokens and all
 tokens before them are equal. A name is a digest of the block's key and the log's secret, so that a reader of the log
 cannot test guessed prompts. Logs that are replayed together must have the same secret.
@@ -27,12 +30,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvtier.errors import ArgumentError, StateError
+from kvtier.index.tier import tenant_of
 from kvtier.messages import split_keys
-from kvtier.scheduler import Request, RowResult, Scheduler, Step
+from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, Step
 
 LOG_VERSION = 1
 NAME_BYTES = 8
-_WRAPPED = ("schedule", "update", "fail", "cancel")
+_WRAPPED = ("schedule", "update", "fail", "cancel", "close_session")
 
 
 class Recorder:
@@ -96,6 +100,11 @@ class Recorder:
             self._end(request)
         return was_live
 
+    def _close_session(self, inner: Callable[..., int], session_id: str, salt: bytes, now: float) -> int:
+        num_blocks = inner(session_id, salt, now)
+        self.write(event="close", time=now - self._begin, session_id=self._session(session_id, salt))
+        return num_blocks
+
     def _end(self, request: Request) -> None:
         chain, first = request.chain, self._first_tokens.pop(request.id, None)
         self.write(
@@ -109,7 +118,27 @@ class Recorder:
             tokens_from=request.tokens_from,
             ttft=None if first is None else first - request.arrival,
             state=request.state.value,
+            **self._hints(request),
         )
+
+    def _hints(self, request: Request) -> dict[str, Any]:
+        """Return the end of a request and the hints of its client, as fields of a log line."""
+        hints = request.hints
+        record: dict[str, Any] = {}
+        if request.state is RequestState.FINISHED:
+            record["finish_reason"] = "length" if request.num_new_tokens >= request.max_new_tokens else "stop"
+        if hints.session_id:
+            record["session_id"] = self._session(hints.session_id, request.chain.salt)
+        if hints.session_over:
+            record["session_over"] = True
+        if hints.expects_return_seconds is not None:
+            record["expects_return_seconds"] = hints.expects_return_seconds
+        return record
+
+    def _session(self, session_id: str, salt: bytes) -> str:
+        """Return the name that represents a session of a tenant in this log."""
+        session = tenant_of(salt) + b"\0" + session_id.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(session, digest_size=NAME_BYTES, key=self._secret).hexdigest()
 
     def names(self, keys: bytes) -> list[str]:
         """Return the names that represent block keys in this log."""

@@ -172,11 +172,19 @@ class Simulator:
         """Serve every request of a trace, in order of time."""
         start = trace[0].timestamp_ms if trace else 0.0
         arrivals = [(request.timestamp_ms - start) / 1000 for request in trace]
-        at = num_idle = 0
+        closes = sorted(
+            ((request.closed_at_ms - start) / 1000, request.hints.session_id)
+            for request in trace
+            if request.closed_at_ms is not None
+        )
+        at = num_idle = num_closed = 0
         while at < len(trace) or self.scheduler.has_work() or self.manager.has_plans:
             while at < len(trace) and arrivals[at] <= self._now:
                 self._arrive(at, trace[at], arrivals[at])
                 at += 1
+            while num_closed < len(closes) and closes[num_closed][0] <= self._now:
+                self.scheduler.close_session(closes[num_closed][1], b"", closes[num_closed][0])
+                num_closed += 1
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
             step = self._step()
             num_idle = 0 if step.rows or self._has_reports else num_idle + 1
@@ -203,7 +211,7 @@ class Simulator:
     def _arrive(self, number: int, traced: TraceRequest, now: float) -> None:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
-        request = Request(str(number), chain, max(1, traced.output_tokens))
+        request = Request(str(number), chain, max(1, traced.output_tokens), hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
         self._live[request.id] = _Live(number, request, tokens.tolist(), paths)
         self.scheduler.add(request, now)

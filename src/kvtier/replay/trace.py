@@ -5,6 +5,9 @@ There are two formats with one JSON object per line, in plain, .gz or .zst files
     Mooncake's    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..]}
     kvtier's log  {"event": "request", "arrival": 27.482, "block_tokens": 16, "prompt_tokens": 6955,
                    "answer_tokens": 52, "keys": ["9f86d081884c7d65", ..]}                       see recorder.py
+
+A request of either format may have `finish_reason`, `session_id`, `session_over` and `expects_return_seconds`. A line
+{"event": "close", "time": 35.0, "session_id": ".."} ends a session. The learned eviction policy uses them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError, UnavailableError
+from kvtier.index import NO_HINTS, Hints, Outcome
 
 TRACE_BLOCK_TOKENS = 512
 MAX_TOKEN = 2**31 - 1
@@ -39,6 +43,15 @@ class TraceRequest:
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
     """True if there is one id per full block of prompt and answer, and no id for a partial block."""
+    finish_reason: str = ""
+    hints: Hints = NO_HINTS
+    closed_at_ms: float | None = None
+    """Time at which the session of this request was closed, if this was the last request before."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What a server knows at the end of the request."""
+        return Outcome(self.output_tokens, self.finish_reason, self.hints)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -62,6 +75,14 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionClose:
+    """The end of a session in a trace."""
+
+    time_ms: float
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """The requests of one or several files."""
 
@@ -75,6 +96,7 @@ def read_trace(*paths: str | Path) -> Trace:
     requests: list[TraceRequest] = []
     problems: list[str] = []
     names: dict[str, int] = {}
+    closes: list[SessionClose] = []
     for path in paths:
         number = 0
         try:
@@ -82,6 +104,8 @@ def read_trace(*paths: str | Path) -> Trace:
                 parsed = parse_line(line, names) if line.strip() else None
                 if isinstance(parsed, str):
                     problems.append(f"{path}:{number}: {parsed}")
+                elif isinstance(parsed, SessionClose):
+                    closes.append(parsed)
                 elif parsed is not None:
                     requests.append(parsed)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -92,11 +116,13 @@ def read_trace(*paths: str | Path) -> Trace:
     sizes = {request.block_tokens for request in requests}
     if len(sizes) > 1:
         raise ArgumentError(f"the files have blocks of {sorted(sizes)} tokens; replay each block size separately")
-    return Trace(tuple(_renumbered(requests)), tuple(problems))
+    return Trace(tuple(_renumbered(_closed(requests, closes))), tuple(problems))
 
 
-def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceRequest | str | None:
-    """Return the request in a line, None for another event of kvtier's log, or the reason why the line is invalid.
+def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceRequest | SessionClose | str | None:
+    """Return the request or the end of a session in a line, or the reason why the line is invalid.
+
+    Return None for another event of kvtier's log.
 
     `names` maps the keys of the log to numbers. New keys are added.
     """
@@ -110,7 +136,10 @@ def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceR
         return f"expected an object, got {type(record).__name__}"
     if record.get("event") in OTHER_EVENTS:
         return None
-    return _logged(record, {} if names is None else names) if "event" in record else _mooncake(record)
+    if record.get("event") == "close":
+        return _close(record)
+    request = _logged(record, {} if names is None else names) if "event" in record else _mooncake(record)
+    return request if isinstance(request, str) else _with_hints(request, record)
 
 
 def _mooncake(record: dict[str, Any]) -> TraceRequest | str:
@@ -135,7 +164,7 @@ def _logged(record: dict[str, Any], names: dict[str, int]) -> TraceRequest | str
     if record["event"] != "request":
         return f"unknown event {record['event']!r}; expected request, {', '.join(OTHER_EVENTS)}"
     arrival = record.get("arrival")
-    if not isinstance(arrival, int | float) or isinstance(arrival, bool) or not 0 <= arrival < float("inf"):
+    if not _is_seconds(arrival):
         return f"arrival must be seconds >= 0, got {arrival!r}"
     for name in ("block_tokens", "prompt_tokens", "answer_tokens"):
         if not _is_count(record.get(name)):
@@ -149,7 +178,51 @@ def _logged(record: dict[str, Any], names: dict[str, int]) -> TraceRequest | str
     if size < 1 or len(keys) != (prompt + answer) // size:
         return f"{prompt} + {answer} tokens have {(prompt + answer) // max(1, size)} full blocks, got {len(keys)} keys"
     ids = tuple(names.setdefault(key, len(names)) for key in keys)
-    return TraceRequest(arrival * 1000, prompt, answer, ids, size, has_answer=True)
+    return TraceRequest(float(arrival or 0) * 1000, prompt, answer, ids, size, has_answer=True)
+
+
+def _close(record: dict[str, Any]) -> SessionClose | str:
+    time, session = record.get("time"), record.get("session_id")
+    if not _is_seconds(time):
+        return f"time must be seconds >= 0, got {time!r}"
+    if not isinstance(session, str) or not session:
+        return f"session_id must be a text, got {session!r}"
+    return SessionClose(float(time or 0) * 1000, session)
+
+
+def _with_hints(request: TraceRequest, record: dict[str, Any]) -> TraceRequest | str:
+    """Add the optional fields of a record to its request."""
+    for name, kind in (("finish_reason", str), ("session_id", str), ("session_over", bool)):
+        if record.get(name) is not None and not isinstance(record[name], kind):
+            return f"{name} must be a {kind.__name__}, got {record[name]!r}"
+    finish, session, over = record.get("finish_reason"), record.get("session_id"), record.get("session_over")
+    seconds = record.get("expects_return_seconds")
+    if seconds is not None and not _is_seconds(seconds):
+        return f"expects_return_seconds must be seconds >= 0, got {seconds!r}"
+    if finish is None and session is None and over is None and seconds is None:
+        return request
+    hints = Hints(session or "", bool(over), seconds) if session or over or seconds is not None else NO_HINTS
+    return replace(request, finish_reason=finish or "", hints=hints)
+
+
+def _closed(requests: list[TraceRequest], closes: list[SessionClose]) -> list[TraceRequest]:
+    """Add the times at which sessions were closed to the last request before each. `requests` are sorted by time."""
+    if not closes:
+        return requests
+    ends = [(request.timestamp_ms, 0, number) for number, request in enumerate(requests) if request.hints.session_id]
+    ends += [(close.time_ms, 1, number) for number, close in enumerate(closes)]
+    last: dict[str, int] = {}
+    closed = list(requests)
+    for time, is_close, number in sorted(ends):
+        if not is_close:
+            last[requests[number].hints.session_id] = number
+        elif (at := last.pop(closes[number].session_id, None)) is not None:
+            closed[at] = replace(requests[at], closed_at_ms=time)
+    return closed
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _is_count(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvtier.cache.allocation import Allocation, BlockCopy
 from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.index import Chain, Retention
+from kvtier.index import NO_HINTS, Chain, Hints, Retention
 from kvtier.messages import Plan
 
 _NOT_GIVEN = Retention()
@@ -49,6 +49,8 @@ class Request:
     priority: int = 0
     retention: Retention = _NOT_GIVEN
     """By default, the blocks have the priority of the request and do not expire."""
+    hints: Hints = NO_HINTS
+    """What the client says about the next request of its session, for the learned eviction policy."""
     max_cached_tokens: int | None = None
     """Maximum number of leading tokens that may come from the cache. The engine needs the logits of all later tokens.
     Rises as tokens are computed, so that a preempted request computes no token twice for its logits."""

@@ -7,6 +7,7 @@ engine and simulated in the replay.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.manager import CacheManager
@@ -51,6 +52,18 @@ class Scheduler:
     def cancel(self, request: Request, now: float) -> bool:
         """Cancel a request; returns False if it had already ended. A result from the step in flight is ignored."""
         return self._end(request, RequestState.CANCELLED, now)
+
+    def close_session(self, session_id: str, salt: bytes, now: float) -> int:
+        """Note that no further request of a session is expected. Return the number of blocks that it used last.
+
+        A request of the session that has not ended counts as the last one. In this case the result is 0.
+        """
+        num_open = 0
+        for request in (*self._waiting, *self._running):
+            if request.hints.session_id == session_id and tenant_of(request.chain.salt) == tenant_of(salt):
+                request.hints = replace(request.hints, session_over=True)
+                num_open += 1
+        return 0 if num_open else self.manager.close_session(session_id, salt, now=now)
 
     def schedule(self, now: float) -> Step:
         """Build the next step. The caller runs the step and passes the results to `update`."""
@@ -405,7 +418,7 @@ class Scheduler:
         if request.allocation is not None:
             if state is RequestState.FINISHED:
                 is_full = request.num_new_tokens >= request.max_new_tokens
-                outcome = Outcome(request.num_new_tokens, "length" if is_full else "stop")
+                outcome = Outcome(request.num_new_tokens, "length" if is_full else "stop", request.hints)
                 self.manager.finish(request.allocation, now=now, outcome=outcome)
             else:
                 self.manager.abort(request.allocation, now=now)

@@ -21,7 +21,7 @@ from kvtier.errors import KvtierError
 from kvtier.server.admission import Admission
 from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
-from kvtier.server.config import ServerConfig
+from kvtier.server.config import ServerConfig, salt_of
 from kvtier.server.control import add_control, add_state
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
@@ -29,7 +29,7 @@ from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.middleware import ClientGone, GuardMiddleware
 from kvtier.server.prepare import Body, Preparation
-from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from kvtier.server.protocol import ChatRequest, CompletionRequest, SessionBody, TokenizeRequest
 from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
 from kvtier.server.responses_api import ResponsesRequest
@@ -166,6 +166,14 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
         """Generate a response, which is not stored."""
         with _renamed_fields(ResponsesRequest.names):
             return await completions.answer(await bodies.read_as_chat(request, ResponsesRequest), request)
+
+    @app.post("/v1/sessions/close", openapi_extra=takes(SessionBody))
+    async def close_session(request: Request) -> dict[str, Any]:
+        """Note that no further request of a session is expected, so that its blocks can be evicted early."""
+        with admission.admit(1, request.state.tenant):
+            body = (await bodies.read(request, SessionBody)).body
+            salt = salt_of(request.state.tenant, None)
+            return await completions.engine.call("close_session", session_id=body.session_id, salt=salt)
 
     @app.post("/v1/messages", responses=_STREAM, openapi_extra=takes(MessagesRequest))
     async def messages(request: Request) -> Response:

@@ -27,6 +27,7 @@ from kvtier.server.protocol import (
     PromptBody,
     ResetBody,
     ResizeBody,
+    SessionBody,
     TokenizeRequest,
 )
 from kvtier.server.responses_api import ResponsesRequest
@@ -110,7 +111,8 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 def body_schemas() -> dict[str, Any]:
     completions = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
-    models = (*completions, CountTokensRequest, TokenizeRequest, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
+    prompts = (CountTokensRequest, TokenizeRequest, PromptBody, PinBody)
+    models = (*completions, *prompts, NameBody, SessionBody, ResetBody, ResizeBody)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )

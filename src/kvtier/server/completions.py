@@ -138,7 +138,7 @@ class Completions:
         if tenant is not None:  # a request cannot exceed its tenant's priority
             priority = min(priority, tenant.max_priority)
         submits = tuple(
-            Submit(name, tuple(prompt), params, priority, salt, grammar)
+            Submit(name, tuple(prompt), params, priority, salt, grammar, body.hints)
             for name, prompt in zip(names, prompts, strict=True)
         )
         record = RequestRecord(id, tenant_name(tenant), api.endpoint, notes=prepared.notes)

@@ -112,6 +112,7 @@ CONTROLS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
         "prefetch": _on_prompt(CacheRuntime.prefetch, "blocks"),
         "demote": _on_prompt(CacheRuntime.demote, "blocks"),
         "drop": _on_prompt(CacheRuntime.drop, "blocks"),
+        "close_session": lambda engine, **session: {"blocks": engine.close_session(**session)},
         "unpin": _without_result(CacheRuntime.unpin),
         "reset": _without_result(CacheRuntime.reset),
         "sleep": _without_result(CacheRuntime.sleep),

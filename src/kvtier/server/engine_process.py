@@ -239,6 +239,7 @@ class EngineServer:
             request_id=command.id,
             priority=command.priority,
             salt=command.salt,
+            hints=command.hints,
         )
         future.add_done_callback(partial(self._reply, command.id))
 

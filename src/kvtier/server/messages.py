@@ -23,6 +23,7 @@ from typing import Any
 
 from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.schemas import Grammar
+from kvtier.index.labels import NO_HINTS, Hints
 
 _LENGTH = struct.Struct(">I")
 
@@ -38,6 +39,7 @@ class Submit:
     salt: bytes = b""
     schema: Grammar | None = None
     """Grammar of the answers."""
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

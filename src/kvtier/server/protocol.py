@@ -32,10 +32,12 @@ from kvtier.engine.params import (
     Penalties,
     SamplingParams,
 )
+from kvtier.index.labels import Hints
 from kvtier.server.config import MAX_PRIORITY
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_YEAR_SECONDS = 366 * 86_400
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -353,6 +355,10 @@ class Sampling(Strict):
         | None
     ) = None
     bad_words: Annotated[list[StopText], Field(max_length=64, fail_fast=True), few(64)] | None = None
+    session_id: Name | None = None
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
+    session_over: bool | None = None
+    expects_return_seconds: Annotated[float, Field(ge=0, le=_YEAR_SECONDS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -364,6 +370,12 @@ class Sampling(Strict):
     metadata: Annotated[dict[str, str], Field(max_length=64), few(64)] | None = None
     store: bool | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
+
+    @property
+    def hints(self) -> Hints:
+        """What the client says about the next request of its session."""
+        session = self.session_id or self.prompt_cache_key or ""
+        return Hints(session, bool(self.session_over), self.expects_return_seconds)
 
     def sampling_params(
         self, *, max_tokens: int, logprobs: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
@@ -532,6 +544,10 @@ class PinBody(PromptBody):  # POST /control/pin
 
 class NameBody(Strict):  # POST /control/unpin
     name: Name
+
+
+class SessionBody(Strict):  # POST /v1/sessions/close
+    session_id: Name
 
 
 class ResetBody(Strict):  # POST /control/reset

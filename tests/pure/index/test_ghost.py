@@ -16,6 +16,7 @@ import kvtier.index
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, MediaItem, Namespace
 from kvtier.index.ghost import SHADOWS, S3FIFOMarks, Stack
+from kvtier.index.learned_shadow import LearnedShadow, Use
 from kvtier.replay import SyntheticTrace, generate
 from reference_traces import TRACES
 
@@ -54,7 +55,8 @@ def test_stack_hits_equal_naive_cache_hits_for_each_size(fifo, requests, data):
     grew = data.draw(st.lists(st.booleans(), min_size=len(requests), max_size=len(requests)))
     shadow = Stack(SIZES, fifo=fifo)
     cut = len(requests) // 2
-    parts = [shadow.play(requests[:cut], grew[:cut]), shadow.play(requests[cut:], grew[cut:])]
+    uses = [Use(0.0, int(has_grown)) for has_grown in grew]
+    parts = [shadow.play(requests[:cut], uses[:cut]), shadow.play(requests[cut:], uses[cut:])]
     hits = np.concatenate([part for part in parts if len(part)] or [np.zeros((0, len(SIZES)), bool)])
     for column, size in enumerate(SIZES):
         assert hits[:, column].tolist() == naive_hits(requests, grew, size, fifo=fifo), size
@@ -77,6 +79,34 @@ def test_s3fifo_shadow_is_bounded_and_misses_only_new_marks(requests):
     for marks, found in zip(requests, first, strict=True):
         assert found == [mark in known for mark in marks], "a cache that can hold all marks must miss only new marks"
         known.update(marks)
+
+
+@given(requests=paths().filter(len))
+@settings(max_examples=100, deadline=None)
+def test_learned_shadow_before_first_fit_equals_lru(requests):
+    uses = [Use(float(number), 0) for number in range(len(requests))]
+    first, second = (shadow.play(requests[:31], uses[:31]) for shadow in (LearnedShadow(SIZES), Stack(SIZES)))
+    for column, size in enumerate(SIZES):
+        if all(len(marks) <= size for marks in requests):
+            assert first[:, column].tolist() == second[:, column].tolist()
+
+
+@given(requests=paths().filter(len), seed=st.integers(0, 100))
+@settings(max_examples=50, deadline=None)
+def test_learned_shadow_is_bounded_and_hits_only_prefixes(requests, seed):
+    requests = requests * 4
+    rng = np.random.default_rng(seed)
+    uses = [Use(time, 4096) for time in np.cumsum(rng.exponential(20, len(requests))).tolist()]
+    shadow, seen = LearnedShadow(SIZES), set()
+    hits = shadow.play(requests, uses)
+    at = 0
+    for marks in requests:
+        found = hits[at : at + len(marks)]
+        assert (np.diff(found.astype(int), axis=0) <= 0).all(), "a hit after a miss"
+        assert all(mark in seen for mark, hit in zip(marks, found.any(1), strict=True) if hit)
+        seen.update(marks)
+        at += len(marks)
+    assert all(len(cache._held) <= size for cache, size in zip(shadow._caches, SIZES, strict=True))
 
 
 # ---- estimates compared with exact replays ----
@@ -176,7 +206,7 @@ def test_ghost_ignores_prompts_shorter_than_sampled_block():
 
 def test_ghost_memory_is_bounded():
     namespace = Namespace("m", block_tokens=64)
-    ghost = GhostCache(64, 200, capacities=[50, 800], policies=("fifo", "s3fifo"), rate=0.5)
+    ghost = GhostCache(64, 200, capacities=[50, 800], policies=("fifo", "s3fifo", "learned"), rate=0.5)
 
     def run(first: int) -> int:
         for number in range(first, first + 4 * 1024):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, FormatError, StateError
-from kvtier.index import Chain, Namespace
+from kvtier.index import Chain, Hints, Namespace, Outcome
 from kvtier.messages import Report, slot_bytes
 from kvtier.replay import read_trace
 from kvtier.replay.hardware import DiskSpec
@@ -172,7 +172,7 @@ def test_log_contains_no_tokens_and_no_keys(tmp_path):
         assert set(json.loads(line)) <= {
             "event", "version", "block_tokens", "slots", "t", "id", "prompt_tokens", "max_new_tokens", "priority",
             "rows", "transfers", "probes", "results", "epoch", "outcomes", "presences", "sizes", "arrival",
-            "answer_tokens", "keys", "tokens_from", "ttft", "state", "ranks", "rank", "damaged",
+            "answer_tokens", "keys", "tokens_from", "ttft", "state", "ranks", "rank", "damaged", "finish_reason",
         }  # fmt: skip
 
 
@@ -287,3 +287,27 @@ def test_recorder_refuses_existing_file(tmp_path, kind):
         Recorder(path)
     assert victim.read_text() == "precious"
     assert not (tmp_path / "none").exists()
+
+
+def test_log_with_hints_can_be_read_back(tmp_path):
+    server = Server(CONFIGS["host"], random.Random(5))
+    path = tmp_path / "log.jsonl"
+    hints = Hints("chat-with-ann", session_over=True, expects_return_seconds=30.0)
+    with contextlib.closing(Recorder(path)) as recorder:
+        recorder.attach(server.scheduler, now=server.now)
+        for number, salt in enumerate((b"a\0x", b"a\0y", b"b")):
+            chain = Chain(server.manager.namespace, [number] * BLOCK, salt=salt)
+            server.scheduler.add(Request(f"r{number}", chain, 1, hints=hints), server.now)
+            server.serve([])
+            server.now += 1.0
+        server.scheduler.close_session("chat-with-ann", b"a", server.now + 60.0)
+    assert "ann" not in path.read_text()
+    first, second, third = read_trace(path).requests
+    assert first.hints.session_id == second.hints.session_id != third.hints.session_id
+    assert (first.hints.session_over, first.hints.expects_return_seconds) == (True, 30.0)
+    assert first.outcome == Outcome(1, "length", first.hints)
+    assert [each.closed_at_ms for each in (first, second, third)] == [
+        None,
+        pytest.approx((server.now + 60.0 - 100.0) * 1000),
+        None,
+    ]

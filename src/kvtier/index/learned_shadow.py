@@ -1,0 +1,149 @@
+"""LearnedShadow: the learned policy for sampled marks, which estimates its hit rate at other sizes (see ghost.py).
+
+The value of a block does not depend on the size of the cache. One table of values, learned from the uses of the sampled
+marks, therefore serves all sizes. A class consists of `uses` and `new` (see labels.py). The other features are not
+recorded; on a real cache, `uses` has most of the effect.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier.index.labels import Cells, new_label
+from kvtier.index.reuse import LIMITS, ReuseTable
+
+_FIRST_FIT, _LAST_FIT = 32, 1024  # requests with marks: a fit after 32, 64, 128, .., then after every 1024
+_MEMORY = 8  # marks that are remembered, as a multiple of the largest cache
+_MAX_USES = 4
+
+
+class Use(NamedTuple):
+    """Time of a request, and the tokens that it added to the real cache."""
+
+    time: float
+    new_tokens: int
+
+
+class Mark(NamedTuple):
+    """Last use of a mark: time, place in the order of all uses, class, earlier uses, weight."""
+
+    time: float
+    place: int
+    cell: int
+    uses: int
+    weight: float
+
+
+class LearnedShadow:
+    """Shadow for the learned policy, with a separate cache for each size."""
+
+    ignores_repeats = True
+    """A request with only the newest mark is a hit for every size. It would add one more use of a very busy mark."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._cells = Cells()
+        self._table = ReuseTable(self._cells)
+        self._caches = [MarkCache(size) for size in sizes]
+        self._max_marks = _MEMORY * max(sizes) + 64
+        self._marks: OrderedDict[int, Mark] = OrderedDict()
+        """Last use of all recent marks, even if no cache holds them; oldest first."""
+        self._ended: list[tuple[int, float, float, bool]] = []
+        """Class, age, weight, and True for a use, of marks that were used again or forgotten since the last fit."""
+        self._num_requests = 0
+        self._until_fit = self._place = _FIRST_FIT
+
+    def play(self, requests: Sequence[list[int]], uses: Sequence[Use]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Use the marks of all requests in order. Return the hits: a row for each mark, a column for each size."""
+        hits: list[list[bool]] = []
+        for marks, use in zip(requests, uses, strict=True):
+            found = [cache.num_leading(marks) for cache in self._caches]
+            hits += [[number < count for count in found] for number in range(len(marks))]
+            self._use(marks, use)
+            for cache in self._caches:
+                cache.use(marks, self._marks, self._table, use.time)
+            self._num_requests += 1
+            self._until_fit -= 1
+            if not self._until_fit:
+                self._until_fit = min(self._num_requests, _LAST_FIT)
+                self._fit(use.time)
+        return np.array(hits, np.bool_)
+
+    def _use(self, marks: list[int], use: Use) -> None:
+        """Record the use of a request's marks. The last mark comes first in the order, so that it is evicted first."""
+        labels = new_label(use.new_tokens), 0, 0, 0, 0, 0
+        self._place += len(marks)
+        weight = len(marks) ** -0.5
+        for depth in range(len(marks) - 1, -1, -1):
+            mark = marks[depth]
+            old = self._marks.pop(mark, None)
+            num_uses = 0
+            if old is not None:
+                self._ended.append((old.cell, max(0.0, use.time - old.time), old.weight, True))
+                num_uses = min(old.uses + 1, _MAX_USES)
+            cell = self._cells.number(num_uses, labels)
+            self._marks[mark] = Mark(use.time, self._place - depth, cell, num_uses, weight)
+        while len(self._marks) > self._max_marks:
+            _, old = self._marks.popitem(last=False)
+            self._ended.append((old.cell, max(0.0, use.time - old.time), old.weight, False))
+
+    def _fit(self, now: float) -> None:
+        if self._ended:
+            cells, ages, weights, is_use = zip(*self._ended, strict=True)
+            self._table.add(np.array(cells), np.array(ages), np.array(weights), np.array(is_use))
+            self._ended.clear()
+        times, _, cells, _, weights = zip(*self._marks.values(), strict=True)
+        self._table.fit(np.array(cells), np.maximum(now - np.array(times), 0.0), np.array(weights))
+        self._table.decay(self._until_fit)
+
+
+class MarkCache:
+    """A cache of marks with one size. The marks of a class are in a heap, oldest first. Removed marks stay in it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held: dict[int, int] = {}
+        """Mark -> place of its last use."""
+        self._queues: dict[int, list[tuple[int, float, int]]] = {}
+
+    def num_leading(self, marks: list[int]) -> int:
+        """Return the number of leading marks that the cache holds."""
+        held = self._held
+        for number, mark in enumerate(marks):
+            if mark not in held:
+                return number
+        return len(marks)
+
+    def use(self, marks: list[int], states: OrderedDict[int, Mark], table: ReuseTable, now: float) -> None:
+        """Add marks, or renew their places. Evict the marks with the lowest values."""
+        for mark in marks:
+            state = states[mark]
+            self._held[mark] = state.place
+            queue = self._queues.get(state.cell)
+            if queue is None:
+                queue = self._queues[state.cell] = []
+                table.row(state.cell)
+            heappush(queue, (state.place, state.time, mark))
+            if len(queue) > 64 + 2 * self._size:
+                queue[:] = [entry for entry in queue if self._held.get(entry[2]) == entry[0]]
+                heapify(queue)
+        while len(self._held) > self._size:
+            self._evict(table, now)
+
+    def _evict(self, table: ReuseTable, now: float) -> None:
+        lowest: tuple[float, int] | None = None
+        held, values, is_fitted, victim = self._held, table.values, table.is_fitted, -1
+        for cell, queue in self._queues.items():
+            while queue and held.get(queue[0][2]) != queue[0][0]:
+                heappop(queue)
+            if queue:
+                place, time, _ = queue[0]
+                value = (values[cell][bisect_right(LIMITS, now - time)] if is_fitted else 0.0), place
+                if lowest is None or value < lowest:
+                    lowest, victim = value, cell
+        del held[heappop(self._queues[victim])[2]]
