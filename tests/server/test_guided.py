@@ -125,6 +125,5 @@ def test_restrictions_that_exclude_each_other_are_400(server):
     answer = post(server, **fields)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_allowed"), answer.text
     stream = post(server, guided_choice=["yes", "you"], bad_words=["e", "o"], stream=True)
-    assert stream.status_code == 200
-    assert '"code":"no_token_allowed"' in stream.text
+    assert '"code":"no_token_allowed"' in stream.text  # an error event, or a 400 if the front end was slow
     assert texts(server, guided_choice=["yes", "no"], bad_words=["y"]) == ["no"]
