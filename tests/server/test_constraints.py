@@ -16,7 +16,7 @@ from kvtier.engine.schemas import Grammar, SchemaCompiler
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.server.engine_process import EngineServer
-from kvtier.server.messages import SHUTDOWN, Abort, Call, Channel, Reply, Started, StepOutputs, Submit
+from kvtier.server.messages import ENGINE_CODEC, SHUTDOWN, Abort, Call, Channel, Reply, Started, StepOutputs, Submit
 from kvtier.server.schema_cache import SchemaCompilations
 
 pytest.importorskip("llguidance")
@@ -58,9 +58,9 @@ def test_engine_serves_and_aborts_requests_during_compilation(tiny_model):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = LLM(str(tiny_model), EngineConfig()).engine
-        serving = threading.Thread(target=EngineServer(engine, Channel(theirs)).run)
+        serving = threading.Thread(target=EngineServer(engine, Channel(theirs, ENGINE_CODEC)).run)
         serving.start()
-        channel = Channel(ours)
+        channel = Channel(ours, ENGINE_CODEC)
         events = iter(channel)
         assert isinstance(next(events).value, Started)
         params = SamplingParams(max_tokens=1, temperature=0)

@@ -259,27 +259,33 @@ class Completions:
 
     def _count(self, job: HttpJob, outputs: Sequence[Output]) -> None:
         now, record = time.monotonic(), job.record
+        if not record.prompt_tokens:
+            record.prompt_tokens = job.num_prompt_tokens
         self.request_log.delivery.observe(now - job.mailbox.sent)
         if record.ttft_seconds is None and not outputs[0].prompt_logprobs:
             record.ttft_seconds = now - job.began
         for output in outputs:
-            if output.finish_reason is FinishReason.ERROR:
-                _log.error("request %s failed in the engine: %s", record.id, output.error)
-                raise ApiError(500, f"the engine could not complete the request: {output.error}", code="step_failed")
-            if output.finish_reason is FinishReason.CONFLICT:
-                raise ApiError(400, output.error, code="no_token_allowed")
-            if output.finish_reason is FinishReason.REFUSED:
-                raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
+            if output.finish_reason is not None:
+                self._check_end(record, output)
             record.new_tokens += len(output.token_ids)
             if output.token_ids:
                 answer = (output.request_id, output.index)
                 if (before := job.arrived.get(answer)) is not None:
                     self.request_log.vllm.gaps.observe(now - before)
                 job.arrived[answer] = now
-        record.prompt_tokens = job.num_prompt_tokens
-        for output in outputs:
-            if output.index == 0 and output.finish_reason is not None:  # the n answers share one cached prefix
-                record.cached_tokens += output.num_cached_tokens
+
+    def _check_end(self, record: RequestRecord, output: Output) -> None:
+        """Raise an error if an answer failed. Otherwise count its cached tokens."""
+        match output.finish_reason:
+            case FinishReason.ERROR:
+                _log.error("request %s failed in the engine: %s", record.id, output.error)
+                raise ApiError(500, f"the engine could not complete the request: {output.error}", code="step_failed")
+            case FinishReason.CONFLICT:
+                raise ApiError(400, output.error, code="no_token_allowed")
+            case FinishReason.REFUSED:
+                raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
+        if output.index == 0:  # the n answers share one cached prefix
+            record.cached_tokens += output.num_cached_tokens
 
     def _end(self, job: HttpJob) -> None:
         record = job.record
@@ -305,10 +311,13 @@ class Completions:
         )
 
 
-def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
+def _event(job: HttpJob, outputs: list[Output], opened: set[int]) -> bytes:
     """Return the events for new outputs. Each choice that is not yet in `opened` starts with an opening event."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
+        if index in opened and not job.options.continuous_usage_stats:
+            data += job.format.piece(index, mine)
+            continue
         events = [] if index in opened else [job.format.opening(index)]
         opened.add(index)
         events.append(job.format.piece(index, mine))
@@ -318,8 +327,10 @@ def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
     return data
 
 
-def _by_choice(job: HttpJob, outputs: Sequence[Output]) -> dict[int, list[Output]]:
+def _by_choice(job: HttpJob, outputs: list[Output]) -> dict[int, list[Output]]:
     """Group outputs by the index of their choice, which is (index of the prompt) * n + (index of the answer)."""
+    if len(outputs) == len(job.submits) == 1 and not outputs[0].prompt_logprobs:
+        return {outputs[0].index: outputs}
     groups: dict[int, list[Output]] = {}
     for output in outputs:
         choice = output.index

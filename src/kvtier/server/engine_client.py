@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.engine.params import Explanation, Output
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, FormatError
 from kvtier.server.config import EngineOptions, Limits
 from kvtier.server.errors import ApiError
 from kvtier.server.messages import (
+    ENGINE_CODEC,
     PING,
     SHUTDOWN,
     Abort,
@@ -175,12 +176,17 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         if self.ended.is_set() or self._writer is None:
             raise ClosedError(self.why)
-        self._writer.write(frame(command))
+        self._writer.write(frame(command, ENGINE_CODEC))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._handle(await read_message(reader))
+                try:
+                    event = await read_message(reader, ENGINE_CODEC)
+                except FormatError as invalid:
+                    _log.error("the engine process sent an invalid message, which is skipped: %s", invalid)
+                    continue
+                self._handle(event)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         self.ended.set()

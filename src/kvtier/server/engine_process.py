@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.schemas import GrammarConstraint, SchemaCompiler
 from kvtier.engine.speculate import NgramProposer
-from kvtier.errors import ArgumentError, ClosedError
+from kvtier.errors import ArgumentError, ClosedError, FormatError
 from kvtier.events import EventConfig, publish_events
 from kvtier.index import IndexCleared, Listener
 from kvtier.metrics import Registry
@@ -35,6 +36,7 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.engine_controls import CONTROLS
 from kvtier.server.messages import (
+    ENGINE_CODEC,
     PING,
     SHUTDOWN,
     Abort,
@@ -48,13 +50,14 @@ from kvtier.server.messages import (
 )
 from kvtier.server.schema_cache import SchemaCompilations
 
+_log = logging.getLogger("kvtier.server")
 _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, but the front end must stop this one
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(connection)
+    channel = Channel(connection, ENGINE_CODEC)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     with contextlib.ExitStack() as opened:
         try:
@@ -185,6 +188,8 @@ class EngineServer:
             self._channel.send(Reply(0, started))
             for command in self._channel:
                 match command:
+                    case FormatError():
+                        _log.error("the front end sent an invalid message, which is skipped: %s", command)
                     case Submit():
                         self._submit(command)
                     case Abort():
@@ -194,11 +199,19 @@ class EngineServer:
                     case Call(name=name) if name == PING:
                         self._channel.send(Reply(command.id, {}))
                     case Call():
-                        future = self._runner.call(partial(CONTROLS[command.name], **command.arguments))
-                        future.add_done_callback(partial(self._reply, command.id))
+                        self._call(command)
         if self._runner.error is None and config.cache.stores:  # save the cache for the next start
             self._runner.call(lambda engine: engine.tiers.save_all()).result()
         self._runner.close()
+
+    def _call(self, command: Call) -> None:
+        function = CONTROLS.get(command.name)
+        if function is None:
+            error = ArgumentError(f"the engine process has no function {command.name!r}")
+            self._channel.send(Reply(command.id, error=error))
+            return
+        future = self._runner.call(partial(function, **command.arguments))
+        future.add_done_callback(partial(self._reply, command.id))
 
     def _fail(self, error: Exception) -> None:
         """Report that the engine cannot continue, and end `run`, which ends the process."""
@@ -254,7 +267,10 @@ class EngineServer:
         if isinstance(error, Exception):
             self._channel.send(Reply(id, error=error))
         elif isinstance(id, int):
-            self._channel.send(Reply(id, future.result()))
+            try:
+                self._channel.send(Reply(id, future.result()))
+            except TypeError as failure:  # the result has a type that cannot be sent
+                self._channel.send(Reply(id, error=failure))
 
     def _take(self, output: Output | None) -> None:
         """Collect an output, on the engine thread. The first output of a step schedules `_flush` after the step."""

@@ -5,8 +5,9 @@
     front end --PrepareConfig, then Call--> worker process
     front end <--Reply(0), then Reply-- worker process
 
-A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here, because no other process can open the
-socket pair.
+A frame is a length (four bytes, big-endian) and a body. The bodies of the engine process are MessagePack after a byte
+for the type of the message. They can contain only the types declared here, so that neither process can make the other
+one run code. A body that is invalid raises FormatError and is skipped. The bodies of workers are pickles.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import msgspec
+
+from kvtier import errors
 from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.schemas import Grammar
 from kvtier.index.labels import NO_HINTS, Hints
 
 _LENGTH = struct.Struct(">I")
+_MAX_FRAME_BYTES = 1 << 30  # a longer frame means that the stream is corrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +116,123 @@ Command = Submit | Abort | Call
 Event = EngineFailed | StepOutputs | Reply
 
 
-def frame(message: object) -> bytes:
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+class WireReply(NamedTuple):
+    """A `Reply` on the wire. An exception is its class name and its text; both are empty if there is no error."""
+
+    id: int | str
+    value: dict[str, Any] | None
+    started: Started | None
+    kind: str
+    text: str
+
+
+_TYPES: tuple[type[Any], ...] = (Submit, Abort, Call, EngineFailed, StepOutputs, WireReply)
+_NUMBERS = MappingProxyType({kind: bytes([number]) for number, kind in enumerate(_TYPES)})
+_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in _TYPES)
+_ERRORS = MappingProxyType(
+    {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+)
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python number for a number of numpy."""
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+    return item()
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def encode_message(message: Command | Event) -> bytes:
+    """Return the body of a frame for the engine process or from it. Raises TypeError for other types."""
+    wire = _to_wire(message) if isinstance(message, Reply) else message
+    number = _NUMBERS.get(type(wire))
+    if number is None:
+        raise TypeError(f"{type(message).__name__} is not a message")
+    return number + _ENCODER.encode(wire)
+
+
+def decode_message(body: bytes) -> Any:
+    """Return the message in a body. Raises FormatError if the body is not a valid message."""
+    if not body or body[0] >= len(_DECODERS):
+        raise errors.FormatError(f"a frame of {len(body)} bytes has no known type of message")
+    try:
+        message = _DECODERS[body[0]].decode(memoryview(body)[1:])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        name = _TYPES[body[0]].__name__
+        raise errors.FormatError(f"a {name} of {len(body)} bytes is invalid: {type(error).__name__}") from error
+    return _from_wire(message) if isinstance(message, WireReply) else message
+
+
+def _to_wire(reply: Reply) -> WireReply:
+    started = reply.value if isinstance(reply.value, Started) else None
+    value = None if started is not None else reply.value
+    if reply.error is None:
+        return WireReply(reply.id, value, started, "", "")
+    return WireReply(reply.id, value, started, type(reply.error).__name__, str(reply.error))
+
+
+def _from_wire(wire: WireReply) -> Reply:
+    """Return a reply. An error that is not one of kvtier becomes a KvtierError with its name in the text."""
+    value = wire.value if wire.started is None else wire.started
+    if not wire.kind:
+        return Reply(wire.id, value)
+    kind = _ERRORS.get(wire.kind)
+    if kind is None:
+        return Reply(wire.id, value, errors.KvtierError(f"{wire.kind}: {wire.text}"))
+    return Reply(wire.id, value, kind(wire.text))
+
+
+class Codec(NamedTuple):
+    """Converts messages to the bodies of frames and back."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+ENGINE_CODEC = Codec(encode_message, decode_message)
+WORKER_CODEC = Codec(lambda message: pickle.dumps(message, pickle.HIGHEST_PROTOCOL), pickle.loads)
+"""Workers return pydantic models. No other process can open the socket pair of a worker."""
+
+
+def frame(message: object, codec: Codec) -> bytes:
+    body = codec.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Read one message. Raises OSError or IncompleteReadError if the child process dies."""
+async def read_message(reader: asyncio.StreamReader, codec: Codec) -> Any:
+    """Read one message. Raises OSError or IncompleteReadError if the child process dies, FormatError for a bad body."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(size))
+    _check_size(size)
+    return codec.decode(await reader.readexactly(size))
+
+
+def _check_size(size: int) -> None:
+    if size > _MAX_FRAME_BYTES:
+        raise ConnectionAbortedError(f"a frame announces {size} bytes; the limit is {_MAX_FRAME_BYTES}")
 
 
 class Channel:
     """The child process's end of a socket pair, with blocking calls. One thread reads; any thread may send."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, codec: Codec) -> None:
         connection.setblocking(True)
         self._connection = connection
+        self._codec = codec
         self._stream = connection.makefile("rb")
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
         """Send a message. Raises OSError if the front end has exited."""
-        data = frame(message)
+        data = frame(message, self._codec)
         with self._sending:
             self._connection.sendall(data)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._connection.close()
 
     def end(self) -> None:
         """Shut down the connection, which ends the iteration in the reading thread."""
@@ -142,10 +240,15 @@ class Channel:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield messages until the front end closes the connection or dies."""
+        """Yield messages until the front end closes the connection or dies. Yields a FormatError for a bad body."""
         while len(head := self._stream.read(_LENGTH.size)) == _LENGTH.size:
             (size,) = _LENGTH.unpack(head)
+            _check_size(size)
             body = self._stream.read(size)
             if len(body) < size:
                 return
-            yield pickle.loads(body)
+            try:
+                message = self._codec.decode(body)
+            except errors.FormatError as error:
+                message = error
+            yield message

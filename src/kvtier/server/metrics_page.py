@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvtier.errors import KvtierError
+from kvtier.metrics import CollectedMetric
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.exposition import Exposition
@@ -35,7 +37,8 @@ class MetricsPage:
         for state in ("running", "waiting"):
             self._request_log.rows.of(state).set(snapshot[state])
         self._request_log.vllm.update(snapshot)
-        in_engine = (await self._engine.call("metrics"))["metrics"]
+        reply = await self._engine.call("metrics")
+        in_engine = msgspec.convert(reply["metrics"], tuple[CollectedMetric, ...])
         self._exposition.update([*self._request_log.registry.collect(), *in_engine])
         return self._encoded(accept)
 

@@ -27,6 +27,7 @@ _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
 _ADMIN = ("/control", "/state", "/metrics")
 _POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
 _ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")
+_DIRECT_SEND = "kvtier.direct_send"  # key of the scope: the server's send function, without any middleware
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 
 
@@ -44,20 +45,21 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first, self._rest, self._seconds = first, rest, seconds
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             try:
                 async with asyncio.timeout(self._seconds):
-                    await unless_gone(receive, self._send(send))
+                    await unless_gone(receive, self._send(send, scope.get(_DIRECT_SEND, send)))
             except (ClientGone, TimeoutError, OSError):
                 return  # uvicorn closes the connection of an unfinished response
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, direct_send: Send) -> None:
+        """Send the stream. Only the start passes through the middleware, which does nothing with the events."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await direct_send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for piece in self._rest:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await direct_send({"type": "http.response.body", "body": piece, "more_body": True})
+        await direct_send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -120,6 +122,7 @@ class GuardMiddleware:
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > self._limits.body_bytes:
                 raise body_too_large(f"{length} bytes", self._limits)
+            scope[_DIRECT_SEND] = send
             await self._app(scope, receive, watch)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, watch)

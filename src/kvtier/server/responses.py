@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from kvtier.engine.params import FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
@@ -18,10 +19,10 @@ from kvtier.server.prompt_report import PromptReport, ScoredToken
 
 DONE = b"data: [DONE]\n\n"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_ENCODER = msgspec.json.Encoder()
 # End of an event that contains only text, by finish reason.
 _TAILS = {
-    reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason).encode()
+    reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason)
     for reason in (None, "stop", "length")
 }
 
@@ -170,6 +171,7 @@ class CompletionFormat:
         self._text_event = b'%d,"delta":{"content":%b}%b' if is_chat else b'%d,"text":%b%b'
         self._id = id
         self._syntax = syntax or AnswerSyntax()
+        self._is_plain = self._syntax.is_plain
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._logprobs = logprobs
@@ -213,7 +215,7 @@ class CompletionFormat:
 
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
         output, prompt = self._with_prompt(index, merge(outputs))
-        if not self._syntax.is_plain:
+        if not self._is_plain:
             return self._parsed_piece(index, output)
         text, reason = output.text, _reason(output)
         ids = self._token_fields(index, output)
@@ -246,7 +248,7 @@ class CompletionFormat:
 
     def _parse(self, index: int, output: Output) -> AnswerDelta:
         """Return the parts of an answer that the new text of a choice completes."""
-        if self._syntax.is_plain:
+        if self._is_plain:
             return content_delta(output.text)
         answer = self._answers[index]
         if answer.parser is None:
@@ -354,7 +356,7 @@ def with_usage(data: bytes, usage: Usage) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
+    return _ENCODER.encode(value)
 
 
 def _text(data: bytes, prefix: str = "") -> str:

@@ -15,7 +15,7 @@ import traceback
 
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.server.errors import ApiError
-from kvtier.server.messages import Call, Channel, Reply
+from kvtier.server.messages import WORKER_CODEC, Call, Channel, Reply
 from kvtier.server.prepare import Preparation, PrepareConfig
 
 # At this priority, streams continue while a worker computes. At nice 19, a worker would get only 2 % of a busy core.
@@ -29,7 +29,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, but the front end must stop this one
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = Channel(socket.socket(fileno=descriptor), WORKER_CODEC)
     messages = iter(channel)
     config: PrepareConfig = next(messages)
     tokenizer = load_tokenizer(config.source)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.server.errors import ApiError
-from kvtier.server.messages import Call, Reply, frame, read_message
+from kvtier.server.messages import WORKER_CODEC, Call, Reply, frame, read_message
 from kvtier.server.prepare import PrepareConfig
 
 _log = logging.getLogger("kvtier.server")
@@ -73,9 +73,9 @@ class _Process:
         """Send a message and read the reply. Raises OSError or IncompleteReadError if the process dies."""
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
-        self._writer.write(frame(message))
+        self._writer.write(frame(message, WORKER_CODEC))
         await self._writer.drain()
-        reply: Reply = await read_message(self._reader)
+        reply: Reply = await read_message(self._reader, WORKER_CODEC)
         return reply
 
     def kill(self) -> None:
