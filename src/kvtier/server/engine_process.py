@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 import torch
@@ -50,6 +50,9 @@ from kvtier.server.messages import (
 )
 from kvtier.server.schema_cache import SchemaCompilations
 
+if TYPE_CHECKING:  # needs the extra `events`
+    from kvtier.events.publisher import EventPublisher
+
 _log = logging.getLogger("kvtier.server")
 _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
@@ -64,14 +67,14 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
             listener = _publish(options, opened)
             engine = make_llm(options, listener).engine
             opened.enter_context(_record(engine, options.record))
-            _count_collections(engine.tiers.metrics)
+            _add_metrics(engine.tiers.metrics, listener)
         except Exception as error:  # the front end reports any error and exits
             channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
             return
         EngineServer(engine, channel).run()
 
 
-def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> Listener | None:
+def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> EventPublisher | None:
     """Open the publisher of KV events. Its first event clears what a router knows of an earlier process."""
     if not options.events:
         if options.events_replay:
@@ -83,13 +86,16 @@ def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> Listener |
     return publisher
 
 
-def _count_collections(registry: Registry) -> None:
-    """Declare a counter of the garbage collections of this process, which delay the engine's steps."""
+def _add_metrics(registry: Registry, publisher: EventPublisher | None) -> None:
+    """Declare the metrics of this process: garbage collections, which delay the engine's steps, and KV events."""
     counter = registry.counter("kvtier_engine_gc_collections_total", "Garbage collections.", ("generation",))
+    dropped = registry.counter("kvtier_events_dropped_total", "KV events that did not fit into the queue.").of()
 
     def update() -> None:
         for generation, stats in enumerate(gc.get_stats()):
             counter.of(str(generation)).raise_to(stats["collections"])
+        if publisher is not None:
+            dropped.raise_to(publisher.num_dropped)
 
     registry.before_collect(update)
 

@@ -141,7 +141,7 @@ def _phases(explanation: Explanation, began: float, record: RequestRecord) -> It
 def _usage(record: RequestRecord, model: str) -> dict[str, AttributeValue]:
     """Return the attributes of a server span, under the names of OpenTelemetry where there are such names."""
     attributes: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": "chat" if record.endpoint == "chat" else "text_completion",
+        "gen_ai.operation.name": "text_completion" if record.endpoint == "completion" else "chat",
         "gen_ai.request.model": model,
         "gen_ai.response.id": record.id,
         "gen_ai.response.finish_reasons": [record.finish],
