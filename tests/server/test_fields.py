@@ -95,3 +95,41 @@ def test_stream_with_continuous_usage_has_usage_in_all_events(server, path):
     assert counts == sorted(counts)
     assert counts[-1] == 4
     assert events(answer)[-1]["choices"] == []
+
+
+def test_stop_text_is_included_on_request(server):
+    fields = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    text = send(server, TEXT, **fields).json()["choices"][0]["text"]
+    stop = text[3:6]
+    fields |= {"stop": [stop]}
+    for stream in (False, True):
+        answers = [
+            send(server, TEXT, **fields, include_stop_str_in_output=shown, stream=stream) for shown in (False, True)
+        ]
+        found = [
+            "".join(each["choices"][0]["text"] for each in (events(answer) if stream else [answer.json()]))
+            for answer in answers
+        ]
+        assert found == [text[: text.index(stop)], text[: text.index(stop)] + stop]
+
+
+def test_prompt_is_truncated_to_its_last_tokens(server):
+    fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    whole = send(server, TEXT, **fields | {"prompt": "Hello"}).json()
+    cut = send(server, TEXT, **fields | {"prompt": "xyz Hello"}, truncate_prompt_tokens=5).json()
+    assert cut["choices"][0]["text"] == whole["choices"][0]["text"]
+    assert cut["usage"]["prompt_tokens"] == 5
+    assert send(server, CHAT, truncate_prompt_tokens=5).json()["usage"]["prompt_tokens"] == 5
+    assert send(server, TEXT, truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_tokens_in_logprobs_are_named_by_id_on_request(server):
+    answer = send(server, TEXT, logprobs=2, return_tokens_as_token_ids=True, return_token_ids=True).json()["choices"][0]
+    assert answer["logprobs"]["tokens"] == [f"token_id:{token}" for token in answer["token_ids"]]
+    assert all(name.startswith("token_id:") for name in answer["logprobs"]["top_logprobs"][0])
+    chat = send(server, CHAT, logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True).json()["choices"][
+        0
+    ]
+    assert [each["token"] for each in chat["logprobs"]["content"]] == [
+        f"token_id:{token}" for token in chat["token_ids"]
+    ]

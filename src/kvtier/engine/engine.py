@@ -278,7 +278,9 @@ class Engine:
         )
         sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)
         stream = self.tokenizer.stream() if self.tokenizer is not None else None
-        return EngineSequence(name, index, request, sampler, stream, StopChecker(params.stop), scores)
+        return EngineSequence(
+            name, index, request, sampler, stream, StopChecker(params.stop, include=params.include_stop), scores
+        )
 
     def _start(self, sequence: EngineSequence) -> None:
         self._live[sequence.request.id] = sequence

@@ -76,7 +76,9 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same tokens; None uses a random seed."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output. They are not included in the output."""
+    """Strings that end the output."""
+    include_stop: bool = False
+    """True if the output includes the stop string that ended it."""
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, number added to its logit after the penalties)."""

@@ -18,15 +18,17 @@ _SCORES_PER_OUTPUT = 128  # the server renders an output at once: 20 alternative
 class StopChecker:
     """Finds stop strings in streamed text. Holds back text that may be the start of a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include` releases the stop string too."""
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
         self._longest = max(map(len, stops), default=0)
         self.found = ""
         """The stop string that was found first."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Add text. Returns the text that can be released, and True if a stop string was found after that text."""
+        """Add text. Returns the text that can be released, and True if a stop string was found at its end."""
         if not self._stops:
             return piece, False
         text = self._held + piece
@@ -34,7 +36,7 @@ class StopChecker:
         if ends:
             self._held = ""
             end, self.found = min(ends, key=lambda found: found[0])
-            return text[:end], True
+            return text[: end + len(self.found) if self._include else end], True
         # hold back the longest suffix of the text that is a prefix of a stop string
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         keep = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)

@@ -162,6 +162,7 @@ class Completions:
             logprobs=params.logprobs is not None,
             syntax=prepared.syntax,
             include_usage=options.include_usage,
+            names_ids=bool(body.return_tokens_as_token_ids),
             prompt=self._prompt_report(body, prepared.prompts, params),
         )
 

@@ -183,7 +183,12 @@ class Preparation:
             cleared["tools"] = None
         else:
             self._check_sizes([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompt", max_tokens)
-            prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
+            add_special = body.add_special_tokens is not False
+            prompts = [
+                self._encode(prompt, body.parse_special, max_tokens, add_special=add_special) for prompt in body.prompts
+            ]
+        if body.truncate_prompt_tokens is not None:
+            prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         self._check_prompts(prompts, body.prompt_field, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
         self._check_known([body.allowed_token_ids or ()], "allowed_token_ids")

@@ -339,6 +339,10 @@ class Sampling(Strict):
     prompt_logprobs_start: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     """Index of the first prompt token whose log-probability is computed. Earlier tokens may come from the cache."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    """Number of tokens at the end of each prompt to keep."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None
@@ -391,6 +395,7 @@ class Sampling(Strict):
             penalties=Penalties(self.repetition_penalty or 1.0, presence, frequency),
             seed=None if self.seed is None else self.seed % (1 << 64),
             stop=stop,
+            include_stop=bool(self.include_stop_str_in_output),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=self.biases,
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
@@ -424,6 +429,8 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    """Chat templates write the special tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), few(128)] | None = None
@@ -486,6 +493,8 @@ class CompletionRequest(Sampling):  # POST /v1/completions
     prompt: Prompts
     parse_special: bool = True
     """True if the text of a special token in a prompt is parsed as that token."""
+    add_special_tokens: bool | None = None
+    """False adds no special tokens, such as begin-of-text, to prompts that are texts."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     """True if the answer begins with the prompt."""

@@ -158,11 +158,12 @@ class CompletionFormat:
         syntax: AnswerSyntax | None = None,
         prompt: PromptReport | None = None,
         include_usage: bool = False,
+        names_ids: bool = False,
     ) -> None:
         """`syntax` is the form of reasoning and tool calls; None returns the text as it is.
 
         `prompt` describes the prompts in the response; None leaves them out. `include_usage` adds an event with the
-        usage to the end of a stream.
+        usage to the end of a stream. `names_ids` names tokens in log-probabilities by their ids.
         """
         kind, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
         self._frame = {"id": id, "object": kind, "created": created, "model": model}
@@ -177,6 +178,7 @@ class CompletionFormat:
         self._logprobs = logprobs
         self._prompt = prompt
         self._include_usage = include_usage
+        self._names_ids = names_ids
         self._answers: defaultdict[int, _Answer] = defaultdict(_Answer)
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
@@ -332,7 +334,8 @@ class CompletionFormat:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
-        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+        name = f"token_id:{token}" if self._names_ids else _text(data)
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(data)}
 
     def _top(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
         """Return log-probabilities by token text. A second token with the same text is named by its id."""
@@ -343,6 +346,8 @@ class CompletionFormat:
         return values
 
     def _name(self, token: int) -> str:
+        if self._names_ids:
+            return f"token_id:{token}"
         return _text(self._tokenizer.token_bytes(token), "bytes:")
 
 
