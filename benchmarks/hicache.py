@@ -3,7 +3,8 @@
 PYTHONPATH=.:tests python -m benchmarks.hicache
 
 rate      Pages of 2 MiB in two pieces (page_first) and in 64 pieces (layer_first), in calls of 128 pages as SGLang
-          makes them, against `open_store` with one contiguous buffer. Every round has new folders; the cases alternate.
+          makes them, against `open_store` with one contiguous buffer. Every round has new folders and another order of
+          the cases.
 deadline  A Redis server behind a proxy that refuses, hangs, delays or damages answers: seconds of the longest call.
 """
 

@@ -36,6 +36,8 @@ class StorageNative:
         self.checksums.argtypes, self.checksums.restype = [size, pointer, pointer, pointer], None
         self.copy = library.kvtier_copy
         self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
+        self.checksum_joined = library.kvtier_checksum_joined
+        self.checksum_joined.argtypes, self.checksum_joined.restype = [size, pointer, pointer], ctypes.c_uint64
         self.gather, self.scatter = library.kvtier_gather, library.kvtier_scatter
         for function in (self.gather, self.scatter):
             function.argtypes, function.restype = [size, pointer, pointer, pointer], None
@@ -81,6 +83,17 @@ def checksum(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
         return checksum_in_python(data, then)
     total = code.checksum(address_of(data), whole)
     return total if whole == len(data) and not then else _extend(total, memoryview(data)[whole:], then)
+
+
+def checksum_joined(pieces: Sequence[memoryview]) -> int:
+    """Return the checksum of pieces that follow each other. Pieces whose sizes are odd are copied first."""
+    code = native().code
+    sizes = [len(piece) for piece in pieces]
+    if code is None or any(size % _STEP or not size for size in sizes):
+        return checksum(b"".join(pieces))
+    table = np.array([[address_of(piece) for piece in pieces], sizes], np.uint64)
+    total: int = code.checksum_joined(len(pieces), table.ctypes.data, table.ctypes.data + table.strides[0])
+    return total
 
 
 def checksums(pieces: Sequence[memoryview]) -> list[int]:

@@ -13,7 +13,7 @@
  * just verified, and does not need the target, which the GPU reads next. 1 MiB takes 80 us instead of 130 us.
  *
  * kvtier_gather, kvtier_scatter: copies of several pieces to and from one buffer (twins: gather and scatter in codec.py).
- * A gather keeps its target in the cache, because the checksum reads it next. */
+ * The checksum of pieces is computed before they are gathered, while they are read into the cache. */
 #include <emmintrin.h>
 #include <pthread.h>
 #include <smmintrin.h>
@@ -45,23 +45,29 @@ static uint32_t reduce(__m128i x) {
     return (uint32_t)_mm_extract_epi32(_mm_xor_si128(x, q), 1);
 }
 
-/* Return the sum in the upper half and the CRC in the lower half. n is a multiple of 64, at least 64. */
-uint64_t kvtier_checksum(const uint8_t *data, size_t n) {
+/* Return the sum in the upper half and the CRC in the lower half, over n pieces that follow each other. Each size is a
+ * multiple of 64, at least 64. */
+uint64_t kvtier_checksum_joined(size_t n, const uint8_t *const *pieces, const size_t *sizes) {
+    const uint8_t *data = pieces[0];
     const __m128i k = _mm_load_si128((const __m128i *)K512), k128 = _mm_load_si128((const __m128i *)K128);
     __m128i a = LOAD(data), b = LOAD(data + 16), c = LOAD(data + 32), d = LOAD(data + 48);
     __m128i sum = _mm_add_epi32(_mm_add_epi32(a, b), _mm_add_epi32(c, d));
     a = _mm_xor_si128(a, _mm_cvtsi32_si128(-1)); /* zlib's initial value is all ones, and its result is inverted */
-    for (const uint8_t *at = data + 64, *end = data + n; at < end; at += 64) {
-        __m128i e = LOAD(at), f = LOAD(at + 16), g = LOAD(at + 32), h = LOAD(at + 48);
-        _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* the hardware prefetcher stops at each page; 10 GB/s instead of 6 */
-        sum = _mm_add_epi32(sum, _mm_add_epi32(_mm_add_epi32(e, f), _mm_add_epi32(g, h)));
-        a = fold(a, k, e), b = fold(b, k, f), c = fold(c, k, g), d = fold(d, k, h);
+    for (size_t i = 0; i < n; i++) {
+        for (const uint8_t *at = pieces[i] + (i ? 0 : 64), *end = pieces[i] + sizes[i]; at < end; at += 64) {
+            __m128i e = LOAD(at), f = LOAD(at + 16), g = LOAD(at + 32), h = LOAD(at + 48);
+            _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* the prefetcher stops at each page; 10 GB/s instead of 6 */
+            sum = _mm_add_epi32(sum, _mm_add_epi32(_mm_add_epi32(e, f), _mm_add_epi32(g, h)));
+            a = fold(a, k, e), b = fold(b, k, f), c = fold(c, k, g), d = fold(d, k, h);
+        }
     }
     uint32_t crc = ~reduce(fold(fold(fold(a, k128, b), k128, c), k128, d));
     sum = _mm_add_epi32(sum, _mm_srli_si128(sum, 8));
     sum = _mm_add_epi32(sum, _mm_srli_si128(sum, 4));
     return (uint64_t)(uint32_t)_mm_cvtsi128_si32(sum) << 32 | crc;
 }
+
+uint64_t kvtier_checksum(const uint8_t *data, size_t n) { return kvtier_checksum_joined(1, &data, &n); }
 
 struct pieces {
     size_t n, next;
@@ -107,7 +113,7 @@ void kvtier_copy(char *dst, const char *src, size_t n) {
 
 void kvtier_gather(size_t n, const char *const *src, const size_t *sizes, char *dst) {
     for (size_t i = 0; i < n; dst += sizes[i++])
-        memcpy(dst, src[i], sizes[i]);
+        kvtier_copy(dst, src[i], sizes[i]);
 }
 
 void kvtier_scatter(size_t n, char *const *dst, const size_t *sizes, const char *src) {

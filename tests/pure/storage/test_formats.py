@@ -15,7 +15,7 @@ from hypothesis import given
 from kvtier.errors import FormatError, RangeError, VersionError
 from kvtier.native_code import Native
 from kvtier.storage import ObjectStatus, Read, Write
-from kvtier.storage.checksum import checksum, checksum_in_python, checksums
+from kvtier.storage.checksum import checksum, checksum_in_python, checksum_joined, checksums
 from kvtier.storage.codec import Compression, copy_bytes, encode, gather, scatter
 from kvtier.storage.disk.segment import SegmentHeader
 from kvtier.storage.disk.space import slot_bytes_for
@@ -89,11 +89,13 @@ def test_copy_bytes_between_different_lengths_raises(nbytes):
 @pytest.mark.parametrize("sizes", [[5], [0, 3, 0], [4096, 1, 5000, 63], [64] * 100, [70_001, 4096]])
 def test_gather_and_scatter_are_inverse(sizes, has_compiler, monkeypatch):
     if not has_compiler:
+        monkeypatch.setattr("kvtier.storage.checksum.native", lambda: Native(None, "no compiler"))
         monkeypatch.setattr("kvtier.storage.codec.native", lambda: Native(None, "no compiler"))
     content = payload_of(1, sum(sizes))
     pieces = [memoryview(bytearray(size)) for size in sizes]
     scatter(pieces, memoryview(content))
     assert b"".join(pieces) == content
+    assert checksum_joined(pieces) == checksum(content)
     target = memoryview(bytearray(len(content)))
     gather(target, [piece.toreadonly() for piece in pieces])
     assert target == content

@@ -12,7 +12,7 @@ from enum import Enum
 
 from kvtier.errors import ArgumentError, FormatError, StoreError
 from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
-from kvtier.storage.checksum import checksum
+from kvtier.storage.checksum import checksum, checksum_joined
 from kvtier.storage.codec import ALIGNMENT, Compression, Scratch, decode, encode, lay_out, mismatch, round_up, scatter
 from kvtier.storage.disk.catalog import Entry, SlotRef
 from kvtier.storage.disk.files import Files
@@ -285,7 +285,7 @@ class DiskStore:
         """Write one object. The last write of a batch publishes all objects of the batch."""
         try:
             if not batch.is_expired:
-                staged.outcomes[index] = self._put(staged, sequence, write, scratch.gather(pieces), scratch)
+                staged.outcomes[index] = self._put(staged, sequence, write, pieces, scratch)
         except OSError as error:
             staged.outcomes[index] = ObjectResult(ObjectStatus.FAILED, reason=str(error))
             if error.errno not in FULL:
@@ -294,9 +294,16 @@ class DiskStore:
             if staged.count_down():
                 self._commit(batch, staged)
 
-    def _put(self, staged: _Staged, sequence: int, write: Write, view: memoryview, scratch: Scratch) -> ObjectResult:
+    def _put(
+        self, staged: _Staged, sequence: int, write: Write, pieces: Sequence[memoryview], scratch: Scratch
+    ) -> ObjectResult:
         key = None if self._keys is None else self._keys.key_for(write.tenant)
-        known = None if key is None else checksum(view[:ALIGNMENT])  # the seal verifies the rest
+        known = None
+        if key is None and len(pieces) > 1 and self._compression is Compression.NONE and not write.label.token_ids:
+            known = checksum_joined(pieces)  # reads the pieces into the cache, from which they are gathered
+        view = scratch.gather(pieces)
+        if key is not None:
+            known = checksum(view[:ALIGNMENT])  # the seal verifies the rest
         record, stored = encode(write.key, write.label, view, self._compression, known)
         if key is not None:
             record = replace(record, seal=Seal(key.id))
