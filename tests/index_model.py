@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 BLOCK_TOKENS = 2
 Content = tuple[tuple[int, ...], tuple[tuple[int, int, bytes], ...]]
 Domain = tuple[bytes, bytes]
+Name = tuple[Domain, tuple[Content, ...]]
 
 
 def tenant(salt: bytes) -> bytes:
@@ -90,7 +91,7 @@ class Block:
     copies: dict[int, Copy] = field(default_factory=dict)
 
     @property
-    def name(self) -> tuple[Domain, tuple[Content, ...]]:
+    def name(self) -> Name:
         """Return the domain, and the contents of all blocks from the root to this block."""
         contents: list[Content] = []
         at = self
@@ -140,9 +141,13 @@ class Holder:
 class Model:
     """All blocks, leases and quotas."""
 
-    def __init__(self, sizes: Sequence[int], *, exact_lru: bool) -> None:
+    def __init__(self, sizes: Sequence[int], *, exact_lru: bool, exclusive: bool = False) -> None:
         self.sizes = list(sizes)
         self.exact_lru = exact_lru
+        self.exclusive = exclusive
+        self.next_victims: list[dict[bytes | None, set[Name]]] = [{} for _ in sizes]
+        """For each tier: tenant, or None for any tenant -> names of the blocks that the tree has chosen to evict next.
+        The machine copies them from the tree before each eviction."""
         self.roots: dict[Domain, Block] = {}
         self.holders: list[Holder] = []
         self.reserved: list[dict[int, Domain]] = [{} for _ in sizes]
@@ -186,7 +191,7 @@ class Model:
     def used_by(self, tier: int, salt: bytes) -> int:
         return sum(tenant(domain[0]) == salt for _, domain in self.owners(tier))
 
-    def content(self) -> dict[tuple[Domain, tuple[Content, ...]], dict[int, tuple[int, str, int]]]:
+    def content(self) -> dict[Name, dict[int, tuple[int, str, int]]]:
         return {
             block.name: {tier: (copy.slot, copy.state, copy.readers) for tier, copy in block.copies.items()}
             for block in self.blocks()
@@ -271,7 +276,7 @@ class Model:
             return None
         return [salt] * excess + [None] * (short - excess)
 
-    def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[tuple[Domain, tuple[Content, ...]]]) -> None:
+    def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[Name]) -> None:
         """Evict all blocks of a tier except `left`. Check that evicting the oldest leaf first has the same result."""
         stayed = set(left)
         evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
@@ -297,20 +302,44 @@ class Model:
         if evicted in seen:
             return False
         seen.add(evicted)
-        leaves = [
-            block
-            for block in candidates
-            if tenants[0] in (None, tenant(block.domain[0]))
-            and not any(b in candidates for b in block.below() if b is not block)
-        ]
-        lowest = min((block.priority for block in leaves), default=0)
-        leaves = [block for block in leaves if block.priority == lowest]
-        oldest = min((block.high for block in leaves), default=0)
         return any(
             self._explained(tier, tenants[1:], evicted - {block}, candidates - {block}, seen)
-            for block in leaves
-            if block in evicted and (block.low <= oldest or not self.exact_lru)
+            for block in self._victims(tier, tenants[0], candidates)
+            if block in evicted
         )
+
+    def _victims(self, tier: int, salt: bytes | None, candidates: frozenset[Block]) -> list[Block]:
+        """Return the blocks that a tier may evict next, for one tenant or for any tenant."""
+        mine = [block for block in candidates if salt in (None, tenant(block.domain[0]))]
+        if self.exclusive and tier:
+            needed = set().union(*self.next_victims[tier - 1].values())
+            duplicates = [block for block in mine if tier - 1 in block.copies and block.name not in needed]
+            if duplicates:
+                return duplicates
+        leaves = [block for block in mine if not any(b in candidates for b in block.below() if b is not block)]
+        lowest = min((block.priority for block in leaves), default=0)
+        leaves = [block for block in leaves if block.priority == lowest]
+        chosen = self.next_victims[tier].get(salt, set())
+        if any(block.name in chosen for block in leaves):
+            return [block for block in leaves if block.name in chosen]
+        oldest = min((block.high for block in leaves), default=0)
+        return [block for block in leaves if block.low <= oldest or not self.exact_lru]
+
+    def leaves(self, tier: int) -> list[Block]:
+        """Return the evictable blocks of a tier without evictable blocks below them."""
+        candidates = frozenset(self.evictable(tier))
+        return [block for block in candidates if not any(b in candidates for b in block.below() if b is not block)]
+
+    def check_pulled(self, tier: int, pulled: set[Name]) -> None:
+        """Check that no leaf outside of the next victims is older than a leaf that was just chosen."""
+        leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
+        evictable = {block.name for block in self.evictable(tier)}
+        assert pulled <= evictable, "a leased block was chosen as the next victim"
+        for block in leaves:
+            for other in leaves:
+                if block.name in pulled and other.name not in chosen:
+                    assert block.priority <= other.priority
+                    assert block.priority < other.priority or block.low <= other.high or not self.exact_lru
 
     def forget(self, block: Block) -> int:
         """Remove a block and its descendants from the tree. Leased blocks keep their slots until the lease ends."""

@@ -65,6 +65,7 @@ def _check_held(node: Node, tier: Tier) -> None:
     tenant = tier.tenants.get(tenant_of(node.domain[0]), tier.everyone)
     if any((node in candidates) != is_candidate for candidates in (tier.everyone, tenant)):
         _fail(node, f"candidate for eviction from {tier.name}: {not is_candidate}, but should be {is_candidate}")
+    _check_duplicate(node, tier)
     if held is None:
         return
     states = np.frombuffer(bytes(held.states), np.uint8)
@@ -78,6 +79,20 @@ def _check_held(node: Node, tier: Tier) -> None:
         _fail(node, f"{tier.name}: states {states.tolist()} without a lease")
 
 
+def _check_duplicate(node: Node, tier: Tier) -> None:
+    """Check that the exclusive tier lists a node exactly if blocks of it may be evicted under its descendants."""
+    faster = tier.faster
+    if faster is None:
+        return
+    may_be = not node.leases and node.held[tier.number] is not None and node.held[faster.number] is not None
+    must_be = may_be and 1 in tier.duplicate_mask(node) and not faster.is_next(node)
+    tenant = tier.tenants.get(tenant_of(node.domain[0]), tier.everyone)
+    for candidates in (tier.everyone, tenant):
+        is_listed = node in candidates.duplicates
+        if (must_be and not is_listed) or (is_listed and (not may_be or faster.is_next(node))):
+            _fail(node, f"listed with copies of blocks that {faster.name} holds: {is_listed}, but should not be")
+
+
 def _check_tier(tier: Tier, nodes: list[Node]) -> None:
     number = tier.number
     held = [node.held[number] for node in nodes]
@@ -86,6 +101,10 @@ def _check_tier(tier: Tier, nodes: list[Node]) -> None:
         raise StateError(f"{tier.name}: some of the {len(slots)} slots are held twice")
     if np.isin(slots, tier.pool.free_slots()).any():
         raise StateError(f"{tier.name}: a slot that the tree holds is free in the pool")
+    for candidates in (tier.everyone, *tier.tenants.values()):
+        candidates.check_next()
+        if not candidates.duplicates.keys() <= set(nodes):
+            raise StateError(f"{tier.name}: a node that left the tree is listed with duplicates")
     evictable = Counter[bytes]()
     for node, part in zip(nodes, held, strict=True):
         if part is not None and not node.leases:

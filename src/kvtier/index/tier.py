@@ -9,7 +9,8 @@ import numpy as np
 
 from kvtier.errors import StateError
 from kvtier.index.learned import Learned
-from kvtier.index.node import NO_SLOT, Node, Residency
+from kvtier.index.lookahead import Lookahead
+from kvtier.index.node import IS_HELD, NO_SLOT, Node, Residency
 from kvtier.index.policies import Policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
 from kvtier.index.tracker import ReuseTracker
@@ -21,21 +22,30 @@ def tenant_of(salt: bytes) -> bytes:
 
 
 class Candidates:
-    """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks."""
+    """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
-    __slots__ = ("_by_priority", "_in_order", "_new_policy", "num_blocks", "quota")
+    `duplicates` are nodes without a lease some of whose blocks a faster tier also holds. The last one is evicted first.
+    With `ahead`, the number of a tier, the next victims are known early (see Lookahead).
+    """
 
-    def __init__(self, new_policy: Callable[[], Policy], quota: int = 0) -> None:
+    __slots__ = ("_ahead", "_by_priority", "_in_order", "_new_policy", "duplicates", "num_blocks", "quota")
+
+    def __init__(self, new_policy: Callable[[], Policy], quota: int = 0, ahead: int | None = None) -> None:
         self.quota = quota
         self.num_blocks = 0
+        self.duplicates: dict[Node, None] = {}
+        self._ahead = ahead
         self._new_policy = new_policy
-        self._by_priority: dict[int, Policy] = {}
-        self._in_order: list[Policy] = []
+        self._by_priority: dict[int, Policy | Lookahead] = {}
+        self._in_order: list[Policy | Lookahead] = []
 
     def offer(self, node: Node) -> None:
         policy = self._by_priority.get(node.usage.priority)
         if policy is None:
-            policy = self._by_priority[node.usage.priority] = self._new_policy()
+            policy = self._new_policy()
+            if self._ahead is not None:
+                policy = Lookahead(policy, self._ahead)
+            self._by_priority[node.usage.priority] = policy
             self._in_order = [self._by_priority[priority] for priority in sorted(self._by_priority)]
         policy.offer(node)
 
@@ -55,6 +65,29 @@ class Candidates:
                 return node
         return None
 
+    def is_next(self, node: Node) -> bool:
+        """True if the node is among the next victims."""
+        policy = self._by_priority.get(node.usage.priority)
+        return isinstance(policy, Lookahead) and node in policy.queue
+
+    def look_ahead(self, num_blocks: int) -> list[Node]:
+        """Choose the next victims until they have `num_blocks` blocks. Return the nodes that were not chosen before."""
+        pulled: list[Node] = []
+        for policy in self._in_order:
+            if num_blocks <= 0:
+                break
+            if isinstance(policy, Lookahead):
+                if policy.num_blocks < num_blocks:
+                    pulled += policy.pull(num_blocks)
+                num_blocks -= policy.num_blocks
+        return pulled
+
+    def check_next(self) -> None:
+        """Raise StateError if the next victims are not counted correctly."""
+        for policy in self._in_order:
+            if isinstance(policy, Lookahead):
+                policy.check()
+
 
 class Tier:
     """A pool and its candidates for eviction. `number` is the index of the tier in Node.held; the fastest tier is 0.
@@ -66,6 +99,9 @@ class Tier:
     Transfers hold leases, so the blocks of a node without a lease are neither WRITING nor READING. `num_evictable`
     counts the blocks of all nodes without a lease, because a parent becomes a candidate after its children are evicted.
     The nodes of a tenant with a quota are both in `everyone` and in the tenant's own candidates.
+
+    If the tier is exclusive of a `faster` tier, blocks that the faster tier also holds are evicted first, also from
+    nodes with descendants in this tier. The next victims of the faster tier are excepted: they need this copy.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -76,16 +112,29 @@ class Tier:
         self.policy_name = policy.name
         self.learns = isinstance(policy, Learned)
         self.num_evicted = 0
+        self.num_duplicates_evicted = 0
+        """Number of evicted blocks that the faster tier held. Each costs at most one more copy into this tier."""
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
         self.tenants: dict[bytes, Candidates] = {}
         """Candidates of each tenant with a quota."""
+        self.faster: Tier | None = None
+        self.slower: Tier | None = None
+        """Neighbours of this tier, if the slower tier is exclusive of the faster one."""
 
     def learn_from(self, tracker: ReuseTracker) -> None:
         """Let all policies of a tier that learns use one tracker. Call it before the first block is cached."""
         self._new_policy = partial(Learned, tracker)
-        self.everyone = Candidates(self._new_policy)
+        self.everyone = self._candidates()
+
+    def exclude(self, faster: Tier) -> None:
+        """Make this tier exclusive of a faster tier. Call it before the first block is cached."""
+        self.faster, faster.slower = faster, self
+        faster.everyone = faster._candidates()
+
+    def _candidates(self, quota: int = 0) -> Candidates:
+        return Candidates(self._new_policy, quota, self.number if self.slower is not None else None)
 
     @property
     def num_evictable(self) -> int:
@@ -111,6 +160,57 @@ class Tier:
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted as evictable, but no candidate left")
         return node
+
+    def duplicate(self, salt: bytes | None = None) -> Node | None:
+        """Return the next node with duplicates, of any tenant or of the tenant of `salt`."""
+        if self.faster is None:
+            return None
+        duplicates = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).duplicates
+        return next(reversed(duplicates)) if duplicates else None
+
+    def duplicate_mask(self, node: Node) -> bytes:
+        """Return one byte per block of a node: 1 if both this tier and the faster tier hold the block."""
+        here = node.held[self.number]
+        above = node.held[self.faster.number] if self.faster is not None else None
+        if here is None or above is None:
+            return bytes(node.num_blocks)
+        mine, other = (int.from_bytes(held.states.translate(IS_HELD), "little") for held in (here, above))
+        return (mine & other).to_bytes(node.num_blocks, "little")
+
+    def duplicate_runs(self, node: Node, max_blocks: int) -> list[tuple[int, int]]:
+        """Return runs of at most `max_blocks` blocks of a node that the faster tier also holds, first blocks first.
+
+        The faster tier evicts from the end of the node, so the last blocks need their copies first. If all duplicates
+        are returned, the node is no longer listed.
+        """
+        both = self.duplicate_mask(node)
+        runs, first = [], both.find(1)
+        while first >= 0 and max_blocks:
+            stop = both.find(0, first)
+            stop = min(len(both) if stop < 0 else stop, first + max_blocks)
+            max_blocks -= stop - first
+            runs.append((first, stop))
+            first = both.find(1, stop)
+        if first < 0:
+            self._set_duplicate(node, False)
+        return runs
+
+    def is_next(self, node: Node) -> bool:
+        """True if the node is among the next victims, for any tenant or for its own tenant."""
+        if self.everyone.is_next(node):
+            return True
+        return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
+
+    def look_ahead(self, num_blocks: int) -> list[Node]:
+        """Choose the next victims, about `num_blocks` blocks more than are free. Return the new ones."""
+        assert self.slower is not None
+        pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
+        for name, tenant in self.tenants.items():
+            wanted = min(num_blocks, tenant.quota // 4) - (tenant.quota - self.used_by.get(name, 0))
+            pulled += tenant.look_ahead(wanted)
+        for node in pulled:
+            self.slower._set_duplicate(node, False)
+        return pulled
 
     def use(self, salt: bytes, count: int) -> None:
         """Add `count` to the number of slots that a tenant uses. `count` may be negative."""
@@ -173,6 +273,10 @@ class Tier:
             return False
         self.withdraw(node)
         node.held[self.number] = None
+        if self.faster is not None:
+            self._set_duplicate(node, False)
+        if self.slower is not None:
+            self.slower._set_duplicate(node, False)
         if not node.below[self.number] and node.attached:
             self._lower_above(node)
         return True
@@ -186,6 +290,8 @@ class Tier:
             self._count(node, -held.num_held)
             if not node.below[self.number]:
                 self.withdraw(node)
+            if self.faster is not None:
+                self._set_duplicate(node, False)
 
     def unleased(self, node: Node) -> None:
         """Handle the end of the last lease on a node."""
@@ -194,6 +300,15 @@ class Tier:
             self._count(node, held.num_held)
             if not node.below[self.number]:
                 self._offer(node)
+            if self.faster is not None:
+                self.list_duplicate(node)
+
+    def list_duplicate(self, node: Node) -> None:
+        """List a node if the faster tier holds blocks of it, unless a lease protects it or it is evicted there next."""
+        above = self.faster
+        if above is not None:
+            may_be = not node.leases and node.attached and node.held[self.number] is not None
+            self._set_duplicate(node, may_be and node.held[above.number] is not None and not above.is_next(node))
 
     def refresh(self, node: Node) -> None:
         """Make the node a candidate if it satisfies the condition in the class docstring."""
@@ -216,24 +331,39 @@ class Tier:
         if held is not None and node.leases == 0:
             self._count(node, -held.num_held)
         self.withdraw(node)
+        if self.faster is not None:
+            self._set_duplicate(node, False)
 
     def set_quota(self, salt: bytes, quota: int | None, nodes: Iterable[Node]) -> None:
         """Limit the number of slots for a salt's tenant; None removes the limit. `nodes` are all nodes of the tree."""
         self.tenants.pop(tenant_of(salt), None)
-        if quota is None:
-            return
-        tenant = self.tenants[tenant_of(salt)] = Candidates(self._new_policy, quota)
+        tenant = None if quota is None else self._candidates(quota)
+        if tenant is not None:
+            self.tenants[tenant_of(salt)] = tenant
         for node in nodes:
             held = node.held[self.number]
-            if held is not None and not node.leases and self._limited(node) is tenant:
+            if self.slower is not None:
+                self.slower.list_duplicate(node)  # the old candidates may have had it among their next victims
+            if tenant is not None and held is not None and not node.leases and self._limited(node) is tenant:
                 tenant.num_blocks += held.num_held
                 if not node.below[self.number]:
                     tenant.offer(node)
+                if node in self.everyone.duplicates:
+                    tenant.duplicates[node] = None
 
     def _offer(self, node: Node) -> None:
         self.everyone.offer(node)
         if self.tenants and (tenant := self._limited(node)) is not None:
             tenant.offer(node)
+        if self.slower is not None and node in self.slower.everyone.duplicates and self.is_next(node):
+            self.slower._set_duplicate(node, False)  # the node returned to the next victims
+
+    def _set_duplicate(self, node: Node, is_duplicate: bool) -> None:
+        for candidates in (self.everyone, self._limited(node) if self.tenants else None):
+            if candidates is not None and is_duplicate:
+                candidates.duplicates[node] = None
+            elif candidates is not None:
+                candidates.duplicates.pop(node, None)
 
     def _count(self, node: Node, count: int) -> None:
         self.everyone.num_blocks += count

@@ -45,7 +45,9 @@ class RadixTree:
         listener: Listener | None = None,
         misses: MissList | None = None,
         ghost: GhostCache | None = None,
+        exclusive: bool = False,
     ) -> None:
+        """With `exclusive`, a tier evicts blocks first that the tier above also holds (see Tier)."""
         if not tiers or [tier.number for tier in tiers] != list(range(len(tiers))):
             raise ArgumentError(f"tiers must be numbered 0, 1, .. fastest first, got {[tier.number for tier in tiers]}")
         self.namespace = namespace
@@ -60,8 +62,11 @@ class RadixTree:
         self._listener = listener
         self.tracker: ReuseTracker | None = None
         """Observations for the learned policy, if a tier uses it."""
+        for tier in tiers[1:] if exclusive else ():
+            tier.exclude(tiers[tier.number - 1])
         if any(tier.learns for tier in tiers):
-            self.tracker = ReuseTracker(max(tier.pool.num_slots for tier in tiers), namespace.block_tokens)
+            capacity = (sum if exclusive else max)(tier.pool.num_slots for tier in tiers)
+            self.tracker = ReuseTracker(capacity, namespace.block_tokens)
             for tier in tiers:
                 if tier.learns:
                     tier.learn_from(self.tracker)
@@ -536,6 +541,10 @@ class RadixTree:
         """
         freed: list[I32] = []
         tier.num_evicted += n
+        while n > 0 and (duplicate := tier.duplicate(salt)) is not None:
+            taken = self._evict_duplicates(tier, duplicate, n)
+            n -= sum(map(len, taken))
+            freed += taken
         while n > 0:
             node = tier.victim(salt)
             held = node.held[tier.number]
@@ -546,6 +555,17 @@ class RadixTree:
                 freed.append(self._cut(node, node.num_blocks - count, tier))
             else:
                 freed.append(self._take_last(tier, node, held, count))
+        return freed
+
+    def _evict_duplicates(self, tier: Tier, node: Node, n: int) -> list[I32]:
+        """Evict at most n blocks of a node that a faster tier also holds. Return their slots."""
+        freed: list[I32] = []
+        for first, stop in tier.duplicate_runs(node, n):
+            if self._listener:
+                self._notify_removed(tier, node, first, stop)
+            freed.append(tier.take(node, first, stop).ids)
+            tier.use(node.domain[0], first - stop)
+            tier.num_duplicates_evicted += stop - first
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:

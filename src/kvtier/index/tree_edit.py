@@ -91,6 +91,8 @@ def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
         if node.held[number] is None:
             tier.withdraw(node)
             tier.refresh(upper)
+        tier.list_duplicate(upper)
+        tier.list_duplicate(node)
     return upper
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from index_cases import BLOCK, begin, chain_of, copy_down, matched, path_of, remove, run, slots, tree_of
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index import Retention, transitions
+from kvtier.index import RadixTree, Retention, transitions
 from kvtier.index.check import check_tree
 
 
@@ -172,3 +172,36 @@ def test_tier_forgets_tenants_without_blocks():
     assert len(tree.tiers[0].used_by) <= 4
     tree.reset()
     assert tree.tiers[0].used_by == {}
+
+
+def two_tiers_with_copies(*chains: tuple[int, ...]) -> RadixTree:
+    """Return a tree with an exclusive host tier that holds copies of all blocks on the device."""
+    tree = tree_of(8, 8, exclusive=True)
+    for blocks in chains:
+        lease = begin(tree, *blocks)
+        tree.publish(lease, lease.chain.num_tokens)
+        copy_down(tree, lease, 1)
+        tree.release(lease)
+    return tree
+
+
+def test_split_of_duplicate_lists_only_parts_in_both_tiers():
+    tree = two_tiers_with_copies((1, 2, 3))
+    tree.evict(tree.tiers[0], 1)  # block 3 is on the host only
+    assert matched(tree, 1, 2) == 2  # splits the node after block 2
+    check_tree(tree)
+    assert len(tree.tiers[1].everyone.duplicates) == 1
+
+
+def test_next_victim_is_protected_after_its_new_child_left():
+    tree = two_tiers_with_copies((1, 2))
+    device, host = tree.tiers
+    device.look_ahead(8)
+    assert host.everyone.duplicates == {}
+    lease = begin(tree, 1, 2, 3)
+    tree.publish(lease, lease.chain.num_tokens)
+    tree.release(lease, used=False)
+    check_tree(tree)
+    tree.drop(chain_of(1, 2, 3), first=2)
+    check_tree(tree)
+    assert not host.everyone.duplicates

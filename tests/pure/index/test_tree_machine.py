@@ -93,9 +93,10 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         sizes=st.tuples(st.integers(1, 16), st.integers(1, 10), st.integers(1, 10)),
-        policy=st.sampled_from(["lru", "lru", "fifo", "s3fifo", "cost", "learned"]),
+        policy=st.sampled_from(["lru", "lru", "fifo", "s3fifo", "arc", "cost", "learned"]),
+        exclusive=st.booleans(),
     )
-    def start(self, sizes, policy):
+    def start(self, sizes, policy, exclusive):
         self.sizes = sizes[: len(self.NAMES)]
         self.tiers = [
             Tier(number, BlockPool(name, size), lambda: make_policy(policy))
@@ -103,8 +104,8 @@ class Machine(RuleBasedStateMachine):
         ]
         self.published: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
         self.revision = REVISIONS[0]
-        self.tree = RadixTree(self.namespace, self.tiers, listener=self.on_event)
-        self.model = Model(self.sizes, exact_lru=policy in ("lru", "learned"))
+        self.tree = RadixTree(self.namespace, self.tiers, listener=self.on_event, exclusive=exclusive)
+        self.model = Model(self.sizes, exact_lru=policy in ("lru", "learned"), exclusive=exclusive)
         self.open: list[LeasePair] = []
         self.closed: list[Lease] = []
         self.in_flight: list[Move] = []
@@ -157,8 +158,21 @@ class Machine(RuleBasedStateMachine):
         content = observed(self.tree)
         self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
+    def note_next_victims(self) -> None:
+        """Copy the victims that the tree has already chosen into the model."""
+        names: dict[object, set] = {node: set() for node in self.tree.nodes()}
+        observed(self.tree, names)
+        self.model.next_victims = [
+            {
+                salt: set().union(*(names[node] for node in names if candidates.is_next(node)))
+                for salt, candidates in {None: tier.everyone, **tier.tenants}.items()
+            }
+            for tier in self.tiers
+        ]
+
     def do_reserve(self, tier: int, n: int, spec: Spec, call) -> list[int] | None:
         """Run `call`, which reserves n slots, and compare its result and evictions with the model."""
+        self.note_next_victims()
         tenants = self.model.victims_needed(tier, n, spec.domain[0])
         before = observed(self.tree)
         slots = call()
@@ -378,6 +392,7 @@ class Machine(RuleBasedStateMachine):
     def evict(self, tier, n):
         tier %= len(self.tiers)
         enough = n <= len(self.model.evictable(tier))
+        self.note_next_victims()
         shortage = self.tree.evict(self.tiers[tier], n)
         assert (shortage is None) == enough
         self.do_evict(tier, [None] * n if enough else [])
@@ -387,6 +402,7 @@ class Machine(RuleBasedStateMachine):
         tier %= len(self.tiers)
         for salt in self.model.quotas[tier]:
             enough = n <= len(self.model.evictable(tier, salt))
+            self.note_next_victims()
             assert (self.tree.evict(self.tiers[tier], n, salt=salt) is None) == enough
             self.do_evict(tier, [salt] * n if enough else [])
 
@@ -498,6 +514,25 @@ class TieredMachine(Machine):
         pair.num_moves += 1
         self.in_flight.append(Move(pair, source, target, first, slots))
 
+    @rule(tier=st.integers(0, 1), n=st.integers(0, 6))
+    def look_ahead(self, tier, n):
+        """Choose the next victims of a tier. Everything that the policy keeps must be newer."""
+        if not self.model.exclusive:
+            return
+        self.note_next_victims()
+        before = set().union(*self.model.next_victims[tier].values())
+        content = observed(self.tree)
+        self.tiers[tier].look_ahead(n)
+        assert observed(self.tree) == content
+        self.note_next_victims()
+        after = self.model.next_victims[tier]
+        if not self.model.quotas[tier]:
+            self.model.check_pulled(tier, {name for name in after[None] - before if tier in content[name]})
+            wanted = n - self.tiers[tier].pool.num_free
+            chosen = sum(tier in content[name] for name in after[None])
+            leaves = {block.name for block in self.model.leaves(tier)}
+            assert chosen >= wanted or leaves <= after[None]
+
     @rule(spec=SPECS, to=st.integers(1, 2), ok=st.integers(0, 4))
     def store(self, spec, to, ok):
         """Run a request and copy its blocks to a slower tier."""
@@ -580,8 +615,11 @@ class TieredMachine(Machine):
                 call()
 
 
-def observed(tree: RadixTree) -> dict:
-    """Return slot, state and readers of every block copy in the tree, by domain, prefix and tier."""
+def observed(tree: RadixTree, names: dict | None = None) -> dict:
+    """Return slot, state and readers of every block copy in the tree, by domain, prefix and tier.
+
+    Add the names of the blocks of each node to `names`.
+    """
     content = {}
     prefixes: dict[object, tuple] = dict.fromkeys(tree.roots.values(), ())
     for node in tree.nodes():
@@ -589,6 +627,8 @@ def observed(tree: RadixTree) -> dict:
         ids = np.frombuffer(bytes(node.labels), "<i4").reshape(-1, BLOCK_TOKENS).tolist()
         for number, tokens in enumerate(ids):
             prefix = (*prefix, (tuple(tokens), parse_extras((node.extras or {}).get(node.start + number, b""))))
+            if names is not None:
+                names[node].add((node.domain, prefix))
             content[node.domain, prefix] = {
                 tier: (int(held.slots[number]), *STATES[held.states[number]])
                 for tier, held in enumerate(node.held)

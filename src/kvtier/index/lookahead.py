@@ -1,0 +1,88 @@
+"""Lookahead: chooses the next victims of a tier early, so that they can be saved before they are evicted.
+
+    policy ──pull──> queue [ n1 n2 n3 ] ──victim──> evicted
+      ^                       │
+      └── used again ─────────┘ leased
+
+The queue holds the nodes that leave the tier next. A node that is used leaves the queue and returns to the policy. A
+node that was leased without a use, for example by the transfer that saves it, returns to the queue.
+"""
+
+from __future__ import annotations
+
+from kvtier.errors import StateError
+from kvtier.index.node import Node
+from kvtier.index.policies import Policy
+
+
+class Lookahead:
+    """A policy that evicts the nodes of its queue first. `num_blocks` counts the blocks of the queue."""
+
+    __slots__ = ("_leased", "_policy", "_tier", "name", "num_blocks", "queue")
+
+    def __init__(self, policy: Policy, tier: int) -> None:
+        self.name = policy.name
+        self.queue: dict[Node, int] = {}
+        """Node -> number of its blocks in the tier when it was last counted."""
+        self.num_blocks = 0
+        self._policy, self._tier = policy, tier
+        self._leased: dict[Node, int] = {}
+        """Node that left the queue with a lease -> its last use."""
+
+    def offer(self, node: Node) -> None:
+        if node in self.queue:
+            return
+        if self._leased and self._leased.pop(node, None) == node.usage.used:
+            self._count(node)
+        else:
+            self._policy.offer(node)
+
+    def withdraw(self, node: Node) -> None:
+        count = self.queue.pop(node, None)
+        if count is None:
+            self._policy.withdraw(node)
+            return
+        self.num_blocks -= count
+        if node.leases:
+            self._leased[node] = node.usage.used
+            if len(self._leased) > 64 + 2 * len(self.queue):  # forget nodes that did not return
+                self._leased = {node: used for node, used in self._leased.items() if node.leases and node.attached}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self.queue or node in self._policy
+
+    def victim(self) -> Node | None:
+        for node in self.queue:
+            return node
+        return self._policy.victim()
+
+    def pull(self, num_blocks: int) -> list[Node]:
+        """Move victims of the policy to the queue until the queue has `num_blocks` blocks. Return the new nodes."""
+        for node in self.queue:  # only the first node has lost blocks, because blocks are evicted from its end
+            self._count(node)
+            break
+        pulled: list[Node] = []
+        while self.num_blocks < num_blocks:
+            victim = self._policy.victim()
+            if victim is None:
+                break
+            self._policy.withdraw(victim)
+            self._count(victim)
+            pulled.append(victim)
+        return pulled
+
+    def check(self) -> None:
+        """Raise StateError if the queue has a node that cannot be evicted, or if blocks are counted wrongly."""
+        if self.num_blocks != sum(self.queue.values()):
+            raise StateError(f"{self.num_blocks} next victims counted, but the queue has {sum(self.queue.values())}")
+        for node, count in self.queue.items():
+            held = node.held[self._tier]
+            if node.leases or not node.attached or held is None or held.num_held > count:
+                raise StateError(f"the queue has {count} blocks of a node that has {node.leases} leases and {held}")
+
+    def _count(self, node: Node) -> None:
+        """Count the blocks of a node in the queue. A new node becomes the last one."""
+        held = node.held[self._tier]
+        count = held.num_held if held is not None else 0
+        self.num_blocks += count - self.queue.get(node, 0)
+        self.queue[node] = count
