@@ -99,8 +99,26 @@ class TiersMachine(RuleBasedStateMachine):
         store_bytes=st.sampled_from([8000, 1 << 20]),
         seed=st.integers(0, 1 << 20),
         share=st.sampled_from([0.0, 0.15, 0.6]),
+        policy=st.sampled_from(["lru", "learned", "arc"]),
+        exclusive=st.sampled_from([True, True, False]),
+        has_store=st.sampled_from([True, True, False]),
     )
-    def begin(self, num_blocks, num_host, saving, wait, is_shared, always_load, free_share, store_bytes, seed, share):
+    def begin(
+        self,
+        num_blocks,
+        num_host,
+        saving,
+        wait,
+        is_shared,
+        always_load,
+        free_share,
+        store_bytes,
+        seed,
+        share,
+        policy="lru",
+        exclusive=True,
+        has_store=True,
+    ):
         namespace = Namespace("model", block_tokens=BLOCK)
         model = Model(TINY, random_weights(TINY, torch.float32, torch.device(self.device), seed=1))
         self.groups = [DeviceCacheGroup(model, num_blocks, BLOCK)]
@@ -108,8 +126,15 @@ class TiersMachine(RuleBasedStateMachine):
         self.memory = MemoryStore(store_bytes)
         stores = {"disk": FaultyStore(self.memory, Faults(seed, share))}
         store = StoreConfig("disk", saving, wait, 3.0, is_shared=is_shared, max_fetching_blocks=6)
-        host = HostConfig(num_host, saving=saving, free_share=free_share)
-        config = CacheConfig(num_blocks, host=host, stores=(store,), always_load=always_load, free_share=free_share)
+        host = HostConfig(num_host, policy, saving, free_share=free_share, exclusive=exclusive)
+        config = CacheConfig(
+            num_blocks,
+            policy=policy,
+            host=host,
+            stores=(store,) if has_store else (),
+            always_load=always_load,
+            free_share=free_share,
+        )
         self.controller = new_controller(num_host, self.groups, stores, namespace.fingerprint)
         self.break_copies(random.Random(seed + 1), share / 2)
         self.manager = CacheManager(namespace, config, num_host_ready=self.controller.num_host_ready)

@@ -42,6 +42,11 @@ class CacheStats:
     queried_tokens: int
     hit_tokens: int
     tiers: tuple[TierStats, ...]
+    num_duplicates_evicted: int = 0
+    """Number of blocks that an exclusive host tier evicted because the device had them too. Each costs at most one
+    more save, so this limits the extra traffic over the link."""
+    num_saved_late: int = 0
+    """Number of blocks that were saved to the host because the device was about to evict them."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

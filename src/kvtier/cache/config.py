@@ -108,12 +108,20 @@ class HostConfig:
     saving: WritebackConfig = field(default_factory=WritebackConfig)
     free_share: float = 0.0
     """Share of the host blocks to keep free by evicting ahead of demand."""
+    exclusive: bool = True
+    """Evict blocks first that the device also holds, and save them again before the device evicts them. Without it, or
+    if another engine owns the device blocks, the host keeps the blocks that were used last, wherever else they are."""
+    ahead_share: float = 1 / 12
+    """Share of the device blocks, next to be evicted, of which an exclusive host tier keeps copies. It must cover what
+    the device evicts until a save ends; blocks beyond it may be dropped. Each copy takes the place of another block."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
             raise RangeError(f"a host tier needs at least one block, got num_blocks={self.num_blocks}")
-        if not 0 <= self.free_share < 1:
-            raise RangeError(f"free_share must be in [0, 1), got {self.free_share}")
+        if not 0 <= self.free_share < 1 or not 0 < self.ahead_share <= 1:
+            raise RangeError(
+                f"free_share must be in [0, 1), and ahead_share in (0, 1], got {self.free_share} and {self.ahead_share}"
+            )
 
 
 class WaitPolicy(Enum):

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from kvtier.cache.allocation import Allocation, BlockCopy, CacheStats, TierStats
-from kvtier.cache.config import CacheConfig
+from kvtier.cache.config import CacheConfig, WritePolicy
 from kvtier.cache.cost_model import CostModel
 from kvtier.cache.foreign import ForeignDevice
 from kvtier.cache.in_flight import PendingTransfer, TransferTracker, mask_runs
@@ -81,7 +81,13 @@ class CacheManager:
         self._device = tiers[0]  # the host, if another engine owns the device blocks
         stores = config.stores if host is not None else ()
         self.tree = RadixTree(
-            namespace, tiers, enabled=config.prefix_caching, with_keys=bool(stores), listener=listener, ghost=ghost
+            namespace,
+            tiers,
+            enabled=config.prefix_caching,
+            with_keys=bool(stores),
+            listener=listener,
+            ghost=ghost,
+            exclusive=host is not None and host.exclusive and len(tiers) == 2,
         )
         self.transfers = TransferTracker(self.tree, num_ranks)
         self.cost_model = CostModel()
@@ -114,7 +120,17 @@ class CacheManager:
             return [], []
         max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # upper bound on the prompts in memory
         if len(tiers) == 2:
-            writer = HostWriter(self.tree, tiers[0], tiers[1], self.transfers)
+            ahead_share = host.ahead_share if host.exclusive else 0.0
+            writer = HostWriter(
+                self.tree,
+                tiers[0],
+                tiers[1],
+                self.transfers,
+                ahead_share=ahead_share,
+                has_stores=bool(self.stores),
+                is_early=host.saving.write is WritePolicy.THROUGH
+                and any(store.is_shared for store in self.config.stores),
+            )
             to_host.append(WritebackQueue(self.tree, host.saving, tiers[0].pool, writer, max_jobs))
         return to_host, [
             WritebackQueue(self.tree, each.config.saving, tiers[-1].pool, each, max_jobs) for each in stores
@@ -296,6 +312,8 @@ class CacheManager:
         self._prefetcher.advance(now)
         for queue in self.queues:
             queue.plan(now)
+        for queue in self._host_queues:
+            queue.save_next_victims(math.ceil(self.config.free_share * self._device.pool.num_slots))
         for tier, free_share in self._free_shares:
             if free_share:
                 wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
@@ -362,7 +380,14 @@ class CacheManager:
             for tier in self.tree.tiers
         ]
         tiers += [TierStats(name, 0, store.num_known, 0, hits[name]) for name, store in self.stores.items()]
-        return CacheStats(len(self._allocations), self._queried_tokens, sum(hits.values()), tuple(tiers))
+        return CacheStats(
+            len(self._allocations),
+            self._queried_tokens,
+            sum(hits.values()),
+            tuple(tiers),
+            sum(tier.num_duplicates_evicted for tier in self.tree.tiers),
+            sum(queue.num_saved_late for queue in self._host_queues),
+        )
 
     @property
     def leases(self) -> list[Lease]:
@@ -461,7 +486,7 @@ class CacheManager:
         """Record the time of a completed transfer and queue copies of its blocks to the next tier."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:
-            for queue in self._store_queues if 1 in done.arrived else ():
+            for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)

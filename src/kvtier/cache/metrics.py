@@ -33,6 +33,12 @@ class CacheMetrics:
         self._used = new.gauge("kvtier_cache_used_blocks", "Blocks in use in a tier.", ("tier",))
         self._room = new.gauge("kvtier_cache_blocks", "Capacity of a memory tier.", ("tier",))
         self._evicted = new.counter("kvtier_cache_evicted_blocks_total", "Blocks evicted to make room.", ("tier",))
+        self._duplicates = new.counter(
+            "kvtier_cache_duplicates_evicted_total", "Blocks evicted from the host that the device also held."
+        ).of()
+        self._late = new.counter(
+            "kvtier_cache_saved_late_blocks_total", "Blocks saved because the device was about to evict them."
+        ).of()
         self._hits = new.counter("kvtier_cache_hit_tokens_total", "Prompt tokens found in a tier.", ("tier",))
         self._asked = new.counter("kvtier_cache_queried_tokens_total", "Prompt tokens looked up.").of()
         self._decided = new.counter("kvtier_cache_decisions_total", "Decisions to load or to recompute.", ("decision",))
@@ -68,6 +74,8 @@ class CacheMetrics:
             self._room.of(memory.name).set(memory.pool.num_slots)
             self._evicted.of(memory.name).raise_to(memory.num_evicted)
         self._asked.raise_to(stats.queried_tokens)
+        self._duplicates.raise_to(stats.num_duplicates_evicted)
+        self._late.raise_to(stats.num_saved_late)
         for decision, count in manager.decisions.items():
             self._decided.of(decision).raise_to(count)
         for name, store in self._stores.items():

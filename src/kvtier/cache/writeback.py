@@ -5,8 +5,9 @@ HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
 Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. The host copy stays after
-a load, so that a second device eviction needs no new copy. A store keeps blocks by key, outside the tree, and evicts
-blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
+a load, so that a second device eviction needs no new copy, unless an exclusive host tier needs its slot. A store keeps
+blocks by key, outside the tree, and evicts blocks without notice. Therefore recorded keys may be out of date, and a
+read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvtier.cache.config import StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker, mask_and, mask_runs
 from kvtier.cache.store_events import StoreEvents
 from kvtier.index import BlockPool, Chain, Lease, Listener, RadixTree, Shortage, Slots, Tier
-from kvtier.index.node import IS_ABSENT, READABLE
+from kvtier.index.node import IS_ABSENT, READABLE, Node
 from kvtier.index.transitions import begin_write, block_slots, block_states
 from kvtier.messages import Drop, Route, StoreLookup, split_keys
 
@@ -56,6 +57,8 @@ class WritebackQueue:
     ) -> None:
         self._tree, self._config, self._above, self._target = tree, config, above, target
         self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
+        self.num_saved_late = 0
+        """Number of blocks that were copied because the tier above was about to evict them."""
         self._allowance = config.blocks_per_second  # allows a burst of one second
         self._refilled_at: float | None = None
 
@@ -108,6 +111,14 @@ class WritebackQueue:
                 room -= self._start(job, lease, room)
             self._tree.release(lease, used=False)
 
+    def save_next_victims(self, num_spare: int) -> None:
+        """Copy blocks that an exclusive host tier lacks and that the device is about to evict."""
+        if isinstance(self._target, HostWriter):
+            min_uses = self._config.min_uses if self._config.write is WritePolicy.SELECTIVE else 0
+            started = self._target.save_next_victims(self._room(), num_spare, min_uses)
+            self._allowance -= started
+            self.num_saved_late += started
+
     def _start(self, job: WritebackJob, lease: Lease, room: int) -> int:
         """Start copies of at most `room` blocks of a job and requeue the rest. Return the number of started copies."""
         started, rest = self._target.save(job, lease, room)
@@ -122,8 +133,31 @@ class WritebackQueue:
 
 
 class HostWriter:
-    def __init__(self, tree: RadixTree, device: Tier, host: Tier, transfers: TransferTracker) -> None:
+    """Starts copies from the device to the host.
+
+    With an inclusive host tier, a copy may take the slot of any host block. With an exclusive one (`ahead_share`), the
+    coldest host blocks are worth more than a copy of a block that stays on the device. Copies are then made early only
+    while host slots are free, or if other servers wait for them in a shared store. Otherwise they are made when the
+    device is about to evict the block.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        device: Tier,
+        host: Tier,
+        transfers: TransferTracker,
+        *,
+        ahead_share: float = 0.0,
+        has_stores: bool = False,
+        is_early: bool = False,
+    ) -> None:
+        """With `is_early`, blocks are saved early even if an exclusive host tier is full."""
         self._tree, self._device, self._host, self._transfers = tree, device, host, transfers
+        self._ahead_share, self._is_early = ahead_share, is_early
+        self._needs_keys = has_stores and not is_early
+        self._waiting: list[Node] = []
+        """Next victims of the device that could not be saved yet, because too many blocks were in flight."""
 
     @property
     def num_in_flight(self) -> int:
@@ -132,25 +166,94 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Copy the blocks of a job that are only on the device; returns the number of copies and the rest of the job.
 
-        If all blocks on the host are leased, the rest of the job is dropped, and the second result is None.
+        If all blocks on the host are leased, the rest of the job is dropped, and the second result is None. The same
+        holds if an exclusive host tier is full.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None
+        is_spare = self._ahead_share > 0 and not (self._is_early or job.always)
+        if is_spare and not self._host.pool.num_free:
+            return 0, None
         on_device, on_host = (block_states(lease, tier, first, stop) for tier in (self._device, self._host))
         wanted = mask_and(on_device.translate(READABLE), on_host.translate(IS_ABSENT))
         for low, high in mask_runs(wanted, first):
-            slots = reserve_up_to(self._tree, self._host, min(high - low, room - started), job.chain.salt)
-            count = len(slots)
-            if count:
-                sources = Slots(self._device.name, block_slots(lease, self._device, low, low + count))
-                shared = self._tree.share(lease)
-                begin_write(shared, self._host, low, slots)
-                self._transfers.start(Route.DEVICE_TO_HOST, shared, low, sources, slots)
-                started += count
+            count = min(high - low, room - started)
+            if is_spare:
+                count = min(count, self._host.pool.num_free)
+            count = self._start(self._tree.share(lease), low, low + count)
+            started += count
             if low + count < high:
                 return started, replace(job, first=low + count) if started == room else None
         return started, None
+
+    def save_next_victims(self, room: int, num_spare: int, min_uses: int) -> int:
+        """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
+
+        `num_spare` is the number of device slots that are kept free and are not available to requests. Blocks with
+        fewer than `min_uses` uses are not saved.
+        """
+        if not self._ahead_share:
+            return 0
+        device, started = self._device, 0
+        num_ahead = math.ceil(min(self._ahead_share * device.pool.num_slots, self._host.pool.num_slots / 4))
+        pulled = device.look_ahead(num_ahead + num_spare)
+        if not pulled and not self._waiting:
+            return 0
+        nodes, self._waiting = [*self._waiting, *pulled], []
+        for node in nodes:
+            if node.usage.uses < min_uses or not node.attached:
+                continue
+            if started >= room or node.leases:  # blocks of the node may be in flight
+                self._waiting.append(node)
+            elif device.is_next(node):
+                started += self._save_node(node, room - started)
+        return started
+
+    def _save_node(self, node: Node, room: int) -> int:
+        """Copy the last blocks of a node first, because the device evicts from its end."""
+        on_device, on_host = node.held[self._device.number], node.held[self._host.number]
+        assert on_device is not None
+        wanted = bytes(on_device.states.translate(READABLE))
+        if on_host is not None:
+            wanted = mask_and(wanted, bytes(on_host.states.translate(IS_ABSENT)))
+        if 1 not in wanted:
+            return 0
+        chain, started = self._chain_of(node), 0
+        for low, high in list(mask_runs(wanted, node.start))[::-1]:
+            count = self._start(self._tree.lease_at(chain, node), max(low, high - (room - started)), high)
+            started += count
+            if low + count < high:
+                if started >= room:
+                    self._waiting.append(node)
+                break
+        return started
+
+    def _chain_of(self, node: Node) -> Chain:
+        """Return a chain for the lease of a transfer. Without tokens, the blocks are not offered to stores.
+
+        Stores have received blocks that were saved early, so they need the tokens and keys of other blocks only.
+        """
+        if not self._needs_keys:
+            return Chain(self._tree.namespace, salt=node.domain[0], adapter=node.domain[1])
+        chain = Chain.of_node(self._tree.namespace, node)
+        chain.take_keys(node)
+        return chain
+
+    def _start(self, lease: Lease, first: int, stop: int) -> int:
+        """Copy blocks [first, stop) of a path, or as many as there are host slots. Return the number of copies.
+
+        The lease becomes part of the transfer, or is released if there are no slots.
+        """
+        slots = reserve_up_to(self._tree, self._host, stop - first, lease.chain.salt)
+        count = len(slots)
+        if count:
+            sources = Slots(self._device.name, block_slots(lease, self._device, first, first + count))
+            begin_write(lease, self._host, first, slots)
+            self._transfers.start(Route.DEVICE_TO_HOST, lease, first, sources, slots)
+        else:
+            self._tree.release(lease, used=False)
+        return count
 
 
 def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> Slots:

@@ -183,6 +183,7 @@ def _add_options(command: Parser) -> None:
     option("--gpus", type=int, default=1, metavar="N", help="GPUs per replica (tensor parallel)")
     option("--machine", metavar="FILE", help="output of `kvtier doctor --json`; sets memory size and link speeds")
     option("--device", type=size, default=0, metavar="SIZE", help="device memory for KV; 0: all except the weights")
+    option("--inclusive", action="store_true", help="keep recent blocks in host memory even if the device has them")
     option("--disk-type", default="nvme-gen4", metavar="DISK", help="preset or file")
     option("--replicas", type=int, default=1, metavar="N", help="number of replicas; sizes are per replica")
     option("--routing", choices=("random", "prefix"), default="prefix", help="how to route requests to replicas")
@@ -259,6 +260,7 @@ def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int
         disk_bytes=disk,
         disk=preset(DiskSpec, options.disk_type),
         policy=policy,
+        inclusive=options.inclusive,
         routing=Routing(options.routing),
         **{name: getattr(options, name) for name in ("replicas", "max_rows", "max_step_tokens", "quantum", "seed")},
     )

@@ -106,6 +106,8 @@ class Deployment:
     disk_bytes: int = 0
     disk: DiskSpec | None = None
     policy: str = "lru"
+    inclusive: bool = False
+    """Keep recent blocks in host memory even if device memory has them too."""
     replicas: int = 1
     routing: Routing = Routing.PREFIX
     max_rows: int = 256
@@ -143,7 +145,7 @@ class Deployment:
         cache = CacheConfig(
             device,
             policy=self.policy,
-            host=HostConfig(host, policy=self.policy) if host else None,
+            host=HostConfig(host, policy=self.policy, exclusive=not self.inclusive) if host else None,
             stores=stores,
         )
         worker = SimulatedWorker(
@@ -195,6 +197,8 @@ class Summary:
     """Share of the time in which the GPUs compute."""
     links: list[LinkSummary]
     evictions: dict[str, int]
+    duplicates_evicted: int
+    """Number of blocks that the host evicted because the device had them too. Each costs at most one more save."""
     dead_on_arrival: float
     """Share of computed blocks that were never hit before their eviction from all tiers or the end of the run."""
 
@@ -274,6 +278,7 @@ def summarise(runs: Sequence[Simulation]) -> Summary:
         utilisation=sum(run.compute_seconds for run in runs) / max(seconds * len(runs), 1e-9),
         links=links,
         evictions={tier: sum(run.evictions[tier] for run in runs) for tier in (runs[0].evictions if runs else ())},
+        duplicates_evicted=sum(run.num_duplicates_evicted for run in runs),
         dead_on_arrival=1 - num_reused / num_computed if num_computed else 0.0,
     )
 

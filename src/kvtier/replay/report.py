@@ -59,6 +59,7 @@ def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
         "token_bytes": setup.model.token_bytes,
         "device_bytes": setup.kv_bytes,
         "host_bytes": setup.host_bytes,
+        "inclusive": setup.inclusive,
         "disk_bytes": setup.disk_bytes,
         "link_bandwidth": setup.gpu.link_bandwidth,
         "replicas": setup.replicas,

@@ -122,6 +122,8 @@ class Simulation:
     """Number of computed blocks that were hit before they left every tier. A recomputed block is counted again."""
     evictions: dict[str, int]
     """Number of evicted blocks by tier."""
+    num_duplicates_evicted: int
+    """Number of blocks that the host evicted because the device had them too."""
 
 
 @dataclass(slots=True)
@@ -313,4 +315,5 @@ class Simulator:
             self._num_computed_blocks,
             self._num_reused_blocks,
             evictions,
+            sum(tier.num_duplicates_evicted for tier in self.manager.tree.tiers),
         )

@@ -41,6 +41,7 @@ class TierOptions:
     write: str = option("write_through", "when to copy blocks to the next tier", choices=_WRITES)
     wait_seconds: float = option(5.0, "longest wait for blocks from stores")
     always_load: bool = option(False, "load cached blocks even if computing them is faster")
+    inclusive: bool = option(False, "keep recent blocks in host memory even if device memory has them too")
 
 
 @dataclass(frozen=True, slots=True)

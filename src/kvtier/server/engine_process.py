@@ -141,7 +141,7 @@ def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
         CacheConfig(
             tiers.blocks,
             policy=tiers.policy,
-            host=HostConfig(host_blocks, tiers.policy, saving) if host_blocks else None,
+            host=HostConfig(host_blocks, tiers.policy, saving, exclusive=not tiers.inclusive) if host_blocks else None,
             stores=tuple(store for store, _ in below),
             always_load=tiers.always_load,
         ),

@@ -99,7 +99,7 @@ def test_drop_after_reset_removes_only_the_given_prompt():
 
 
 def test_drop_of_partly_evicted_prompt_removes_remaining_blocks():
-    lab = Lab(40, stores=[disk()])
+    lab = Lab(40, host=HostConfig(20, exclusive=False), stores=[disk()])
     lab.serve(prompt(1, 6))
     tree = lab.manager.tree
     for tier in tree.tiers:

@@ -101,7 +101,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.sampled_from([7, 12, 24]),
-        host=st.builds(HostConfig, st.sampled_from([2, 8, 40]), saving=SAVINGS, free_share=st.sampled_from([0.0, 0.2])),
+        host=st.builds(
+            HostConfig,
+            st.sampled_from([2, 8, 40]),
+            policy=st.sampled_from(["lru", "learned"]),
+            saving=SAVINGS,
+            free_share=st.sampled_from([0.0, 0.2]),
+            exclusive=st.sampled_from([True, True, False]),
+            ahead_share=st.sampled_from([0.1, 1.0]),
+        ),
         stores=st.lists(STORES, min_size=1, max_size=2),
         num_ranks=st.sampled_from([1, 1, 2]),
         always_load=st.booleans(),

@@ -117,7 +117,7 @@ def test_budget_below_one_block_per_second_allows_saves():
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
 def test_free_share_keeps_part_of_each_tier_free(share):
-    lab = Lab(20, host=HostConfig(16, free_share=share), free_share=share)
+    lab = Lab(20, host=HostConfig(16, free_share=share, exclusive=False), free_share=share)
     for number in range(6):
         lab.serve(prompt(number, 4))
     for name in ("device", "host"):

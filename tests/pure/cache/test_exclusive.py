@@ -1,0 +1,178 @@
+"""The exclusive host tier: what it evicts first, what is saved again, and what is lost if a save is late."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_support import BLOCK, Lab, chain_of, disk, prompt
+from kvtier.cache.config import CacheConfig, HostConfig, WritebackConfig, WritePolicy
+from kvtier.cache.manager import CacheManager
+from kvtier.errors import RangeError
+from kvtier.index import Namespace
+from kvtier.messages import Route
+
+
+def full_lab(**options) -> Lab:
+    """Return a lab whose device and host are full. The device holds the last four prompts of 14."""
+    lab = Lab(20, host=HostConfig(32, ahead_share=0.5, **options))
+    for number in range(14):
+        lab.serve(prompt(number, 4))
+    return lab
+
+
+def num_saved(lab: Lab) -> int:
+    return lab.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks
+
+
+def test_exclusive_pair_holds_more_prompts_than_inclusive_pair():
+    num_held = {}
+    for exclusive in (True, False):
+        lab = Lab(16, host=HostConfig(16, exclusive=exclusive, ahead_share=0.25))
+        for number in range(12):
+            lab.serve(prompt(number, 4))
+        chains = [prompt(number, 4) for number in range(12)]
+        num_held[exclusive] = sum(max(lab.num_in(tier, chain) for tier in ("device", "host")) for chain in chains)
+    assert num_held[False] == 16
+    assert num_held[True] >= 28  # copies of one prompt, which the device evicts next, are in both tiers
+
+
+def test_blocks_are_saved_early_while_host_has_free_slots():
+    lab = Lab(16, host=HostConfig(16))
+    lab.serve(prompt(1, 4))
+    assert lab.num_in("host", prompt(1, 4)) == 4
+
+
+def test_full_host_evicts_copies_that_device_holds_first():
+    lab = full_lab()
+    host = lab.manager.tree.tiers[1]
+    loaded = 2 + next(number for number in range(14) if lab.num_in("host", prompt(number, 4)))
+    lab.serve(prompt(loaded, 4))
+    others = [n for n in range(14) if n != loaded and lab.num_in("host", prompt(n, 4))]
+    assert [lab.num_in(tier, prompt(loaded, 4)) for tier in ("device", "host")] == [4, 4]
+    before = host.num_duplicates_evicted
+    assert lab.manager.tree.evict(host, 2) is None
+    assert host.num_duplicates_evicted == before + 2
+    assert [lab.num_in(tier, prompt(loaded, 4)) for tier in ("device", "host")] == [4, 2]
+    assert [n for n in others if lab.num_in("host", prompt(n, 4))] == others
+
+
+def test_block_is_saved_again_before_device_evicts_it():
+    lab = full_lab()
+    victim = lab.manager.tree.tiers[0].victim()
+    lab.settle()
+    assert victim.held[1] is not None
+    assert victim.held[1].num_held == victim.num_blocks
+    assert lab.manager.queues[0].num_saved_late > 0
+
+
+def test_loaded_block_returns_to_host_before_eviction():
+    lab = full_lab()
+    old = next(n for n in range(14) if not lab.num_in("device", prompt(n, 4)) and lab.num_in("host", prompt(n, 4)))
+    lab.serve(prompt(old, 4))
+    for number in range(30, 36):
+        lab.serve(prompt(number, 4))
+    assert lab.num_in("device", prompt(old, 4)) == 0
+    assert lab.num_in("host", prompt(old, 4)) == 4
+
+
+def test_late_save_drops_block_without_waiting():
+    """No plan runs between the allocations, so that the device evicts blocks that were not saved again."""
+    lab = full_lab()
+    allocations = [lab.manager.match(prompt(40 + number, 4)) for number in range(3)]
+    for allocation in allocations:
+        assert lab.manager.allocate(allocation, 4 * BLOCK) is None
+    held = [max(lab.num_in(tier, prompt(n, 4)) for tier in ("device", "host")) for n in range(10, 14)]
+    assert 0 in held
+    lab.manager.check()
+
+
+def test_lost_device_copy_frees_children_on_host():
+    lab = Lab(16, host=HostConfig(16))
+    lab.serve(chain_of(*[1] * BLOCK, *[2] * BLOCK, 9))
+    tree = lab.manager.tree
+    device, host = tree.tiers
+    assert tree.evict(device, 1) is None  # the second block is on the host only
+    assert tree.evict(host, 1) is None  # the first block is on the device only
+    assert host.num_duplicates_evicted == 1
+    assert lab.num_in("device", chain_of(*[1] * BLOCK, *[2] * BLOCK, 9)) == 1
+    assert lab.num_in("host", chain_of(*[1] * BLOCK, *[2] * BLOCK, 9)) == 1
+    assert tree.evict(device, 1) is None
+    assert (device.pool.num_used, host.pool.num_used) == (0, 0)
+    lab.manager.check()
+
+
+def test_failed_save_of_next_victim_is_a_miss():
+    lab = Lab(8, host=HostConfig(8, ahead_share=0.5))
+    for number in range(8):
+        lab.serve(prompt(number, 4), lose=lambda move, _: [move.route is Route.DEVICE_TO_HOST] * move.num_blocks)
+    assert lab.num_in("host", prompt(0, 4)) == 0
+    assert lab.manager.stats.hit_tokens == 0
+
+
+def test_selective_writes_save_only_used_blocks_late():
+    saving = WritebackConfig(WritePolicy.SELECTIVE)
+    lab = full_lab(saving=saving)
+    assert num_saved(lab) == 0
+    for _ in range(3):
+        for number in range(10, 13):
+            lab.serve(prompt(number, 4))
+    for number in range(30, 34):
+        lab.serve(prompt(number, 4))
+    assert num_saved(lab) == 12
+
+
+def test_limit_on_saves_in_flight_holds_for_late_saves():
+    lab = Lab(16, host=HostConfig(16, ahead_share=1.0, saving=WritebackConfig(max_blocks=1)))
+    for number in range(4):
+        lab.serve(prompt(number, 4))
+    for number in range(4, 12):
+        allocation = lab.start(prompt(number, 4))
+        lab.compute(allocation)
+        lab.manager.finish(allocation)
+        lab.plan()
+        assert lab.manager.transfers.num_blocks(Route.DEVICE_TO_HOST) <= 1
+        lab.run_workers()
+    lab.settle()
+
+
+def test_shared_store_receives_blocks_although_host_is_full():
+    lab = Lab(16, host=HostConfig(4), stores=[disk(is_shared=True)])
+    for number in range(4):
+        lab.serve(prompt(number, 4))
+    assert [lab.num_in("disk", prompt(number, 4)) for number in range(4)] == [4, 4, 4, 4]
+
+
+def test_next_victims_with_stores_reach_the_store():
+    saving = WritebackConfig(WritePolicy.BACK, low_share=0.0)
+    lab = Lab(20, host=HostConfig(64, saving=saving, ahead_share=0.5), stores=[disk()])
+    for number in range(8):
+        lab.serve(prompt(number, 4))
+    assert lab.num_in("disk", prompt(0, 4)) == 4
+
+
+def test_inclusive_option_keeps_recent_blocks_on_host():
+    lab = full_lab(exclusive=False)
+    assert [lab.num_in("host", prompt(number, 4)) for number in range(10, 14)] == [4, 4, 4, 4]
+    assert lab.manager.tree.tiers[1].num_duplicates_evicted == 0
+
+
+def test_foreign_device_uses_inclusive_rule():
+    config = CacheConfig(0, host=HostConfig(8, exclusive=True), owns_device=False)
+    manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
+    assert [tier.faster for tier in manager.tree.tiers] == [None]
+
+
+def test_quota_on_device_saves_blocks_of_tenant_first():
+    """A tenant at its quota evicts its own blocks, which are saved again first."""
+    lab = Lab(64, host=HostConfig(64, ahead_share=0.25, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)))
+    lab.control.set_quota("device", b"t", 32)
+    for number in range(9):
+        lab.serve(prompt(number, 4, salt=b"t"))
+    assert lab.num_in("device", prompt(0, 4, salt=b"t")) == 0
+    assert lab.num_in("host", prompt(0, 4, salt=b"t")) == 4
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_invalid_ahead_share_is_rejected(share):
+    with pytest.raises(RangeError, match="ahead_share"):
+        HostConfig(4, ahead_share=share)
