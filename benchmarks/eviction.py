@@ -1,6 +1,6 @@
 """The learned eviction policy against LRU: hit rates on a recorded and on generated traces, hints, time and memory.
 
-python -m benchmarks.eviction --trace conversation_trace.jsonl
+python -m benchmarks.eviction --trace conversation_trace.jsonl --more synthetic_trace.jsonl
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
-from kvtier.index import BlockPool, Chain, Hints, Namespace, Outcome, RadixTree, Tier, make_policy
+from kvtier.index import BlockPool, Chain, GhostCache, Hints, Namespace, Outcome, RadixTree, Tier, make_policy
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace, sweep
 from kvtier.replay.curves import Accesses, index_hits
 
@@ -30,6 +31,7 @@ Requests = Sequence[TraceRequest]
 def main() -> None:
     parser = arguments("Hit rates, time and memory of the learned eviction policy.")
     parser.add_argument("--trace", help="Mooncake's conversation trace; default: only generated traces")
+    parser.add_argument("--more", nargs="*", default=[], help="other traces, for which only LRU is the bar")
     parser.add_argument("--runs", type=int, default=3, help="the median of this many rounds counts")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -38,13 +40,15 @@ def main() -> None:
     if options.trace:
         real = read_trace(options.trace).requests
         traces = {"conversation": real, **traces, "two in sequence": in_sequence(real, traces["agents"])}
+    traces.update((Path(path).stem, read_trace(path).requests) for path in options.more)
     for name, requests in traces.items():
         more, more_bars = hit_rates(name, requests)
         print_table(more)
         rows += more
         bars += more_bars
     some = traces.get("conversation", traces["chat"])
-    parts = [index_time(some, options.runs), memory(some), *([hints(some)] if options.trace else [])]
+    parts = [index_time(some, options.runs), memory(some), ghost(some, options.runs)]
+    parts += [hints(some)] if options.trace else []
     for more, more_bars in parts:
         print_table(more)
         rows += more
@@ -133,19 +137,65 @@ def hints(requests: Requests) -> tuple[list[Row], list[Bar]]:
     accesses = Accesses(requests)
     following, starts = accesses.next_use(), accesses.starts
     rng = np.random.default_rng(0)
-    outcomes = []
+    told, closed = [], []
     for number, request in enumerate(requests):
         stop = int(starts[number + 1])
         is_last = stop > starts[number] and following[stop - 1] < 0
         is_told = bool(is_last and rng.random() < 0.75)
-        outcomes.append(Outcome(request.output_tokens, hints=Hints(session_over=is_told)))
+        told.append(replace(request, hints=Hints(session_over=is_told)))
+        late = replace(request, hints=Hints(str(number)), closed_at_ms=request.timestamp_ms + 60_000)
+        closed.append(late if is_last else request)
     rows: list[Row] = []
     bars: list[Bar] = []
     for capacity, wanted in WITH_HINTS.items():
-        rate = index_hits(accesses, capacity, "learned", outcomes) / len(accesses.paths)
-        rows.append({"hints": "75 % of endings", "blocks": capacity, "learned": rate})
+        plain, rate, late_rate = (
+            index_hits(Accesses(variant), capacity, "learned") / len(accesses.paths)
+            for variant in (requests, told, closed)
+        )
+        row: Row = {"blocks": capacity, "without hints": plain, "over, 75 % of endings": rate}
+        rows.append(row | {"closed after 60 s, all": late_rate})
         bars.append(at_least(f"conversation, {capacity}: hit rate with hints for 75 % of endings", rate, wanted))
+        bars.append(at_least(f"conversation, {capacity}: points gained by closing after 60 s", late_rate - plain, 0))
     return rows, bars
+
+
+def ghost(requests: Requests, runs: int) -> tuple[list[Row], list[Bar]]:
+    """Compare estimates of a cache of 10,000 blocks with replays at other sizes. Measure the time of the estimates."""
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    own, sizes = 10_000, (3_000, 5_000, 20_000)
+    truths = {point.capacity: point.hit_rate for point in sweep(requests, (own, *sizes), ["learned"])}
+    for policy in ("learned", "lru"):
+        spent, taken = [], []
+        for _ in range(runs):
+            shadows = GhostCache(512, own, policy, capacities=sizes, policies=["learned"])
+            seconds, index = replay_seconds(requests, policy, 512, own)
+            taken.append(seconds)
+            spent.append(ghost_seconds(requests, shadows, index))
+        shadows = GhostCache(512, own, policy, capacities=sizes, policies=["learned"])
+        replay_seconds(requests, policy, 512, own, shadows)
+        for found in shadows.curve("learned"):
+            difference = (found.hit_rate - truths[found.capacity]) * 100
+            row: Row = {"real cache": policy, "blocks": found.capacity, "ghost": found.hit_rate}
+            rows.append(row | {"truth": truths[found.capacity], "points": difference, "stated": found.error * 100})
+            bars.append(at_most(f"{policy}, {found.capacity}: points between ghost and truth", abs(difference), 2))
+        share = statistics.median(spent) / statistics.median(taken)
+        rows.append({"real cache": policy, "share of index time": share})
+        bars.append(at_most(f"{policy}: time of the ghost, share of the index", share, 0.05))
+    return rows, bars
+
+
+def ghost_seconds(requests: Requests, shadows: GhostCache, index: RadixTree) -> float:
+    """Return the CPU seconds for recording and playing all requests."""
+    seconds = 0.0
+    for request in requests:
+        chain = Chain(index.namespace, request.tokens())
+        begin = time.thread_time()
+        shadows.record(chain, 0, request.timestamp_ms / 1000)
+        seconds += time.thread_time() - begin
+    begin = time.thread_time()
+    shadows.curve()
+    return seconds + time.thread_time() - begin
 
 
 def index_time(requests: Requests, runs: int) -> tuple[list[Row], list[Bar]]:
@@ -175,10 +225,13 @@ def memory(requests: Requests) -> tuple[list[Row], list[Bar]]:
     ]
 
 
-def replay_seconds(requests: Requests, policy: str, block_tokens: int, num_slots: int) -> tuple[float, RadixTree]:
+def replay_seconds(
+    requests: Requests, policy: str, block_tokens: int, num_slots: int, ghost: GhostCache | None = None
+) -> tuple[float, RadixTree]:
     """Run all requests. Return the CPU seconds of the index without the making of tokens, and the index."""
     namespace = Namespace("benchmark", block_tokens=block_tokens)
-    index = RadixTree(namespace, [Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))])
+    tier = Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))
+    index = RadixTree(namespace, [tier], ghost=ghost)
     seconds = 0.0
     for request in requests:
         tokens, now = request.tokens(), request.timestamp_ms / 1000

@@ -85,6 +85,13 @@ def test_state_reports_hits_by_tier_and_bytes_by_direction(tiered):
     assert all(0 <= point["hit_rate"] <= 1 for point in ghost["points"])
 
 
+def test_state_estimates_hit_rates_of_learned_policy(tiered):
+    ask(tiered, fresh())
+    ghost = tiered.state()["ghost"]
+    assert ghost["policy"] == "lru"
+    assert [point["num_blocks"] for point in ghost["learned"]] == [point["num_blocks"] for point in ghost["points"]]
+
+
 def test_pinned_prompt_survives_eviction_pressure(tiered):
     prompt = fresh()
     ask(tiered, prompt)

@@ -425,8 +425,11 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
-    rate = None if policy == "learned" else 1.0  # a shadow of the learned policy takes longer per mark
-    return GhostCache(config.block_tokens, own, policy, capacities=sizes, rate=rate)
+    # Shadows of the learned policy take longer per mark, so they use a smaller sample.
+    learned = GhostCache(config.block_tokens, own, policy, capacities=sizes, policies=["learned"])
+    if policy == "learned":
+        return learned
+    return GhostCache(config.block_tokens, own, policy, capacities=sizes, rate=1.0, sparse=learned)
 
 
 def _check_vocabularies(models: Sequence[Model]) -> None:

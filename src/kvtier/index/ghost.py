@@ -198,7 +198,8 @@ class GhostCache:
 
     `policy` and `capacity` describe the real cache. `rate` is the share of sampled marks. The default is 1/64, or more
     if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited to the sampled bytes
-    of 4096 prompts and, for each policy, the marks that fit into its largest capacity.
+    of 4096 prompts and, for each policy, the marks that fit into its largest capacity. `sparse` records the same
+    requests with another rate, for policies whose shadows take longer.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class GhostCache:
         policies: Sequence[str] = (),
         rate: float | None = None,
         seed: int = 0,
+        sparse: GhostCache | None = None,
     ) -> None:
         num_marks = capacity * block_tokens * TOKEN_BYTES / LOOK_BYTES
         rate = min(1.0, max(_RATE, _MIN_MARKS / num_marks)) if rate is None else rate
@@ -220,6 +222,7 @@ class GhostCache:
         if unknown:
             raise ArgumentError(f"no shadow for {', '.join(sorted(unknown))}; known: {', '.join(sorted(SHADOWS))}")
         self.rate = rate
+        self._sparse = sparse
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._real = policy
         self._sizes = tuple(dict.fromkeys((capacity, *capacities)))
@@ -242,6 +245,8 @@ class GhostCache:
         waiting.append(len(labels))
         waiting.append(num_matched)
         waiting.append(now)
+        if self._sparse is not None:
+            self._sparse.record(chain, num_matched, now)
         if len(waiting) >= _FULL:
             self._play()
 
@@ -256,7 +261,7 @@ class GhostCache:
         """
         name = policy or self._real
         if name not in self._shadows:
-            return []
+            return [] if self._sparse is None else self._sparse.curve(name)
         if self._waiting:
             self._play()
         sampled = self._num_looks * self.rate

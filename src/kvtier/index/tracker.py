@@ -11,7 +11,7 @@ that their next use counts as well, and so that their earlier uses are known whe
     release  returned find the ghosts of the request; then `touch`: end the old touches of the path and start new ones
     evict    removed  a removed run becomes a ghost
 
-Touches are entered into the log for 32 requests at once, because Python code that runs once per request is several
+Touches are entered into the log for 8 requests at once, because Python code that runs once per request is several
 times as slow as the same code in a loop. Every few hundred requests the values are computed again. One tracker serves
 all tiers of a tree. It has no clock; the latest `now` of any call is the current time.
 """
@@ -35,7 +35,7 @@ from kvtier.index.reuse import F64, I64, LIMITS, NUM_BUCKETS, ReuseTable
 
 NUM_TOUCHES = 16_384  # longer than the cache: in the prototype, 4,096 lost 0.4 points against LRU at 30,000-50,000
 FIRST_FIT, LAST_FIT = 64, 512  # requests between two fits: an eighth of all requests so far, within these limits
-NUM_WAITING = 32  # requests that are entered into the log at once
+NUM_WAITING = 8  # requests that are entered into the log at once; with 32, the guard of small caches reacts too late
 ENDS = [*LIMITS, math.inf]
 _FIELDS, _REQUEST_FIELDS = 4, 7
 _RUNNING = 2**62  # number for blocks that another request has published but not released: LRU holds them

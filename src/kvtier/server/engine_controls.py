@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.engine.cache_runtime import TRAFFIC_SECONDS, CacheRuntime
 from kvtier.engine.engine import Engine
+from kvtier.index import Estimate
 from kvtier.memory import PINNED, Placement
 from kvtier.memory.costs import saved_costs
 
@@ -79,12 +80,16 @@ def _ghost(engine: Engine) -> dict[str, Any] | None:
     ghost = engine.manager.tree.ghost
     if ghost is None:
         return None
-    curve = ghost.curve()
-    points = [
+    curve, learned = ghost.curve(), ghost.curve("learned")
+    own = {"policy": curve[0].policy, "num_blocks": curve[0].capacity, "points": _points(curve)}
+    return own if curve[0].policy == "learned" else own | {"learned": _points(learned)}
+
+
+def _points(curve: Sequence[Estimate]) -> list[dict[str, float]]:
+    return [
         {"num_blocks": point.capacity, "hit_rate": point.hit_rate, "error": point.error}
         for point in sorted(curve, key=lambda point: point.capacity)
     ]
-    return {"policy": curve[0].policy, "num_blocks": curve[0].capacity, "points": points}
 
 
 def _on_prompt(method: Callable[..., int], result: str) -> Callable[..., dict[str, int]]:

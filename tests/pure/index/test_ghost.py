@@ -204,6 +204,17 @@ def test_ghost_ignores_prompts_shorter_than_sampled_block():
     assert ghost.curve("fifo") == []
 
 
+def test_sparse_ghost_answers_for_its_own_policies():
+    requests = list(generate(SyntheticTrace(sessions=100)))
+    alone, sparse = (GhostCache(512, 500, capacities=[200], policies=["learned"]) for _ in range(2))
+    both = GhostCache(512, 500, capacities=[200], rate=1.0, sparse=sparse)
+    for ghost in (alone, both):
+        replay_hits(requests, block_tokens=512, num_slots=500, ghost=ghost)
+    assert both.curve("learned") == alone.curve("learned")
+    assert both.curve("learned")[0].policy == "learned"
+    assert both.curve("s3fifo") == []
+
+
 def test_ghost_memory_is_bounded():
     namespace = Namespace("m", block_tokens=64)
     ghost = GhostCache(64, 200, capacities=[50, 800], policies=("fifo", "s3fifo", "learned"), rate=0.5)

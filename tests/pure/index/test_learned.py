@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,6 +20,7 @@ from kvtier.index.learned import Learned
 from kvtier.index.node import AccessStats, Node
 from kvtier.index.reuse import EDGES, NUM_BUCKETS, gittins
 from kvtier.index.tracker import LRUGuard, ReuseTracker
+from kvtier.replay import SyntheticTrace, generate
 
 OUTCOMES = [
     Outcome(),
@@ -283,3 +285,46 @@ def test_hints_with_negative_or_infinite_seconds_raise():
     for seconds in (-1.0, math.inf, math.nan):
         with pytest.raises(RangeError, match="expects_return_seconds"):
             Hints(expects_return_seconds=seconds)
+
+
+def hits_of_tenants(hint_of_second) -> list[int]:
+    """Serve the chats of two tenants with one cache. The second sends hints. Return the hits of both."""
+    chats = [list(generate(SyntheticTrace(sessions=600, agent_share=0.0, seed=seed))) for seed in (1, 2)]
+    merged = sorted((each.timestamp_ms, who, number) for who in (0, 1) for number, each in enumerate(chats[who]))
+    remaining = [Counter(id for request in chat for id in request.prompt_ids) for chat in chats]
+    tree, hits = tree_of(400, policy="learned"), [0, 0]
+    for time, who, number in merged:
+        request = chats[who][number]
+        ids = request.prompt_ids
+        remaining[who].subtract(ids)
+        if not ids:
+            continue
+        lease = begin(tree, *ids, now=time / 1000, salt=(b"first", b"second")[who])
+        hits[who] += lease.num_matched
+        tree.publish(lease, lease.chain.num_tokens, now=time / 1000)
+        is_over = remaining[who][ids[-1]] == 0
+        hints = Hints(session_over=hint_of_second[is_over] > random.random()) if who else Hints()
+        tree.release(lease, now=time / 1000, outcome=Outcome(request.output_tokens, hints=hints))
+    return hits
+
+
+def test_false_hints_of_a_tenant_do_not_affect_another():
+    random.seed(3)
+    silent, right, inverted, noise, always = (
+        hits_of_tenants(shares) for shares in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (1.0, 1.0))
+    )
+    assert always == silent
+    assert inverted == right, "a lie must not gain more than the truth"
+    assert sum(right) > sum(silent)
+    assert noise[0] > 0.98 * silent[0]
+
+
+def test_hints_of_tenants_without_a_label_are_ignored():
+    cells = Cells()
+    over = Outcome(hints=Hints(session_over=True))
+    first = cells.number(0, cells.labels(b"rare", b"", 0, over))
+    assert cells.describe(first).endswith("other tenant")
+    assert cells.when_over(first) == first
+    for _ in range(Busiest.ENOUGH):
+        labels = cells.labels(b"busy", b"", 0, over)
+    assert cells.describe(cells.number(0, labels)).endswith("tenant 1, over")

@@ -258,7 +258,9 @@ function showGhost(state) {
   const size = (blocks) => `${count(blocks)} blocks${blockBytes ? ` (${bytes(blocks * blockBytes)})` : ""}`;
   const larger = points.find((point) => point.num_blocks >= 2 * ghost.num_blocks);
   const advice = larger ? `${compact(larger.num_blocks)} blocks: ${percent(larger.hit_rate)} ± ${Math.round(larger.error * 100)}` : "";
-  byId("ghost-legend").replaceChildren(make("span", {}, `now ${size(ghost.num_blocks)}, ${ghost.policy}`), make("span", {}, make("b", {}, advice)));
+  const learned = ghost.learned?.find((point) => point.num_blocks === ghost.num_blocks && point.error < 1);
+  const other = learned ? `--policy learned: ${percent(learned.hit_rate)} ± ${Math.round(learned.error * 100)}` : "";
+  byId("ghost-legend").replaceChildren(make("span", {}, `now ${size(ghost.num_blocks)}, ${ghost.policy}`), make("span", {}, make("b", {}, advice)), make("span", {}, other));
   plot.show(`Estimated hit rate by cache size. Now ${size(ghost.num_blocks)}: ${percent(current?.hit_rate)}. ${larger ? `With ${advice}.` : ""}`);
   showTable("ghost-table", ["Blocks", "size", "hit rate", "error"], () => points.map((point) => [
     `${count(point.num_blocks)}${point === current ? " (now)" : ""}`, blockBytes ? bytes(point.num_blocks * blockBytes) : UNKNOWN,
