@@ -195,7 +195,7 @@ def test_resize_changes_tier_size_and_prompt_limit(tiered):
     ("name", "body", "param"),
     [
         ("pin", {"prompt": "x"}, "name"),
-        ("drop", {}, None),
+        ("drop", {}, "prompt"),
         ("drop", {"prompt": []}, "prompt"),
         ("drop", {"prompt": [10**6]}, "prompt"),
         ("drop", {"prompt": "x", "tenant": "unknown"}, "tenant"),

@@ -34,7 +34,7 @@ def body(prompt="hello", max_tokens=2048):
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return PrepareConfig(str(tiny_model), "tiny", 259, (257,), 16, WAIT)
+    return PrepareConfig(str(tiny_model), ("tiny",), 259, (257,), 16, WAIT)
 
 
 @asynccontextmanager
@@ -219,7 +219,7 @@ def test_close_kills_a_hung_process_at_once(model):
 
 def test_process_that_cannot_start_fails_jobs_with_503(tmp_path):
     async def main():
-        missing = PrepareConfig(str(tmp_path), "tiny", 259, (257,), 16, WAIT)
+        missing = PrepareConfig(str(tmp_path), ("tiny",), 259, (257,), 16, WAIT)
         async with pool_of(missing) as pool:
             error = await api_error(pool.run("prepare", "a", **body()))
             assert (error.status, error.code) == (503, "worker")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -25,15 +26,17 @@ from kvtier.server.config import ServerConfig, salt_of
 from kvtier.server.control import add_control, add_state
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError, from_engine
+from kvtier.server.fields import HEADER
 from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.middleware import ClientGone, GuardMiddleware
-from kvtier.server.prepare import Body, Preparation
+from kvtier.server.prepare import Body, Preparation, Prepared, unknown_model
 from kvtier.server.protocol import ChatRequest, CompletionRequest, SessionBody, TokenizeRequest
 from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.schema_cache import SchemaChecks
+from kvtier.server.small_endpoints import add_aliases, add_detokenize, add_probes
 from kvtier.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -115,14 +118,21 @@ def make_app(
     limits, model = config.limits, config.model_name
     bodies = Bodies(Preparation(pool.config, tokenizer), pool, limits, admission)
     checks, engine = SchemaChecks(pool), heartbeat.engine
-    completions = Completions(engine, checks, tokenizer, model, limits, admission, request_log, tracing)
+    completions = Completions(engine, checks, tokenizer, limits, admission, request_log, tracing)
     _add_generation(app, completions, bodies, admission)
-    _add_model(app, model, max_context, bodies, admission)
-    _add_health_and_page(app, heartbeat, admission)
+    _add_model(app, config.model_names, max_context, bodies, admission)
+    add_detokenize(app, bodies, admission)
+    add_probes(app, heartbeat, admission)
+    add_aliases(app, heartbeat, admission)
+    _add_page(app)
     add_state(app, heartbeat, model, request_log, admission, page)
     add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies, request_log)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return GuardMiddleware(app, config.tenants, limits, request_log)
+    guarded = GuardMiddleware(app, config.tenants, limits, request_log, config.allow_origin)
+    if not config.allow_origin:
+        return guarded
+    exposed, methods = ("x-request-id", HEADER), ("GET", "POST")
+    return CORSMiddleware(guarded, config.allow_origin, methods, ("*",), expose_headers=exposed)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -185,7 +195,8 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
     async def count_tokens(request: Request) -> dict[str, int]:
         """Return the number of tokens of a conversation in Anthropic's format."""
         with _renamed_fields(CountTokensRequest.names):
-            return {"input_tokens": len(await _tokens(request, CountTokensRequest, bodies, admission))}
+            prepared = await _tokenized(request, CountTokensRequest, bodies, admission)
+            return {"input_tokens": len(prepared.prompts[0])}
 
 
 @contextmanager
@@ -197,45 +208,42 @@ def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise error.renamed(names) from error
 
 
-async def _tokens(request: Request, model: type[Body], bodies: Bodies, admission: Admission) -> Sequence[int]:
-    """Return the tokens of a request that generates nothing, and charge its tenant."""
+async def _tokenized(request: Request, model: type[Body], bodies: Bodies, admission: Admission) -> Prepared[Body]:
+    """Prepare a request that generates nothing, and charge its tenant."""
     with admission.admit(1, request.state.tenant):
-        (tokens,) = (await bodies.read(request, model)).prompts
-    admission.spend(request.state.tenant, math.ceil(len(tokens) / _TOKENIZED))
-    return tokens
+        prepared = await bodies.read(request, model)
+    admission.spend(request.state.tenant, math.ceil(len(prepared.prompts[0]) / _TOKENIZED))
+    return prepared
 
 
-def _add_model(app: FastAPI, name: str, max_context: int, bodies: Bodies, admission: Admission) -> None:
+def _add_model(app: FastAPI, names: Sequence[str], max_context: int, bodies: Bodies, admission: Admission) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or of a conversation."""
-        tokens = await _tokens(request, TokenizeRequest, bodies, admission)
-        body = {"tokens": tokens, "count": len(tokens), "max_model_len": max_context}
+        prepared = await _tokenized(request, TokenizeRequest, bodies, admission)
+        (tokens,) = prepared.prompts
+        body: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": max_context}
+        if prepared.body.return_token_strs:
+            body["token_strs"] = prepared.token_texts
         return Response(to_json(body), media_type="application/json")
 
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "kvtier", "max_model_len": max_context}
+    common = {"object": "model", "created": 0, "owned_by": "kvtier", "max_model_len": max_context}
+    all_models = {name: {"id": name, **common} for name in names}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the served models (always one)."""
-        return {"object": "list", "data": [model]}
+        """List the names of the served model."""
+        return {"object": "list", "data": [*all_models.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         """Return the model by name."""
-        if name != model["id"]:
-            raise ApiError(404, f"unknown model {name!r}; this server has {model['id']!r}", "model")
-        return model
+        if name not in all_models:
+            raise unknown_model(name, names)
+        return all_models[name]
 
 
-def _add_health_and_page(app: FastAPI, heartbeat: Heartbeat, admission: Admission) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Return 200 if the server accepts requests and its engine replies, 503 otherwise."""
-        if why := admission.closed or heartbeat.failure:
-            raise ApiError(503, f"the server does not accept requests: {why}", code="not_ready")
-        return {"status": "ok"}
-
+def _add_page(app: FastAPI) -> None:
     page = load_page()
 
     @app.get("/", include_in_schema=False)

@@ -22,6 +22,7 @@ from kvtier.server.prepare import AgentRequest, Body, Preparation, Prepared
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     NameBody,
     PinBody,
     PromptBody,
@@ -111,7 +112,7 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 def body_schemas() -> dict[str, Any]:
     completions = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
-    prompts = (CountTokensRequest, TokenizeRequest, PromptBody, PinBody)
+    prompts = (CountTokensRequest, TokenizeRequest, DetokenizeRequest, PromptBody, PinBody)
     models = (*completions, *prompts, NameBody, SessionBody, ResetBody, ResizeBody)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"

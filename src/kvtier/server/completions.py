@@ -79,7 +79,6 @@ class Completions:
     engine: EngineClient
     schemas: SchemaChecks
     tokenizer: Tokenizer
-    model: str
     limits: Limits
     admission: Admission
     request_log: RequestLog
@@ -98,7 +97,10 @@ class Completions:
             job.trace = self.tracing.begin(request.headers, job.began)
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
-        headers = {"x-request-id": job.record.id, **(job.trace.headers if job.trace is not None else {})}
+        headers = {
+            "x-request-id": job.record.client_id or job.record.id,
+            **(job.trace.headers if job.trace is not None else {}),
+        }
         if isinstance(prepared.source, MessagesRequest):
             headers["request-id"] = job.record.id  # Anthropic's name
         if prepared.ignored:
@@ -141,7 +143,8 @@ class Completions:
             Submit(name, tuple(prompt), params, priority, salt, grammar, body.hints)
             for name, prompt in zip(names, prompts, strict=True)
         )
-        record = RequestRecord(id, tenant_name(tenant), api.endpoint, notes=prepared.notes)
+        client_id = body.request_id or request.state.client_id
+        record = RequestRecord(id, tenant_name(tenant), api.endpoint, client_id=client_id, notes=prepared.notes)
         options = body.stream_options or StreamOptions()
         format = self._format(prepared, id, params, options)
         return HttpJob(tenant, submits, format, bool(body.stream), options, request.state.began, record)
@@ -149,13 +152,13 @@ class Completions:
     def _format(self, prepared: _Prepared, id: str, params: SamplingParams, options: StreamOptions) -> AnswerFormat:
         match prepared.source:
             case MessagesRequest():
-                return MessagesFormat(id, self.model, prepared.syntax)
+                return MessagesFormat(id, prepared.body.model, prepared.syntax)
             case ResponsesRequest() as source:
                 return ResponsesFormat(id, int(time.time()), source, prepared.syntax)
         body = prepared.body
         return CompletionFormat(
             id,
-            self.model,
+            body.model,
             int(time.time()),
             self.tokenizer,
             is_chat=isinstance(body, ChatRequest),
@@ -304,8 +307,9 @@ class Completions:
             self.tracing.end(job.trace, job.began, record, job.mailbox.explanations.values())
         self.admission.spend(job.tenant, record.prompt_tokens - record.cached_tokens + record.new_tokens)
         _log.info(
-            "request=%s tenant=%s endpoint=%s finish=%s prompt=%d cached=%d new=%d ttft_ms=%s seconds=%.3f",
-            *(record.id, record.tenant or "-", record.endpoint, record.finish),
+            "request=%s client_id=%s tenant=%s endpoint=%s finish=%s prompt=%d cached=%d new=%d ttft_ms=%s "
+            "seconds=%.3f",
+            *(record.id, record.client_id or "-", record.tenant or "-", record.endpoint, record.finish),
             *(record.prompt_tokens, record.cached_tokens, record.new_tokens),
             "-" if record.ttft_seconds is None else round(record.ttft_seconds * 1e3),
             record.seconds,

@@ -165,7 +165,8 @@ class ServerConfig:
     metrics_port: int = option(0, "port for GET /metrics without a key; 0: none", metavar="PORT")
     otlp_traces_endpoint: str = option("", "OTLP/HTTP address for traces (extra `otel`)", metavar="URL")
     """For example http://collector:4318/v1/traces. One trace per completion request."""
-    name: str = option("", "name of the model in the API (default: name of the folder or file)")
+    names: tuple[str, ...] = option((), "name of the model in the API; repeatable (default: the file's)", "name")
+    allow_origin: tuple[str, ...] = option((), "site whose pages may send requests (CORS); repeatable", metavar="URL")
     keep_billing_line: bool = option(False, "keep the line that some clients put at the head of the system text")
     """The line starts with `x-anthropic-billing-header:` and changes with every request. It is removed by default,
     because the cached prefix would end there."""
@@ -187,6 +188,17 @@ class ServerConfig:
                 "set KVTIER_API_KEY (and KVTIER_ADMIN_KEY), or add tenants to the TOML file"
             )
 
+        if "*" in self.allow_origin and not self.tenants:
+            raise ArgumentError(
+                "--allow-origin * lets every web page use this server, which has no API keys; "
+                "set KVTIER_API_KEY, or list the origins, such as https://chat.example.com"
+            )
+
     @property
     def model_name(self) -> str:
-        return self.name or self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        """The first name of the model."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.names or (self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf"),)

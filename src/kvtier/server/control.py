@@ -70,6 +70,7 @@ def add_control(
     @app.get("/control/explain/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
         """Explain how a request ended, and which part of its prompt was cached."""
+        request_id = request_log.find(request_id)
         try:
             explanation = await engine.call("explain", request_id=request_id)
         except ArgumentError as error:
@@ -84,26 +85,23 @@ def add_control(
     @app.post("/control/unpin", openapi_extra=takes(NameBody))
     async def unpin(request: Request) -> dict[str, Any]:
         """Allow eviction of the blocks of a pinned prompt."""
-        return await engine.call("unpin", name=(await bodies.read(request, NameBody)).body.name)
+        name = (await bodies.read(request, NameBody)).body.name
+        return await _call_by_name(engine, "unpin", name=name)
 
     @app.post("/control/reset", openapi_extra=takes(ResetBody))
     async def reset(request: Request) -> dict[str, Any]:
         """Clear the memory tiers, and the stores if `clear_stores` is true."""
         return await engine.call("reset", clear_stores=(await bodies.read(request, ResetBody)).body.clear_stores)
 
-    @app.post("/control/sleep")
-    async def sleep() -> dict[str, Any]:
+    @app.post("/control/sleep", name="sleep")
+    async def control_sleep() -> dict[str, Any]:
         """Free device memory. Requests get 503 until the server is woken."""
-        admission.closed = admission.closed or _ASLEEP
-        return await engine.call("sleep")
+        return await sleep(engine, admission)
 
-    @app.post("/control/wake")
-    async def wake() -> dict[str, Any]:
+    @app.post("/control/wake", name="wake")
+    async def control_wake() -> dict[str, Any]:
         """Allocate device memory and accept requests again."""
-        result = await engine.call("wake")
-        if admission.closed == _ASLEEP:
-            admission.closed = ""
-        return result
+        return await wake(engine, admission)
 
     @app.post("/control/resize", openapi_extra=takes(ResizeBody))
     async def resize(request: Request) -> dict[str, Any]:
@@ -113,6 +111,32 @@ def add_control(
         if body.tier == "device":
             admission.num_device_blocks = body.num_blocks
         return result
+
+
+async def sleep(engine: Heartbeat, admission: Admission) -> dict[str, Any]:
+    """Reject requests and free device memory."""
+    admission.closed = admission.closed or _ASLEEP
+    return await engine.call("sleep")
+
+
+async def wake(engine: Heartbeat, admission: Admission) -> dict[str, Any]:
+    """Allocate device memory and accept requests, unless the server shuts down."""
+    result = await engine.call("wake")
+    if is_asleep(admission):
+        admission.closed = ""
+    return result
+
+
+def is_asleep(admission: Admission) -> bool:
+    return admission.closed == _ASLEEP
+
+
+async def _call_by_name(engine: Heartbeat, function: str, /, **arguments: Any) -> dict[str, Any]:
+    """Call a control function for a pin. Raises 400 for a name that is unknown or taken."""
+    try:
+        return await engine.call(function, **arguments)
+    except ArgumentError as error:
+        raise ApiError(400, f"name: {error}", "name") from error
 
 
 def _add_prompt_control(
@@ -128,5 +152,7 @@ def _add_prompt_control(
             known = ", ".join(tenants) or "none"
             raise ApiError(400, f"unknown tenant {body.tenant!r}; known: {known}", "tenant")
         salt = salt_of(tenants[body.tenant] if body.tenant is not None else None, body.cache_salt)
-        more = {"name": body.name} if isinstance(body, PinBody) else {}
-        return await engine.call(name, tokens=tuple(prepared.prompts[0]), salt=salt, **more)
+        prompt = {"tokens": tuple(prepared.prompts[0]), "salt": salt}
+        if isinstance(body, PinBody):
+            return await _call_by_name(engine, name, name=body.name, **prompt)
+        return await engine.call(name, **prompt)

@@ -23,9 +23,11 @@ from kvtier.server.request_log import RequestLog
 T = TypeVar("T")
 
 _log = logging.getLogger("kvtier.server")
-_OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
-_ADMIN = ("/control", "/state", "/metrics")
-_POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
+_PROBES = ("/health", "/livez", "/ping")
+_OPEN = ("/", *_PROBES, "/openapi.json", "/favicon.ico")
+_ADMIN = ("/control", "/state", "/metrics", "/sleep", "/wake_up", "/reset_prefix_cache")
+_POLLED = (*_PROBES, "/state", "/metrics", "/load", "/is_sleeping")  # logged at level DEBUG
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")
 _DIRECT_SEND = "kvtier.direct_send"  # key of the scope: the server's send function, without any middleware
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
@@ -101,22 +103,31 @@ class GuardMiddleware:
     requests from other machines, and all requests from pages of other sites. Forwards disconnects to the app.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog) -> None:
+    def __init__(
+        self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog, origins: Sequence[str] = ()
+    ) -> None:
+        """`origins` are other sites whose pages may send requests."""
         self._app = app
+        self._origins = frozenset(origins)
         self._keys = [(hashlib.sha256(tenant.key.encode()).digest(), tenant) for tenant in tenants]
         self._limits = limits
         self._request_log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 0
+        status, client_id = 0, ""
 
         async def watch(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if client_id and message["type"] == "http.response.start":
+                message["headers"] = _with_id(message["headers"], client_id)
             await send(message)
 
         try:
             headers = _headers(scope)
+            given = headers.get("x-request-id", "")
+            client_id = given if _CLIENT_ID.fullmatch(given) else ""
+            scope.setdefault("state", {})["client_id"] = client_id
             _check_host(scope, headers)
             self._admit(scope, headers)
             length = headers.get("content-length", "")
@@ -134,10 +145,10 @@ class GuardMiddleware:
 
     def _admit(self, scope: Scope, headers: dict[str, str]) -> None:
         if not self._keys:
-            _reject_cross_site(headers)
+            _reject_cross_site(headers, self._origins)
         path, state = scope["path"], scope.setdefault("state", {})
         state.update(tenant=None, began=time.monotonic())
-        if state.get("health_only") and path != "/health":
+        if state.get("health_only") and path not in _PROBES:
             message = "all connections of this server or of your address are in use; retry later"
             raise ApiError(503, message, code="too_many_connections")
         if path in _OPEN:
@@ -174,6 +185,12 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
+def _with_id(headers: list[tuple[bytes, bytes]], client_id: str) -> list[tuple[bytes, bytes]]:
+    """Add the id that the client gave a request, unless the response has an id."""
+    has_id = any(name == b"x-request-id" for name, _ in headers)
+    return headers if has_id else [*headers, (b"x-request-id", client_id.encode())]
+
+
 def _check_host(scope: Scope, headers: dict[str, str]) -> None:
     """Raise 400 for a missing or invalid Host header (RFC 9112, 3.2). HTTP/1.0 clients need not send one."""
     host = headers.get("host")
@@ -181,12 +198,12 @@ def _check_host(scope: Scope, headers: dict[str, str]) -> None:
         raise ApiError(400, "the Host header is missing or invalid", code="invalid_host")
 
 
-def _reject_cross_site(headers: dict[str, str]) -> None:
+def _reject_cross_site(headers: dict[str, str], allowed: frozenset[str]) -> None:
     """Raise 403 for requests from pages of other origins, and for host names that are not local (DNS rebinding)."""
     host, origin = headers.get("host", ""), headers.get("origin")
     match = _HOST.fullmatch(host)
     is_local = match is not None and match[1].strip("[]").lower() in LOCAL_HOSTS
     is_cross_origin = origin is not None and origin.partition("://")[2] != host
     is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
-    if not is_local or is_cross_origin or is_cross_site:
+    if not is_local or ((is_cross_origin or is_cross_site) and origin not in allowed):
         raise ApiError(403, "this server has no API keys and accepts requests from this machine only")

@@ -29,6 +29,7 @@ from kvtier.server.protocol import (
     MAX_FIELDS,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Message,
     NamedToolChoice,
     PromptBody,
@@ -69,6 +70,10 @@ class Prepared(Generic[Body]):
     """The request that `body` was translated from, without its prompt."""
     notes: tuple[str, ...] = ()
     """Remarks about the prompt for the explanation of the request."""
+    text: str = ""
+    """Text of the tokens in a request to detokenize."""
+    token_texts: Sequence[str] = ()
+    """Text of each token, if a request to tokenize asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,8 @@ class PrepareConfig:
 
     source: str
     """Name, folder or file of the model, for load_tokenizer."""
-    name: str
+    names: tuple[str, ...]
+    """Names of the model in requests."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_answers: int
@@ -108,12 +114,22 @@ class Preparation:
                 return Prepared(body, self._count(body, max_tokens))
             case TokenizeRequest():
                 tokens = self._one(body, max_tokens, add_special=body.add_special_tokens)
+                cleared = body.model_copy(update={"prompt": None, "messages": None, "tools": None})
+                texts = self._token_texts(tokens) if body.return_token_strs else []
+                return Prepared(cleared, [tokens], token_texts=texts)
+            case DetokenizeRequest():
+                self._check_known([body.tokens], "tokens")
+                text = self._tokenizer.decode(body.tokens, skip_special=False)
+                return Prepared(body.model_copy(update={"tokens": []}), text=text)
             case PromptBody():
                 tokens = self._one(body, max_tokens)
                 self._check_prompts([tokens], "prompt", max_tokens)
             case _:
                 return Prepared(body)
-        return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
+        return Prepared(body.model_copy(update={"prompt": None, "messages": None, "tools": None}), [tokens])
+
+    def _token_texts(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
 
     def check_schema(self, schema: Grammar) -> None:
         """Compile a grammar. Raises ApiError if the grammar cannot be compiled."""
@@ -166,7 +182,7 @@ class Preparation:
             max_tokens,
             parse_special=body.parse_special,
             tools=body.template_tools,
-            variables=body.chat_template_kwargs,
+            variables=body.template_variables,
             ends={name: value for name, value in ends.items() if value is not None},
         )
 
@@ -225,7 +241,8 @@ class Preparation:
 
     def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool = True) -> list[int]:
         if body.messages is not None:
-            return self._encode_chat(body.messages, max_tokens, parse_special=bool(body.parse_special))
+            messages, _ = self._without_billing_line(body.messages)
+            return self._encode_request(body.to_chat(), messages, max_tokens)
         return self._encode(body.prompt or "", body.parse_special is not False, max_tokens, add_special=add_special)
 
     def _encode(
@@ -271,16 +288,13 @@ class Preparation:
             raise _refusal(error, "messages", max_tokens) from error
 
     def _check(self, body: ChatRequest | CompletionRequest) -> None:
-        if body.model != self._config.name:
-            raise ApiError(404, f"unknown model {body.model!r}; this server has {self._config.name!r}", "model")
+        if body.model not in self._config.names:
+            raise unknown_model(body.model, self._config.names)
         most, num_answers = self._config.max_answers, body.n or 1
         if isinstance(body, CompletionRequest):
             num_answers *= len(body.prompts)
         if num_answers > most:
             raise ApiError(400, f"n times the number of prompts is {num_answers}; the limit is {most}", "n")
-        if isinstance(body, ChatRequest) and None not in (body.max_tokens, body.max_completion_tokens):
-            message = "max_tokens is the old name of max_completion_tokens: set only one of them"
-            raise ApiError(400, message, "max_tokens")
         if isinstance(body, ChatRequest):
             _check_tool_choice(body)
         _check_prompt_logprobs(body)
@@ -308,6 +322,10 @@ class Preparation:
         highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._config.vocab_size
         if highest >= vocab:
             raise ApiError(400, f"{name}: token {highest} is not in [0, {vocab})", name)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    return ApiError(404, f"unknown model {name!r}; this server has {', '.join(map(repr, known))}", "model")
 
 
 def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[str, ...]]:

@@ -123,6 +123,12 @@ def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
     return [_token_ids(prompt, f"prompt {index}: ") for index, prompt in enumerate(value)]
 
 
+def _token_list(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError("expected a list of token ids")
+    return _token_ids(value)
+
+
 _Tokens = Annotated[list[TokenId], Field(min_length=1)]
 OnePrompt = Annotated[str | list[int], PlainValidator(_one_prompt, json_schema_input_type=Text | _Tokens)]
 Prompts = Annotated[
@@ -347,6 +353,8 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    request_id: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    """Name of the request for logs and /control/explain, like the header x-request-id."""
     logit_bias: (
         Annotated[dict[str, float], Field(max_length=MAX_BIASES), few(MAX_BIASES), AfterValidator(_biases)] | None
     ) = None
@@ -442,6 +450,8 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     """False ends the prompt after the last message, without the start of an answer."""
     continue_final_message: bool | None = None
     """True if the answer continues the last message, which is the assistant's."""
+    enable_thinking: bool | None = None
+    """Short form of a variable in chat_template_kwargs."""
     parse_special: bool = False
     """True if the text of a special token in messages, tools or chat_template_kwargs is parsed as that token."""
 
@@ -460,9 +470,15 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     @property
     def token_limit(self) -> tuple[str, int | None]:
         """Name and value of the field that limits the answer."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
+        limits = (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens))
+        given = [(name, limit) for name, limit in limits if limit is not None]
+        return min(given, key=lambda limit: limit[1], default=("max_tokens", None))
+
+    @property
+    def template_variables(self) -> dict[str, str | int | float | bool | None]:
+        """Variables for the chat template."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**thinking, **(self.chat_template_kwargs or {})}
 
     @property
     def template_tools(self) -> list[Mapping[str, Any]] | None:
@@ -524,12 +540,30 @@ class _PromptOrMessages(Strict):
     messages: Messages | None = None
     parse_special: bool | None = None
     """The default is true for a prompt and false for messages, as in the completion endpoints."""
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), few(128)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("set either prompt or messages")
+            raise ValueError("prompt and messages: set one of them")
+        if self.messages is not None:
+            check_end(self.messages, self.add_generation_prompt, self.continue_final_message)
         return self
+
+    def to_chat(self) -> ChatRequest:
+        """Return a chat request with the same prompt."""
+        return ChatRequest(
+            model="-",
+            messages=self.messages or [],
+            parse_special=bool(self.parse_special),
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
 
 
 class TokenizeRequest(_PromptOrMessages):
@@ -538,6 +572,16 @@ class TokenizeRequest(_PromptOrMessages):
     model: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt: Text | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    tokens: Annotated[
+        list[int], PlainValidator(_token_list, json_schema_input_type=Annotated[list[TokenId], Field(min_length=1)])
+    ]
 
 
 class PromptBody(_PromptOrMessages):

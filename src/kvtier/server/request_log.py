@@ -31,6 +31,7 @@ class RequestRecord:
     ttft_seconds: float | None = None
     seconds: float = 0.0
     tokens_from: dict[str, int] = field(default_factory=dict)  # cached tokens by tier
+    client_id: str = ""  # id that the client gave the request
     notes: tuple[str, ...] = ()  # remarks about the prompt
     explanation: str = ""  # why the cache match ended, and why blocks were loaded or recomputed
 
@@ -76,6 +77,10 @@ class RequestLog:
         if record.ttft_seconds is not None:
             self._ttft.observe(record.ttft_seconds)
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
+
+    def find(self, name: str) -> str:
+        """Return the id of the latest request that a client named `name`; `name` itself if there is none."""
+        return next((record.id for record in reversed(self._recent) if record.client_id == name), name)
 
     def notes(self, request_id: str) -> list[str]:
         """Return the remarks about the prompt of a recent request."""

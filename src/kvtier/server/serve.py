@@ -125,7 +125,7 @@ async def _run(
         raise
     limits = config.limits
     admission = Admission(started, limits.waiting)
-    model = (config.engine.model, config.model_name, started.vocab_size, started.eos_token_ids)
+    model = (config.engine.model, config.model_names, started.vocab_size, started.eos_token_ids)
     prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds, config.keep_billing_line)
     pool = WorkerPool(prepare, limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
