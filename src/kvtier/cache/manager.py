@@ -128,8 +128,7 @@ class CacheManager:
                 self.transfers,
                 ahead_share=ahead_share,
                 has_stores=bool(self.stores),
-                is_early=host.saving.write is WritePolicy.THROUGH
-                and any(store.is_shared for store in self.config.stores),
+                is_early=host.saving.write is WritePolicy.THROUGH and bool(self.stores),
             )
             to_host.append(WritebackQueue(self.tree, host.saving, tiers[0].pool, writer, max_jobs))
         return to_host, [

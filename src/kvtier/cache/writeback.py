@@ -137,8 +137,8 @@ class HostWriter:
 
     With an inclusive host tier, a copy may take the slot of any host block. With an exclusive one (`ahead_share`), the
     coldest host blocks are worth more than a copy of a block that stays on the device. Copies are then made early only
-    while host slots are free, or if other servers wait for them in a shared store. Otherwise they are made when the
-    device is about to evict the block.
+    while host slots are free, or if there are stores, which must not miss a block that is dropped later. Otherwise they
+    are made when the device is about to evict the block.
     """
 
     def __init__(

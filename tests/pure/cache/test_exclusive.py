@@ -135,8 +135,9 @@ def test_limit_on_saves_in_flight_holds_for_late_saves():
     lab.settle()
 
 
-def test_shared_store_receives_blocks_although_host_is_full():
-    lab = Lab(16, host=HostConfig(4), stores=[disk(is_shared=True)])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_store_receives_blocks_early_although_host_is_full(is_shared):
+    lab = Lab(16, host=HostConfig(4), stores=[disk(is_shared=is_shared)])
     for number in range(4):
         lab.serve(prompt(number, 4))
     assert [lab.num_in("disk", prompt(number, 4)) for number in range(4)] == [4, 4, 4, 4]
