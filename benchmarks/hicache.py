@@ -58,11 +58,13 @@ def main() -> None:
     pools = {layout: Pool(layout, options.pages) for layout in PIECES}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for number in range(-1, options.rounds):  # the first round warms up
-            measured = [{"case": "contiguous", **_contiguous(Path(folder), pools["page_first"])}]
-            measured += [{"case": layout, **_backend(Path(folder), pool)} for layout, pool in pools.items()]
-            rows += [
-                {"round": number, "load": round(os.getloadavg()[0], 1), **each} for each in measured if number >= 0
-            ]
+            cases = ["contiguous", *PIECES]
+            for case in cases[number % 3 :] + cases[: number % 3]:
+                cpu = time.process_time()
+                measure, pool = (_backend, pools[case]) if case in PIECES else (_contiguous, pools["page_first"])
+                row = {"round": number, "case": case, **measure(Path(folder), pool)}
+                row |= {"cpu s": round(time.process_time() - cpu, 2), "load": round(os.getloadavg()[0], 1)}
+                rows += [row] if number >= 0 else []
     print_table(rows)
     rates = {
         (case, kind): statistics.median(float(str(row[f"{kind} MB/s"])) for row in rows if row["case"] == case)
