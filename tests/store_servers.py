@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import email.utils
+import hashlib
+import hmac
 import importlib.util
 import json
 import os
@@ -12,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +170,36 @@ def raw_s3(port: int, bucket: str = "test"):
         virtual_hosted_style_request=False,
         client_options={"allow_http": True},
     )
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+# The published key of the emulator.
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@contextlib.contextmanager
+def azure_server(folder: Path) -> Iterator[int]:
+    """Run Azurite, the Azure emulator, with the container `test`. Yield its port."""
+    need_module("obstore", "pip install 'kvtier[azure]'")
+    own = BIN.parent / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+    azurite = str(own) if own.exists() else program("azurite-blob", "make azurite")
+    [port] = free_ports(1)
+    options = ["--silent", "--skipApiVersionCheck", "--inMemoryPersistence", "--disableTelemetry"]
+    with running([azurite, "--blobPort", str(port), *options], folder, "azurite.log", lambda: listens(port)):
+        _make_container(port, "test")
+        yield port
+
+
+def _make_container(port: int, name: str) -> None:
+    """Create a container with a signed request, because obstore cannot create containers."""
+    headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    signed = "PUT" + "\n" * 12 + "".join(f"{key}:{value}\n" for key, value in sorted(headers.items()))
+    signed += f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}\nrestype:container"
+    mac = hmac.new(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(mac).decode()}"
+    url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}/{name}?restype=container"
+    with urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)) as answer:
+        assert answer.status == 201
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 
 import store_servers
+from gcs_stub import gcs_stub
 from kvtier.storage.remote.store import RemoteStore
 from store_faults import Setup
 
@@ -32,6 +33,17 @@ def cluster_ports(tmp_path_factory):
 @pytest.fixture(scope="session")
 def s3_port(tmp_path_factory):
     yield from start_server(store_servers.s3_server, tmp_path_factory, "s3")
+
+
+@pytest.fixture(scope="session")
+def azure_port(tmp_path_factory):
+    yield from start_server(store_servers.azure_server, tmp_path_factory, "azure")
+
+
+@pytest.fixture(scope="session")
+def gcs():
+    with gcs_stub() as server:
+        yield server
 
 
 @pytest.fixture(params=["redis", "s3"])

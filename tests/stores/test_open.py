@@ -21,7 +21,7 @@ from store_servers import free_ports
     ("url", "message"),
     [
         ("", "is not a store"),
-        ("/mnt/kv", "must be one of disk, memory, redis, rediss, s3, mooncake"),
+        ("/mnt/kv", "must be one of disk, memory, redis, rediss, s3, gs, az, mooncake"),
         ("ftp://host", "is not a store"),
         ("disk:/kv", "needs a folder and a size: disk:/mnt/nvme/kv?bytes=200GiB"),
         ("disk:?bytes=1GiB", "needs a folder"),
@@ -46,6 +46,10 @@ from store_servers import free_ports
         ("redis://host?secret=/nonexistent/file", "cannot read the secret"),
         ("redis://user:hunter2@host?color=red", "unknown option color"),
         ("s3:///prefix", "needs a bucket: s3://bucket/prefix"),
+        ("gs:///prefix", "needs a bucket: gs://bucket/prefix"),
+        ("gs://bucket?region=x", "unknown option region; options are compression, credentials, endpoint"),
+        ("az:///prefix", "needs a container: az://container/prefix"),
+        ("az://account:hunter2@container?color=red", "unknown option color"),
         ("mooncake://", "needs the master"),
         ("memory:?bytes", "invalid store URL"),
     ],
@@ -128,11 +132,22 @@ def test_open_store_on_hanging_server_raises_after_deadline(scheme, request):
 
 @pytest.mark.parametrize(
     ("url", "module", "extra"),
-    [("redis://host", "redis", "redis"), ("s3://b", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
+    [
+        ("redis://host", "redis", "redis"),
+        ("s3://b", "obstore", "s3"),
+        ("gs://b", "obstore", "gcs"),
+        ("az://c", "obstore", "azure"),
+        ("mooncake://m", "mooncake", "mooncake"),
+    ],
 )
 def test_error_without_extra_contains_name_of_extra(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.remote.{extra}"):
+    for name in (
+        f"{module}.store",
+        f"{module}.backoff",
+        f"kvtier.storage.remote.{extra}",
+        "kvtier.storage.remote.objects",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UnavailableError, match=rf"pip install 'kvtier\[{extra}\]'"):
         open_store(url)

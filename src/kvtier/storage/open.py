@@ -33,7 +33,8 @@ Value = TypeVar("Value")
 
 EXAMPLES = (
     "disk:/mnt/nvme/kv?bytes=200GiB, memory:?bytes=1GiB, redis://host:6379/0?ttl=7d, rediss://user:password@host, "
-    "redis://host?cluster=yes, s3://bucket/prefix?endpoint=https://s3.example, mooncake://master:50051"
+    "redis://host?cluster=yes, s3://bucket/prefix?endpoint=https://s3.example, gs://bucket/prefix, "
+    "az://container/prefix?account=name, mooncake://master:50051"
 )
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -146,6 +147,8 @@ def _open(options: _UrlOptions, secret: bytes | None) -> Store:
         "redis": _open_redis,
         "rediss": _open_redis,
         "s3": _open_s3,
+        "gs": _open_gcs,
+        "az": _open_azure,
         "mooncake": _open_mooncake,
     }
     opener = openers.get(options.url.scheme)
@@ -222,17 +225,51 @@ def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: an S3 store needs a bucket: s3://bucket/prefix")
     with _extra("s3", options):
-        from kvtier.storage.remote.s3 import S3Bucket
+        from kvtier.storage.remote.objects import s3_store
     connect = functools.partial(
-        S3Bucket,
+        s3_store,
         bucket=options.url.hostname,
-        prefix=unquote(options.url.path),
         endpoint=options.text("endpoint"),
         region=options.text("region"),
         access_key_id=unquote(options.url.username or ""),
         secret_access_key=unquote(options.url.password or ""),
     )
-    return _open_remote(options, secret, lambda _, wait_s, __: connect(timeout_s=wait_s), _S3_THREADS)
+    return _open_objects(options, secret, connect)
+
+
+def _open_gcs(options: _UrlOptions, secret: bytes | None) -> Store:
+    if not options.url.hostname:
+        raise ArgumentError(f"{options.shown}: a GCS store needs a bucket: gs://bucket/prefix")
+    with _extra("gcs", options):
+        from kvtier.storage.remote.objects import gcs_store
+    endpoint, credentials = options.text("endpoint"), options.text("credentials")
+    connect = functools.partial(gcs_store, options.url.hostname, endpoint, credentials)
+    return _open_objects(options, secret, connect)
+
+
+def _open_azure(options: _UrlOptions, secret: bytes | None) -> Store:
+    if not options.url.hostname:
+        raise ArgumentError(f"{options.shown}: an Azure store needs a container: az://container/prefix?account=name")
+    with _extra("azure", options):
+        from kvtier.storage.remote.objects import azure_store
+    connect = functools.partial(
+        azure_store,
+        container=options.url.hostname,
+        endpoint=options.text("endpoint"),
+        account=options.text("account") or unquote(options.url.username or ""),
+        account_key=unquote(options.url.password or ""),
+    )
+    return _open_objects(options, secret, connect)
+
+
+def _open_objects(options: _UrlOptions, secret: bytes | None, connect: Callable[..., Any]) -> Store:
+    """Open a store with one request per object: S3, GCS or Azure."""
+    from kvtier.storage.remote.objects import ObjectBucket
+
+    def open_bucket(_: int, wait_s: float, __: float | None) -> Bucket:
+        return ObjectBucket(functools.partial(connect, timeout_s=wait_s), unquote(options.url.path))
+
+    return _open_remote(options, secret, open_bucket, _S3_THREADS)
 
 
 def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:

@@ -1,8 +1,9 @@
-"""S3Bucket: blocks in S3 or a compatible server. Needs the extra `s3`.
+"""ObjectBucket: blocks in S3, Google Cloud Storage, Azure Blob Storage or a compatible server. Needs the extra `s3`.
 
-S3 has one request per object, so requests run in parallel, one per thread. A put without `replace` fails if the name
-exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again with `replace`.
-Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects that are not read.
+These servers have one request per object, so requests run in parallel, one per thread. A put without `replace` fails if
+the name exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again with
+`replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects that are not
+read.
 """
 
 from __future__ import annotations
@@ -10,59 +11,99 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore import exceptions
-from obstore.store import S3Store
+from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from kvtier.storage.codec import Scratch
 from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize, join
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
 
 Response = TypeVar("Response")
 
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
 
-class S3Bucket:
-    """Objects in S3. Raises BucketError if the bucket cannot be read.
+def s3_store(
+    bucket: str,
+    endpoint: str = "",
+    region: str = "",
+    access_key_id: str = "",
+    secret_access_key: str = "",
+    *,
+    timeout_s: float,
+) -> ObjectStore:
+    """Return a client for S3. Empty arguments default to the AWS_* variables.
 
-    Empty arguments default to the AWS_* variables. Names start with `prefix` and a slash. `endpoint` is the URL,
-    http:// or https://, of a server other than Amazon's; the bucket's name is then part of the path.
+    `endpoint` is the URL, http:// or https://, of a server other than Amazon's; the bucket's name is then part of the
+    path.
     """
+    options = {
+        "endpoint": endpoint,
+        "region": region,
+        "access_key_id": access_key_id,
+        "secret_access_key": secret_access_key,
+    }
+    return S3Store(
+        bucket,
+        **_given(options),  # type: ignore[arg-type]
+        virtual_hosted_style_request=not endpoint,
+        client_options=_client(endpoint, timeout_s),
+        retry_config=_no_retries(timeout_s),
+    )
+
+
+def gcs_store(bucket: str, endpoint: str = "", credentials: str = "", *, timeout_s: float) -> ObjectStore:
+    """Return a client for Google Cloud Storage. `credentials` is the file of a service account, by default that of
+    GOOGLE_APPLICATION_CREDENTIALS; on Google's machines none is needed."""
+    options = {"base_url": endpoint, "application_credentials": credentials}
+    return GCSStore(
+        bucket,
+        **_given(options),  # type: ignore[arg-type]
+        client_options=_client(endpoint, timeout_s),
+        retry_config=_no_retries(timeout_s),
+    )
+
+
+def azure_store(
+    container: str, endpoint: str = "", account: str = "", account_key: str = "", *, timeout_s: float
+) -> ObjectStore:
+    """Return a client for Azure Blob Storage. Empty arguments default to the AZURE_* variables."""
+    options = {"endpoint": endpoint, "account_name": account, "account_key": account_key}
+    return AzureStore(
+        container,
+        **_given(options),  # type: ignore[arg-type]
+        client_options=_client(endpoint, timeout_s),
+        retry_config=_no_retries(timeout_s),
+    )
+
+
+def _given(options: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in options.items() if value}
+
+
+def _client(endpoint: str, timeout_s: float) -> ClientConfig:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return {"timeout": timeout, "connect_timeout": timeout, "allow_http": endpoint.startswith("http://")}
+
+
+def _no_retries(timeout_s: float) -> RetryConfig:
+    """RemoteStore retries."""
+    return {"max_retries": 0, "retry_timeout": datetime.timedelta(seconds=timeout_s)}
+
+
+class ObjectBucket:
+    """Objects of one client. Names start with `prefix` and a slash. Raises BucketError if the bucket cannot be read."""
 
     request_size = RequestSize(max_names=1)
 
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str = "",
-        endpoint: str = "",
-        region: str = "",
-        access_key_id: str = "",
-        secret_access_key: str = "",
-        *,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, connect: Callable[[], ObjectStore], prefix: str = "") -> None:
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        timeout = datetime.timedelta(seconds=timeout_s)
-        options = {
-            "endpoint": endpoint,
-            "region": region,
-            "access_key_id": access_key_id,
-            "secret_access_key": secret_access_key,
-        }
-        self._store = S3Store(
-            bucket,
-            **{name: value for name, value in options.items() if value},  # type: ignore[arg-type]
-            virtual_hosted_style_request=not endpoint,
-            client_options={
-                "timeout": timeout,
-                "connect_timeout": timeout,
-                "allow_http": endpoint.startswith("http://"),
-            },
-            retry_config={"max_retries": 0, "retry_timeout": timeout},  # RemoteStore retries
-        )
+        self._store = _translate(connect)
         self.list_names("", 1)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -89,13 +130,20 @@ class S3Bucket:
     def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
         """Return names in order; the cursor is the last name of the previous page."""
         offset = self._prefix + cursor if cursor else None
-        prefix = self._prefix.rstrip("/") or None
-        listed = _translate(
-            lambda: next(iter(obstore.list(self._store, prefix, offset=offset, chunk_size=limit + 1)), [])
-        )
-        names = [entry["path"].removeprefix(self._prefix) for entry in listed]
+        paths = _translate(lambda: self._list_paths(offset, limit + 1))
+        names = [path.removeprefix(self._prefix) for path in paths[: limit + 1]]
         ours = [name for name in names[:limit] if len(name) == 64 and "/" not in name]
         return ours, names[limit - 1] if len(names) > limit else ""
+
+    def _list_paths(self, offset: str | None, count: int) -> list[str]:
+        """Return at least `count` paths after the offset, if they exist. Some servers ignore the offset."""
+        paths: list[str] = []
+        prefix = self._prefix.rstrip("/") or None
+        for chunk in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
+            paths += [entry["path"] for entry in chunk if offset is None or entry["path"] > offset]
+            if len(paths) >= count:
+                break
+        return paths
 
     def reset(self) -> None:
         """Do nothing, because over HTTP no late response can be mistaken for the response to a later request."""

@@ -1,0 +1,81 @@
+"""Check the Azure store against Azurite, and the requests of the Google Cloud Storage store against a stub."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from urllib.parse import quote, unquote
+
+import pytest
+
+from gcs_stub import TOKEN
+from kvtier.errors import StoreError
+from kvtier.storage import ObjectStatus
+from kvtier.storage.open import open_store
+from storage_support import all_keys, get, key_of, payload_of, put
+from store_servers import AZURE_ACCOUNT, AZURE_KEY
+
+
+@pytest.fixture
+def azure_url(azure_port):
+    def url(container: str = "test", key: str = AZURE_KEY) -> str:
+        user = f"{AZURE_ACCOUNT}:{quote(key, safe='')}"
+        return f"az://{user}@{container}/{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{azure_port}/{AZURE_ACCOUNT}"
+
+    return url
+
+
+@pytest.fixture
+def gcs_url(gcs, monkeypatch):
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", TOKEN)
+    gcs.requests.clear()
+    return f"gs://test/some/prefix-{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{gcs.server_port}"
+
+
+def test_azure_stores_share_objects_and_keep_equal_ones(azure_url):
+    url = azure_url()
+    with contextlib.closing(open_store(url)) as one, contextlib.closing(open_store(url)) as other:
+        assert put(one, 1).ok
+        assert put(other, 1)[0].reason == "already stored"
+        assert put(other, 1, version=1)[0].reason == ""
+        assert get(one, 1)[1] == payload_of(1, version=1)
+        assert all_keys(one) == [key_of(1)]
+
+
+def test_azure_error_for_wrong_key_hides_the_key(azure_url):
+    wrong = "d3Jvbmcta2V5LXdyb25nLWtleS13cm9uZy1rZXktd3Jvbmc="
+    with pytest.raises(StoreError, match="cannot open az://test/") as refused:
+        open_store(azure_url(key=wrong))
+    assert wrong not in str(refused.value)
+
+
+def test_azure_missing_container_is_an_error(azure_url):
+    with pytest.raises(StoreError, match="cannot open az://absent/"):
+        open_store(azure_url("absent"))
+
+
+def test_gcs_requests_have_token_prefix_and_condition(gcs, gcs_url):
+    with contextlib.closing(open_store(gcs_url)) as store:
+        assert put(store, 1).ok
+        assert put(store, 1)[0].reason == "already stored"
+        assert get(store, 1)[1] == payload_of(1)
+        assert store.remove([key_of(1)]).ok
+        assert get(store, 1)[0].status is ObjectStatus.MISSING
+    prefix = gcs_url.partition("?")[0].removeprefix("gs://test/")
+    path = f"/test/{prefix}/{key_of(1).hex()}"
+    asked = [(method, unquote(path)) for method, path in gcs.requests]
+    assert asked[0] == ("GET", f"/test?list-type=2&prefix={prefix}/")
+    assert {method for method, each in asked if each == path} == {"PUT", "GET", "HEAD", "DELETE"}
+
+
+def test_gcs_wrong_token_is_an_error_without_the_token(gcs_url, monkeypatch):
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "wrong-token")
+    with pytest.raises(StoreError, match="cannot open gs://test/some/prefix") as refused:
+        open_store(gcs_url)
+    assert "wrong-token" not in str(refused.value)
+
+
+def test_gcs_unreadable_credentials_are_an_error(tmp_path):
+    (tmp_path / "credentials").write_text("not a service account")
+    with pytest.raises(StoreError, match="cannot open gs://test"):
+        open_store(f"gs://test/kv?credentials={tmp_path}/credentials")
