@@ -186,3 +186,11 @@ def make_smollm2(folder: Path) -> Path:
     for name, tensor in tensors.items():
         source.read_into(name, tensor)
     return _save(folder, config, tensors)
+
+
+def scale_weights(source: Path, folder: Path, factor: float) -> Path:
+    """Write a copy of a model whose weights are multiplied by a number."""
+    from safetensors.torch import load_file
+
+    tensors = {key: value * factor for key, value in load_file(source / "model.safetensors").items()}
+    return _save(folder, json.loads((source / "config.json").read_text()), tensors)

@@ -11,6 +11,7 @@ import vllm_models
 import vllm_scenarios as scenarios
 from vllm_support import VllmError, blocks_of, connector, prompt_of
 
+FROM_HOST = "vllm:prompt_tokens_cached_by_source source=host"
 FROM_DISK = "vllm:prompt_tokens_cached_by_source source=disk"
 PROMPTS = [prompt_of(number) for number in range(700, 704)]
 KILLS = int(os.environ.get("KVTIER_KILLS", "3"))
@@ -93,27 +94,51 @@ def test_kills_lose_nothing_durable(vllm, oracle, tmp_path):
                 engine.kill()
 
 
-@pytest.fixture(scope="module")
-def small(vllm, smollm2):
-    """SmolLM2 and arguments that give it a device cache of 12 blocks of 32 tokens."""
-    arguments = {"model": smollm2, "max_model_len": 352, "num_gpu_blocks_override": 12}
-    prompts = [prompt_of(number, 200) for number in range(740, 744)]
-    with vllm.start(None, **arguments, enable_prefix_caching=False) as engine:
-        yield arguments, prompts, engine.tokens(prompts)
+SMALL = {"max_model_len": 352, "num_gpu_blocks_override": 12}
+"""Arguments that give SmolLM2 a device cache of 12 blocks of 32 tokens."""
 
 
-def test_smollm2_with_and_without_kvtier_is_equal(vllm, small, tmp_path):
-    """Rows 1, 2 and 9 of the plan with a real model: beyond the device cache, then after a restart from disk."""
-    arguments, prompts, expected = small
-    settings = connector(host_bytes="256MiB", stores=[{"url": f"disk:{tmp_path}?bytes=256MiB", "wait": "wait"}])
-    with vllm.start(settings, **arguments) as engine:
-        cold, warm = engine.ask(prompts), engine.ask(prompts)
+def small_disk(folder):
+    return connector(host_bytes="256MiB", stores=[{"url": f"disk:{folder}?bytes=512MiB", "wait": "wait"}])
+
+
+def test_smollm2_with_and_without_kvtier_is_equal(vllm, smollm2, tmp_path):
+    """Rows 1, 2 and 9 of the plan with a real model: two turns beyond the device cache, then a restart from disk."""
+    first = [prompt_of(number, 200) for number in range(740, 746)]
+    with vllm.start(None, model=smollm2, **SMALL, enable_prefix_caching=False) as alone:
+        answers = alone.tokens(first)
+        second = [[*prompt, *answer, *prompt_of(99, 40)] for prompt, answer in zip(first, answers, strict=True)]
+        expected = answers + alone.tokens(second)
+    with vllm.start(small_disk(tmp_path), model=smollm2, **SMALL) as engine:
+        turns = engine.ask(first) + engine.ask(second)
         metrics = engine.metrics()
         engine.run(scenarios.settle_stores)
-    with vllm.start(settings, **arguments) as engine:
-        restarted = engine.ask(prompts)
+        counted = engine.run(scenarios.metric_after, "vllm:kvtier_hit_tokens tier=host")
+    with vllm.start(small_disk(tmp_path), model=smollm2, **SMALL) as engine:
+        restarted = engine.ask(second)
         again = engine.metrics()
-    assert [answer.tokens for answer in cold + warm + restarted] == expected * 3
-    assert [answer.num_cached for answer in cold + warm + restarted] == [0] * 4 + [blocks_of(200)] * 8
-    assert metrics["vllm:external_prefix_cache_hits"] == 4 * blocks_of(200)
-    assert again[FROM_DISK] == 4 * blocks_of(200)
+    hits = 6 * blocks_of(200 + 8)
+    assert [answer.tokens for answer in turns + restarted] == expected + expected[6:]
+    assert [answer.num_cached for answer in turns] == [0] * 6 + [blocks_of(200 + 8)] * 6
+    assert metrics["vllm:external_prefix_cache_hits"] == metrics[FROM_HOST] == counted == hits
+    assert again[FROM_DISK] == 6 * blocks_of(248) == sum(answer.num_cached for answer in restarted)
+
+
+@pytest.mark.parametrize("change", ["weights", "block_size", "dtype"])
+def test_other_kv_of_smollm2_finds_nothing_on_disk(vllm, smollm2, tmp_path, change):
+    prompts = [prompt_of(number, 200) for number in range(750, 752)]
+    with vllm.start(small_disk(tmp_path / "kv"), model=smollm2, **SMALL) as engine:
+        engine.ask(prompts)
+        engine.run(scenarios.settle_stores)
+    other = {
+        "weights": lambda: {"model": vllm_models.scale_weights(smollm2, tmp_path / "other", 1.01)},
+        "block_size": lambda: {"model": smollm2, "block_size": 64},
+        "dtype": lambda: {"model": smollm2, "dtype": "bfloat16"},
+    }
+    arguments = SMALL | other[change]()
+    with vllm.start(None, **arguments) as engine:
+        expected = engine.tokens(prompts)
+    with vllm.start(small_disk(tmp_path / "kv"), **arguments) as engine:
+        answers = engine.ask(prompts)
+    assert [answer.num_cached for answer in answers] == [0, 0]
+    assert [answer.tokens for answer in answers] == expected
