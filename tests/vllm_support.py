@@ -27,9 +27,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENGINE_READY_TIMEOUT_S": "120",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "600",
 }
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 BLOCK = 32
 """Tokens of a block (vllm_driver.ENGINE_ARGUMENTS)."""
 
@@ -128,11 +128,11 @@ class Vllm:
         """End the engine as vLLM ends: the connector's shutdown runs."""
         processes = self.processes()
         self._connection.close()
-        _, alive = psutil.wait_procs(processes, timeout=60)
+        _, alive = psutil.wait_procs(processes, timeout=180)
         for process in alive:
             process.kill()
         if alive:
-            raise VllmError(f"processes did not end within 60 s: {alive}: {self.tail()}")
+            raise VllmError(f"processes did not end within 180 s: {alive}: {self.tail()}")
 
     def tail(self, num_chars: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-num_chars:] if self.log.exists() else "no log"
