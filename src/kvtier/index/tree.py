@@ -225,6 +225,8 @@ class RadixTree:
             for tier in self.tiers:
                 tier.withdraw(node)
                 tier.refresh(node)
+            for tier in self.tiers:  # the node may no longer be one of the next victims
+                tier.list_duplicate(node)
         return sum(node.num_blocks for node in nodes)
 
     # ---- slots and eviction ----------------------------------------------------------------------------------------
