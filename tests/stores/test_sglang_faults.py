@@ -18,7 +18,7 @@ INDICES = indices_of(list(range(6)))
 FAULTS = {
     "dead": Faults(refuses=1 << 20),
     "hanging": Faults(hangs=True),
-    "slow": Faults(delay_s=0.5),
+    "slow": Faults(delay_s=2.0),
     "cut": Faults(cut_at=300),
     "corrupt": Faults(flips=tuple(range(4000, 40_000, 900))),
 }
@@ -29,7 +29,7 @@ def test_pages_faulty_server_is_a_miss_until_it_recovers(name, redis_port):
     """No call raises, no damaged byte reaches the pool, and all pages are found again after the fault."""
     with contextlib.closing(Proxy(redis_port)) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}?prefix={uuid.uuid4().hex}:&retries=0&timeout=1s"
-        settings = HiCacheSettings.parse({"store": url, "revision": "1", "timeout_s": 0.3, "gib_timeout_s": 0.0})
+        settings = HiCacheSettings.parse({"store": url, "revision": "1", "timeout_s": 1.0, "gib_timeout_s": 0.0})
         pages, pool = PageStore(settings, RankIdentity("model")), PlainPool()
         pages.add_pool(pool)
         fill(pool, 1)
