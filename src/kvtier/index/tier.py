@@ -77,8 +77,7 @@ class Candidates:
             if num_blocks <= 0:
                 break
             if isinstance(policy, Lookahead):
-                if policy.num_blocks < num_blocks:
-                    pulled += policy.pull(num_blocks)
+                pulled += policy.pull(num_blocks)
                 num_blocks -= policy.num_blocks
         return pulled
 
