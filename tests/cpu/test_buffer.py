@@ -1065,7 +1065,7 @@ def test_pack_then_unpack_round_trips(name, data):
 
 
 def test_pack_with_invalid_values_or_dtype_raises():
-    with pytest.raises(RangeError, match="the bits of u2 are 0 to 3, got 4"):
+    with pytest.raises(RangeError, match="codes of u2 must be 0 to 3, got 4"):
         Buffer.pack(np.array([1, 4], np.uint8), "u2")
     with pytest.raises(DTypeError, match="bf16 is not packed"):
         Buffer.pack(np.zeros(2, np.uint8), "bf16")

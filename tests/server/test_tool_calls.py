@@ -170,7 +170,7 @@ def test_parallel_tool_calls_false_keeps_the_first_call(scripted):
     assert without_ids(joined(ask(scripted, parallel_tool_calls=False, stream=True))) == without_ids(found)
 
 
-def test_text_without_tools_keeps_the_calls_as_content(scripted):
+def test_tool_choice_none_returns_calls_as_content(scripted):
     reason, content, reasoning, calls = parts(ask(scripted, tool_choice="none"))
     assert (reason, reasoning, calls) == ("stop", "The user wants the weather.", [])
     assert content.startswith("Let me look.\n<tool_call>")
@@ -184,7 +184,7 @@ def test_logprobs_of_a_parsed_answer_cover_every_token(scripted):
     assert [token.token for token in whole[: len(CALLS)]] == CALLS
 
 
-def test_prompt_that_opens_the_reasoning_starts_with_it(tmp_path, start):
+def test_think_tag_in_prompt_makes_answer_start_as_reasoning(tmp_path, start):
     template = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     folder = make_scripted_model(
         tmp_path / "model", ["It is ", "easy.", "\n</think>\n", "Yes."], template + "{# </think> #}"

@@ -254,7 +254,7 @@ def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
 
 
 class OvertakenBucket:
-    """A bucket in which the first `times` reads of a name in `wrong` return the value of another name.
+    """A bucket that returns wrong values: the first `times` reads of name `n` return the value of name `wrong[n]`.
 
     Mooncake returns such values if an object is removed during a read and another object reuses its memory.
     """

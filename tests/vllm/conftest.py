@@ -1,4 +1,4 @@
-"""vLLM processes for the tests of this folder. Without vLLM in this environment they are skipped."""
+"""Fixtures that start vLLM for the tests of this folder. The tests are skipped if vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def vllm(_vllm_is_installed, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def oracle(vllm):
-    """vLLM without a connector and without prefix caching: the tokens that all others must return."""
+    """vLLM without a connector and without prefix caching. All other configurations must return the same tokens."""
     with vllm.start(None, enable_prefix_caching=False, num_gpu_blocks_override=64) as engine:
         yield Oracle(engine)
 
 
 @pytest.fixture(scope="module")
 def engine(vllm):
-    """kvtier in one process with vLLM, with fewer device blocks than three prompts of the tests need."""
+    """vLLM with the connector in the same process. Its device blocks are too few for three prompts of the tests."""
     with vllm.start(connector(verify_loads=True)) as running:
         yield running
 

@@ -46,8 +46,8 @@ class SavePoint:
 
 
 class ForeignDevice:
-    """Plans transfers between host slots and the device blocks of another engine. At most `max_saving` saves are in
-    flight, because the engine cannot reuse the device blocks of a save before the save ends."""
+    """Plans transfers between host slots and the device blocks of another engine. At most `max_saving` blocks
+    are being saved at a time, because the engine cannot reuse a device block before its save ends."""
 
     def __init__(self, tree: RadixTree, host: Tier, transfers: TransferTracker, max_saving: int) -> None:
         self._tree, self._host, self._transfers, self._max_saving = tree, host, transfers, max_saving
@@ -134,7 +134,7 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Start a copy of the blocks after the path, and end the lease or pass it to the transfer."""
+        """Start a copy of the blocks after the path. The transfer holds the lease. Without a transfer, end it."""
         first, started = lease.num_blocks, {}
         slots = None
         if first < stop and room > 0 and lease.node.attached:

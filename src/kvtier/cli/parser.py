@@ -52,7 +52,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
-        self._action_max_length = 14  # minimum width, because argparse ignores the indentation of commands
+        self._action_max_length = 14  # minimum column width; argparse computes it without the indentation of commands
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default

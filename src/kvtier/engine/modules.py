@@ -237,7 +237,7 @@ class Sampler(Module):
 
 
 def _num_sampled(row: Row) -> int:
-    """Return the number of tokens that are sampled after a row, including the verified drafts."""
+    """Return the number of tokens to sample for a row: one, and one more for each draft token to verify."""
     return row.num_draft + 1 if row.wants_token else 0
 
 

@@ -108,16 +108,16 @@ class Buffer:
 
     @classmethod
     def pack(cls, values: Any, dtype: AnyDType | None = None) -> Buffer:
-        """Make a host Buffer of a packed type from an array of ml_dtypes elements or of their codes as uint8."""
+        """Make a host Buffer of a packed type. `values` are ml_dtypes elements, or their codes as uint8."""
         array = np.ascontiguousarray(values).reshape(-1)
         element = dt.dtype(array.dtype) if dtype is None else element_type(dtype)
         if not element.is_packed:
             raise DTypeError(f"{element} is not packed; wrap an array of it with Buffer.wrap(array)")
         if array.dtype != np.uint8 and dt.dtype(array.dtype) != element:
-            raise DTypeError(f"pack() needs {element} elements of ml_dtypes or their bits as uint8, got {array.dtype}")
+            raise DTypeError(f"pack() needs {element} elements of ml_dtypes or their codes as uint8, got {array.dtype}")
         codes = array.view(np.uint8)
         if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
-            raise RangeError(f"the bits of {element} are 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
+            raise RangeError(f"codes of {element} must be 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
         packed = torch_types.pack_codes(element, codes)
         return cls._make(interop.adopt(packed)[0], 0, codes.size, element, CPU)
 

@@ -76,7 +76,7 @@ class GatherKernels:
 
 
 def fill_rows(table: I64, capacity: int, block: U32) -> int:
-    """Write pieces of equal size as Rows<capacity>, except `parts`. Return this size, or 0 if pieces do not fit."""
+    """Write pieces of equal size as Rows<capacity>, except `parts`. Return the size, or 0 if Rows cannot hold them."""
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
         return 0

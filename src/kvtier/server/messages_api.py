@@ -30,7 +30,7 @@ from kvtier.server.protocol import (
 
 _ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 _MAX_BLOCKS = 4096
-# Names of fields of the chat request in errors, with the fields of this API that they come from.
+# Field of the chat request -> field of this API that it is made from. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "output_config.format.schema",
@@ -177,7 +177,7 @@ class AgentToolChoice(Loose):
     @model_validator(mode="after")
     def _has_name(self) -> AgentToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("name is needed for the type tool, and only for it")
+            raise ValueError('name is required if type is "tool", and not allowed otherwise')
         return self
 
 
@@ -218,7 +218,7 @@ class CountTokensRequest(Strict):
     def _has_text(self) -> Self:
         message = self.messages[-1].chat_messages()[-1]
         if message["role"] == "assistant" and not message.get("tool_calls") and not message["content"].strip():
-            raise ValueError("messages: the final message of the assistant is empty, so that it cannot be continued")
+            raise ValueError("messages: the final message of the assistant is empty, so it cannot be continued")
         return self
 
     @property
@@ -230,7 +230,7 @@ class CountTokensRequest(Strict):
         return self.model_copy(update={"messages": [], "system": None, "tools": None})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. Raises ValidationError with the names of its fields."""
+        """Return the chat request. A ValidationError contains names of fields of the chat request."""
         return ChatRequest(**self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], *, max_c
 
 
 def _moved(value: Any, to: str) -> Any:
-    """Return a schema whose references to its own root point to the place `to` in another schema."""
+    """Prepare a schema for the place `to` inside another schema: let its references (#/..) start at `to`."""
     if isinstance(value, Mapping):
         return {
             key: to + item[1:] if key == "$ref" and isinstance(item, str) and item.startswith("#") else _moved(item, to)

@@ -36,8 +36,8 @@ Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 """Executes independent copies: copy_paths.run_path, or a replacement in tests."""
 
 
-# Stream priority: lower numbers run first. No stream of a lane has this priority. torch's pool may return the same
-# stream twice for one priority, and kernels on a stream with copies would wait for the copies.
+# Priority of the kernel stream; lower numbers run first. The streams of a lane have other priorities. torch's pool can
+# return the same stream twice for one priority, and kernels that share a stream with copies would wait for them.
 _FIRST = -2
 _SLOW = 0.96  # share of the best known rate; interfering pairs reach 0.93, others 0.98 or more
 _TIMED_BYTES = 32 << 20  # smaller copies are not timed

@@ -1,4 +1,4 @@
-"""In batch-invariant mode, a sequence has bit-identical logits in any chunks and in any batch."""
+"""In batch-invariant mode, neither the chunks of a prompt nor the rest of the batch change a bit of the logits."""
 
 import numpy as np
 import pytest

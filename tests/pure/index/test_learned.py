@@ -1,4 +1,4 @@
-"""Test the learned policy: against LRU before the first fit, against all values after it, and in the tree."""
+"""Test the learned policy. The oracle is LRU before the first fit, and the lowest of all values after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTCOMES = [
 
 
 def blocks_of(tree):
-    """Yield domain, position and path of each block in the tree, which do not depend on the borders of nodes."""
+    """Yield domain, position and path of each block. The result does not depend on how paths are split into nodes."""
     for node in tree.nodes():
         path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
         for block in range(node.start, node.stop):
@@ -185,7 +185,7 @@ def test_gittins_equals_best_ratio_over_all_stops():
         assert gittins(padded)[0, start] == pytest.approx(best)
 
 
-def test_guard_after_lost_hits_is_lru_for_doubling_times():
+def test_guard_doubles_time_in_lru_after_each_alarm():
     guard, lengths = LRUGuard(), []
     for _ in range(3):
         while not guard.record(10, 0, 10, 1, 1000):
@@ -238,7 +238,7 @@ def leaf_of(tree, *blocks, salt=b"", now=0.0):
     return lease.node
 
 
-def test_close_after_last_request_moves_path_to_over():
+def test_close_changes_class_of_session_path_to_over():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, now=1.0, outcome=Outcome(hints=Hints("s")))
     assert tree.close(b"", "s", now=61.0) == 2
@@ -314,7 +314,7 @@ def test_false_hints_of_a_tenant_do_not_affect_another():
         hits_of_tenants(shares) for shares in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (1.0, 1.0))
     )
     assert always == silent
-    assert inverted == right, "a lie must not gain more than the truth"
+    assert inverted == right, "inverted hints must not gain more hits than correct hints"
     assert sum(right) > sum(silent)
     assert noise[0] > 0.98 * silent[0]
 

@@ -70,7 +70,7 @@ def test_feed_with_all_events_equals_the_replica(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_feed_after_lost_batches_and_a_replay_equals_the_replica(seed):
-    """Lose batches in runs, deliver others twice, and replay from the first missing number, also late."""
+    """Lose some batches, deliver others twice, and replay from the first missing number, sometimes much later."""
     batches, held = served(400, seed)
     rng = random.Random(seed)
     index = PlacementIndex(4, 1)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvtier.errors import ArgumentError
 from kvtier.integrations.vllm.chains import files_digest
 
-# Settings of SGLang in the same table. SGLang removes those of prefetches before the backend sees the table.
+# Settings of SGLang in the same table. SGLang removes its prefetch settings before it passes the table on.
 _OF_SGLANG = (
     "backend_name",
     "module_path",
@@ -31,10 +31,10 @@ class HiCacheSettings:
     revision: str = ""
     """Revision of the weights; needed with a persistent store if the model name is not a folder."""
     timeout_s: float = 2.0
-    """Longest time of a lookup. Reads and writes have `gib_timeout_s` more for each GiB."""
+    """Timeout of a lookup. The timeout of reads and writes is longer by `gib_timeout_s` for each GiB."""
     gib_timeout_s: float = 4.0
     secret_file: str = ""
-    """File with the key for the digests of page hashes in stored objects."""
+    """File with a secret key. Stored objects contain digests of page hashes that are computed with this key."""
 
     def __post_init__(self) -> None:
         if not self.store:
@@ -114,7 +114,7 @@ class RankIdentity:
 
     @property
     def process(self) -> int:
-        """Number of this rank among all processes, for a folder of its own."""
+        """Index of this rank among all processes. It selects the rank's folder in a disk store."""
         return (self.pp[0] * self.cp[1] + self.cp[0]) * self.tp[1] + self.tp[0]
 
     def describe(self, *, is_sharded: bool) -> str:

@@ -199,7 +199,7 @@ class SlotAllocator:
         blanks = dict.fromkeys(places, BLANK)
         try:
             self.write_records(blanks)
-        finally:  # not before the write, because a concurrent sync would regard unwritten blanks as synced
+        finally:  # after the write: otherwise a concurrent sync could mark blanks as synced before they are written
             with self._lock:
                 self._blanked.update(place.segment for place in blanks)
 
