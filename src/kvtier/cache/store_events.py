@@ -15,7 +15,7 @@ class StoreEvents:
     """Reports the blocks that this cache wrote to a store, and the removal of these blocks.
 
     Blocks that an earlier process wrote are not reported, because their tokens are unknown. A store evicts blocks
-    without notice: their removal is reported once a lookup misses them.
+    without notice, so a removal is reported only when a lookup does not find the block.
     """
 
     def __init__(self, name: str, listener: Listener) -> None:
@@ -35,7 +35,7 @@ class StoreEvents:
                     self._listener(event)
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """Report that the store lost these blocks, as far as they were reported."""
+        """Report the removal of those blocks whose write was reported."""
         gone = [key for key in keys if key in self._reported]
         if gone:
             self._reported.difference_update(gone)

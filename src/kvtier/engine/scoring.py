@@ -17,7 +17,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.params import PromptLogprobs
 from kvtier.errors import StateError
 
-_CHUNK_ELEMENTS = 1 << 23  # logits that exist at a time: 32 MiB in float32, and as much for their log-softmax
+_CHUNK_ELEMENTS = 1 << 23  # logits in memory at a time: 32 MiB in float32, and 32 MiB for their log-softmax
 
 
 class PromptScores:
@@ -30,9 +30,9 @@ class PromptScores:
         self.num_top = num_top
 
     def num_rows(self, first: int, stop: int) -> int:
-        """Return how many of the tokens [first, stop), which are computed in one step, score a token.
+        """Return how many tokens are scored in a step that computes the tokens [first, stop).
 
-        They are the last ones, except the last token of the prompt, whose logits are for the first new token.
+        The logits of a token score the next token. The last token of the prompt scores none.
         """
         begin, end = self._next - 1, min(stop, len(self._tokens) - 1)
         if first > begin < end:

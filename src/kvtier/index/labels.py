@@ -10,10 +10,10 @@ A class is a combination of features. The features describe the last request tha
     tenant   tenant of the salt                                 none, one of the busiest, or any other
     hint     what the client said about the next request        see `Hints`; learned separately for each tenant
 
-Hints of tenants that are not among the busiest are ignored: these tenants share one label, so that false hints of one
-would affect the others.
+Hints of tenants that are not among the busiest are ignored: these tenants share one label, so false hints of one
+tenant would affect the others.
 
-The limits are those of the prototype. Other limits have not been compared.
+The limits come from a prototype. Other limits have not been measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_GROUPS = 8  # the busiest seven, and the rest; more classes would each have 
 OTHER_TENANT = NUM_GROUPS  # label of the tenants that are not among the busiest; 0 is for requests without a salt
 OVER = 1
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
-RETURN_LIMITS = (10.0, 60.0, 600.0)  # tool calls, users, breaks
+RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for users, and for breaks
 MAX_CELLS = 256  # bounds memory and the time of a fit; further combinations share the class without labels
 SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
 NUM_PLAIN = math.prod(SIZES[:3])
@@ -46,7 +46,7 @@ Features = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client says about the next request of a session. All fields are optional.
+    """Hints of a client about the next request of a session. All fields are optional.
 
     `session_id` is an opaque name, valid within one tenant. `session_over` means that no further request of the session
     is expected. `expects_return_seconds` is the expected time from the end of this request to the next. No field is
@@ -76,7 +76,7 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the caller knows at the end of a request. All fields are optional."""
+    """Facts about a finished request. All fields are optional."""
 
     output_tokens: int = 0
     finish_reason: str = ""
@@ -84,10 +84,10 @@ class Outcome:
 
 
 class Busiest:
-    """Numbers the keys that occur most often from 1 on. Other keys have the number 0.
+    """Gives the most frequent keys the numbers 1, 2, 3 and so on. Other keys have the number 0.
 
-    A key receives a number when it was seen 32 times. Counts are halved from time to time, and a key that is hardly
-    seen any more loses its number.
+    A key gets a number after 32 sightings. Counts are halved from time to time, and a key that has become rare loses
+    its number.
     """
 
     ENOUGH = 32  # sightings; fewer observations than this would be mostly noise
@@ -157,7 +157,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class that differs from a class only in the hint, which is "over"."""
+        """Return the class with the same features and the hint "over"."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

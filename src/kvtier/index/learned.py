@@ -9,7 +9,7 @@ every candidate is considered.
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
 A class is evaluated again when its oldest candidate changes, or when the age of this candidate reaches the next bucket.
-A victim takes O(log n) amortised, because a candidate passes at most 28 buckets.
+Choosing a victim takes amortised O(log n) time, because a candidate passes at most 28 buckets.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from kvtier.index.node import Node
 from kvtier.index.reuse import LIMITS
 from kvtier.index.tracker import ENDS, ReuseTracker
 
-# A candidate: last use as a logical time, number, node (None once it is withdrawn), class, time of the last use. It is
-# a list, so that entries of removed candidates in the heaps do not keep their nodes alive.
+# [logical time of the last use, number, node, class, time of the last use]. When a candidate is withdrawn, its node is
+# set to None, so that entries that stay in the heaps do not keep the node alive.
 _Candidate = list[Any]
-# Value, last use, number, candidate (None: the young candidates of a class), time at which the value changes, class or
-# -1: the entry is about the oldest candidate of this class, or about a single candidate.
+# (value, last use, number, candidate, time at which the value changes, class). Three kinds of entries:
+# - oldest candidate of a class
+# - all young candidates of a class: the candidate is None
+# - any single candidate: the class is _SINGLE
 _Item = tuple[float, int, int, _Candidate | None, float, int]
 _SINGLE = -1
 
@@ -168,7 +170,7 @@ class Learned:
             self._set_timer(oldest[3], queue, item[4])
 
     def _add_floor(self, cell: int, queue: ClassQueue) -> None:
-        """Enter the lowest value that young candidates of a class can have, if values of the class rise with age."""
+        """Add an entry for the young candidates of a class, with their lowest possible value, if its values rise."""
         if queue.floor is None and queue.young:
             floor = self.tracker.floor(cell)
             if floor == math.inf:
@@ -197,7 +199,7 @@ class Learned:
             heappush(self._by_value, self._item(young[-1], _SINGLE))
 
     def _evaluate(self, cell: int) -> None:
-        """Enter the value of the oldest candidate of a class, unless it is already entered."""
+        """Add an entry for the oldest candidate of a class, unless it already has one with this value."""
         queue = self._queues[cell]
         oldest = _oldest(queue)
         if oldest is None:
@@ -225,7 +227,7 @@ class Learned:
 
     def _is_valid(self, item: _Item) -> bool:
         if item[5] == _SINGLE:
-            return True  # at most two per class: the young candidates have another entry only after this one is removed
+            return True  # bounded: a class gets another entry for young candidates only after this one is removed
         queue = self._queues[item[5]]
         return item is queue.item or item is queue.floor
 

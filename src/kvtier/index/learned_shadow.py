@@ -1,4 +1,4 @@
-"""LearnedShadow: the learned policy for sampled marks, which estimates its hit rate at other sizes (see ghost.py).
+"""LearnedShadow: simulates the learned policy with sampled marks at several cache sizes (see ghost.py).
 
 The value of a block does not depend on the size of the cache. One table of values, learned from the uses of the sampled
 marks, therefore serves all sizes. A class consists of `uses` and `new` (see labels.py). The other features are not
@@ -44,7 +44,7 @@ class LearnedShadow:
     """Shadow for the learned policy, with a separate cache for each size."""
 
     ignores_repeats = True
-    """A request with only the newest mark is a hit for every size. It would add one more use of a very busy mark."""
+    """A request with only the newest mark is skipped: it hits at every size, and only adds a use of a busy mark."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._cells = Cells()
@@ -54,7 +54,7 @@ class LearnedShadow:
         self._marks: OrderedDict[int, Mark] = OrderedDict()
         """Last use of all recent marks, even if no cache holds them; oldest first."""
         self._ended: list[tuple[int, float, float, bool]] = []
-        """Class, age, weight, and True for a use, of marks that were used again or forgotten since the last fit."""
+        """(class, age, weight, True for a use) of each mark that was used again or forgotten since the last fit."""
         self._num_requests = 0
         self._until_fit = self._place = _FIRST_FIT
 
@@ -103,7 +103,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of marks with one size. The marks of a class are in a heap, oldest first. Removed marks stay in it."""
+    """A cache of marks with one size. A class has a heap of marks, oldest first. Removed marks stay in the heap."""
 
     def __init__(self, size: int) -> None:
         self._size = size

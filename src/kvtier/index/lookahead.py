@@ -78,7 +78,9 @@ class Lookahead:
         for node, count in self.queue.items():
             held = node.held[self._tier]
             if node.leases or not node.attached or held is None or held.num_held > count:
-                raise StateError(f"the queue has {count} blocks of a node that has {node.leases} leases and {held}")
+                raise StateError(
+                    f"{count} blocks of a node are in the queue, but the node has {node.leases} leases and holds {held}"
+                )
 
     def _count(self, node: Node) -> None:
         """Count the blocks of a node in the queue. A new node becomes the last one."""

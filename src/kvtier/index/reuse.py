@@ -5,10 +5,10 @@ ratio of expected hits to expected block-seconds over all times at which the cac
 
     value(c, a) = max over s > a of   expected hits in (a, s) / expected block-seconds in (a, s)
 
-This ratio is the Gittins index. Evicting the lowest value first needs no capacity, no horizon and no threshold. If all
+This ratio is the Gittins index. The order of values depends on no capacity, horizon or threshold. If all
 blocks have one class and the ratio falls with age, the order is LRU.
 
-The hazard (hits per second of a block that was not used again yet) is counted in cells of class and age bucket. It is
+The hazard (hits per second of a block that has not been used again) is counted in cells of class and age bucket. It is
 the product of a common curve, one factor per feature, one factor per class, and the shape of a class. Each factor is
 shrunk towards 1 by the weight of PRIOR typical observations, so that rare classes resemble the others.
 """
@@ -24,18 +24,18 @@ from kvtier.index.labels import MAX_CELLS, NUM_PLAIN, SIZES, Cells
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-# Buckets [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours, in seconds. Other ratios from 1.25 on, and other units of
-# time, changed the prototype's hit rates little; a first bucket of 10 s is too coarse for agents.
+# Buckets [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours, in seconds. The hit rates of a prototype
+# changed little with other units of time and other ratios >= 1.25. A first bucket of 10 s is too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
-PRIOR = 4.0  # typical observations; a quarter or four times as many changed the prototype's hit rates little
+PRIOR = 4.0  # typical observations; the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
-NOISE = 1.2  # smaller ratios of values are mostly noise: such values count as equal, and as not rising with age
-_ROUNDS = 3  # of the iterative proportional fitting; the factors of the previous fit are the start
+NOISE = 1.2  # values that differ by a smaller factor, which is mostly noise, count as equal and as not rising
+_ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the factors of the previous fit
 
 
 class ReuseTable:
@@ -51,7 +51,7 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """Lowest value at ages from which the value rises by NOISE or more, or infinity if it does not rise."""
+        """By class: the lowest value that later rises by NOISE or more; infinity if no value does."""
         self.rises_until: list[float] = []
         """Age from which the value of a class falls."""
         self.is_fitted = False
@@ -72,7 +72,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values. The arguments describe the blocks that were not used again yet."""
+        """Compute the values. The arguments describe the blocks that have not been used again."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return
@@ -121,7 +121,7 @@ class ReuseTable:
         np.add.at(seen, uses, events)
         np.add.at(due, uses, expected_at)
         shape = ((_smooth(seen) + k) / (_smooth(due) + k))[uses]
-        # The shape of a class has 28 numbers, so that it needs twice the prior of a single factor.
+        # The shape of a class has 28 numbers, so it needs twice the prior of a single factor.
         return level * shape * (_smooth(events) + 2 * k) / (_smooth(expected_at * shape) + 2 * k)
 
     def _fit_factors(self, num_events: F64, expected: F64, features: I64, k: float) -> None:
@@ -140,7 +140,7 @@ class ReuseTable:
 
 
 def add_time(total: F64, cells: I64, ages: F64, weights: F64) -> I64:
-    """Add the time that blocks spent in each bucket to `total`. Return the index of the last bucket in flat form."""
+    """Add the time that blocks spent in each bucket to `total`. Return the flat index of each block's last bucket."""
     buckets = np.searchsorted(EDGES[1:-1], ages, "right")
     flat = cells * NUM_BUCKETS + buckets
     counts = np.bincount(flat, weights, total.size).reshape(total.shape)
@@ -182,7 +182,7 @@ def _neighbours(counts: F64) -> F64:
 
 
 def _smooth(counts: F64) -> F64:
-    """Add two thirds of the next bucket on each side, and one third of the second next."""
+    """Add two thirds of each adjacent bucket, and one third of each bucket at distance two."""
     total = counts.copy()
     for distance, weight in ((1, 2 / 3), (2, 1 / 3)):
         total[:, distance:] += weight * counts[:, :-distance]

@@ -33,14 +33,16 @@ from kvtier.index.lease import Lease
 from kvtier.index.node import Node, Touch
 from kvtier.index.reuse import F64, I64, LIMITS, NUM_BUCKETS, ReuseTable
 
-NUM_TOUCHES = 16_384  # longer than the cache: in the prototype, 4,096 lost 0.4 points against LRU at 30,000-50,000
+# The log must reach back further than the cache: with 4,096 touches, the prototype lost 0.4 points against LRU at sizes
+# of 30,000 to 50,000.
+NUM_TOUCHES = 16_384
 FIRST_FIT, LAST_FIT = 64, 512  # requests between two fits: an eighth of all requests so far, within these limits
 NUM_WAITING = 8  # requests that are entered into the log at once; with 32, the guard of small caches reacts too late
 ENDS = [*LIMITS, math.inf]
 _FIELDS, _REQUEST_FIELDS = 4, 7
-_RUNNING = 2**62  # number for blocks that another request has published but not released: LRU holds them
+_RUNNING = 2**62  # touch number of blocks that a running request has published; LRU would hold them
 MAX_USES = 4
-# Ghosts of a request: the end of their blocks, earlier uses plus one, and number and blocks of each of their touches.
+# Ghosts of a request: (end of their blocks, earlier uses plus one, [number, blocks, ..] of their touches)
 Returned = tuple[int, int, list[int]]
 Session = tuple[bytes, str]  # tenant and session id
 
@@ -65,7 +67,7 @@ class TouchLog:
         self.num_in_lru = 0
         """Blocks of the touches from `frontier` on. A block counts only for its last touch."""
         self.ended = array("d")
-        """Class, age, weight, and 1.0 for a use or 0.0 for a forgotten touch, of touches that ended since the fit."""
+        """Four numbers per touch that ended since the fit: class, age, weight, 1.0 for a use (0.0 if forgotten)."""
 
     def add(self, runs: list[int], now: float, capacity: int) -> None:
         """Add touches, and forget the oldest. `runs` has the class and the number of blocks of each new touch.
@@ -116,7 +118,7 @@ class TouchLog:
         return hits
 
     def move(self, number: int, cell: int, now: float) -> None:
-        """Change the class of a touch. Its time starts again."""
+        """Change the class of a touch, and set its age to 0."""
         if number < self.next - NUM_TOUCHES:
             return
         at = number % NUM_TOUCHES
@@ -146,13 +148,13 @@ class TouchLog:
 class LRUGuard:
     """Compares the hits with those of LRU. After too many lost hits, the policy is LRU for a while.
 
-    The lost hits are LRU's hits minus the own hits since the last time the policy was ahead. Above the limit, LRU is
-    used until as many blocks were inserted as the cache holds, twice as many the next time, and so on. The total loss
-    therefore grows only with the logarithm of the time.
+    The lost hits are LRU's hits minus the policy's hits, counted since the policy was last ahead. If they exceed the
+    limit, LRU is used until `capacity` blocks were inserted; the next time until 2 * `capacity`, then 4 * `capacity`,
+    and so on. The total loss therefore grows only with the logarithm of the time.
     """
 
-    MAX_LOST = 0.1  # of the capacity, as in the prototype; not compared with other limits here
-    MAX_LOST_REQUESTS = 16  # mean requests; one long request must not raise an alarm in a small cache
+    MAX_LOST = 0.1  # share of the capacity, as in the prototype; other limits have not been measured
+    MAX_LOST_REQUESTS = 16  # in requests of mean size, so that one long request raises no alarm in a small cache
 
     def __init__(self) -> None:
         self.is_lru = False
@@ -283,7 +285,7 @@ class ReuseTracker:
                 uses = 1
                 ended += _RUNNING, num_blocks
             else:
-                uses = again if node.start + node.stop < 2 * fresh_from else 0  # true if most of its blocks returned
+                uses = again if node.start + node.stop < 2 * fresh_from else 0  # `again` if most of its blocks returned
             if uses != run[3]:
                 this = cells.number(uses, labels)
                 if this != cell:
@@ -393,7 +395,7 @@ class ReuseTracker:
         return self.table.row(cell)[bucket], since + ENDS[bucket]
 
     def floor(self, cell: int) -> float:
-        """Return the lowest value at ages from which the value rises, or infinity if it only falls."""
+        """Return the lowest value of a class that later rises, or infinity if values only fall."""
         return math.inf if self.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
 
     def describe(self, cell: int, value: float) -> str:
@@ -445,7 +447,7 @@ class ReuseTracker:
             del self._ends[oldest]
 
     def _shorten(self, node: Node) -> None:
-        """Let a session end at the parent of its last node, which is evicted."""
+        """Move the end of a session to the parent of its last node, because this node is evicted."""
         session, above = self._ends.pop(node), node.parent
         if above is None or above.parent is None or above in self._ends:
             del self._sessions[session]

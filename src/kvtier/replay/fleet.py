@@ -1,8 +1,8 @@
 """Simulate a fleet: the real router and one real index per replica, with a simple model of time.
 
 A replica computes one prompt after the other; generation does not delay prompts. This is coarser than `simulate`, which
-runs the scheduler, and fast enough for a thousand replicas: it answers how many hits a routing policy finds, how evenly
-it spreads the work, and what the router itself costs.
+runs the scheduler, and fast enough for a thousand replicas: it measures the hit rate of a routing policy, the balance
+of the work, and the cost of the router itself.
 
     arrival ──> Router.route ──> RadixTree of the replica: match, publish ──events──> PlacementIndex of the router
 """
@@ -61,7 +61,7 @@ class FleetSummary:
     num_requests: int
     hit_rate: float
     imbalance: float
-    """Computed tokens of the busiest replica over the mean."""
+    """Computed tokens of the busiest replica, divided by the mean of all replicas."""
     ttft: dict[str, float]
     """Percentiles of the simulated time to the first token, in seconds."""
     decision_seconds: float
@@ -96,7 +96,7 @@ class FleetTrace:
     """Copies of a trace: the same users several times, each copy with prompts and arrival times of its own.
 
     Iterates over (arrival in seconds, path number of each full block, prompt tokens) in order of time. The prompts are
-    made while it iterates, so that a hundred copies of an hour fit into memory.
+    made while it iterates, so that a hundred copies of a one-hour trace fit into memory.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], copies: int = 1, *, seed: int = 0) -> None:

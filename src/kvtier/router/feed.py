@@ -5,9 +5,9 @@
                                |                       |  ---replay cannot-----> LIVE after `restart`
                                |  ---older number, newer time: the replica restarted---> LIVE, index cleared
 
-Batches are applied as they arrive, also after a gap: the index is then nearly right, and a wrong entry costs a hit,
-never an answer, since the replica looks up the prompt itself. A replay contains all batches from the first missing one
-to the newest. It is applied in order, so the newest event of each block wins.
+Batches are applied as they arrive, also after a gap: the index is then nearly right. A wrong entry can cost a cache
+hit, but never changes an answer, because the replica looks up the prompt itself. A replay contains all batches from the
+first missing one to the newest. It is applied in order, so the newest event of each block wins.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ReplicaFeed:
     def restart(self) -> FeedState:
         """Forget the replica and continue with the next batch. Call it if a replay lacks the missing batches.
 
-        The index learns blocks of the replica again as they are stored.
+        Blocks of the replica are added to the index again when it stores them.
         """
         self._index.clear(self._replica)
         self.next_number = self._newest

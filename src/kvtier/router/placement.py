@@ -51,7 +51,7 @@ class Found:
     version: int
     """Version of the table. A table that was rebuilt has other slots."""
     num_changes: int
-    """Blocks that had been added to the table or removed from it, to check whether the slots are still valid."""
+    """Number of changes of the table before the lookup. If it has grown, the slots must be checked."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -166,7 +166,7 @@ class PlacementIndex:
         self._num_overflowed = 0
 
     def _current(self, blocks: U64 | Found) -> Found:
-        """Return blocks with slots that are valid now. A block added again may count as unknown."""
+        """Return blocks with valid slots. A block that was removed and added since the lookup may count as unknown."""
         if not isinstance(blocks, Found):
             return self.find(blocks)
         if blocks.version != self._version:

@@ -37,7 +37,7 @@ class ReplicaCosts:
     """Fixed time of a step."""
     token_seconds: float
     attended_seconds: float
-    """Seconds per computed token and token of its context."""
+    """Seconds for each pair of a computed token and a token of its context."""
     host_seconds: float
     """Seconds to load a block from host memory."""
     store_seconds: float
@@ -62,7 +62,7 @@ class ReplicaCosts:
 
     @classmethod
     def of(cls, model: CostModel, block_tokens: int) -> ReplicaCosts:
-        """Return the measured costs, with guesses for what was not measured."""
+        """Return the measured costs, or guesses where nothing was measured."""
         guess = cls.guess(block_tokens)
         step = model.compute_seconds(0, 0)
         if step is None:

@@ -199,7 +199,7 @@ class _CallScanner:
 
     def _keep(self, char: str) -> None:
         self._token.append(char)
-        # Arguments in a string are held as a whole, so that only they may be long.
+        # Only arguments may be long. If they are a string, the whole string is held.
         if len(self._token) > _MAX_NAME and self._key not in _ARGUMENTS:
             self.status = "failed"
 
@@ -264,7 +264,7 @@ class AnswerParser:
         return self._state == self._reasoning
 
     def feed(self, text: str) -> AnswerDelta:
-        """Process the next text of the answer. Returns what is certain now."""
+        """Process the next text of the answer. Return the parts that later text cannot change."""
         self._text += text
         while self._text and self._state():
             pass
@@ -427,7 +427,7 @@ class AnswerParser:
 
 
 def _num_held(text: str, tag: str) -> int:
-    """Return the length of the longest end of the text that is the start of a tag."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the tag."""
     sizes = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(tag[:size])), 0)
 

@@ -18,7 +18,7 @@ class Block:
     kind: Literal["reasoning", "content", "call"]
     index: int
     id: str = ""
-    """Id of a call, like `name`."""
+    """Id of the tool call. `id` and `name` are empty for other kinds."""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 

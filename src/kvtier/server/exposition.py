@@ -42,7 +42,7 @@ class Exposition:
         """Return the page and its content type. Between two updates, each format is encoded once.
 
         The format is OpenMetrics if `accept`, the value of the header Accept, contains it, else Prometheus' text
-        format. The header's parameters are ignored, because clients without a key send it.
+        format. Parameters in the header are ignored, so that clients without a key cannot request more formats.
         """
         media_types = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
         content_type = openmetrics.CONTENT_TYPE_LATEST if _OPEN_METRICS in media_types else CONTENT_TYPE_PLAIN_0_0_4

@@ -20,7 +20,7 @@ HEADER = "x-kvtier-ignored"
 class ApiField(NamedTuple):
     """A field of a request. `places` has c for /v1/chat/completions and t for /v1/completions.
 
-    It is empty for the APIs that have a table of their own (agent_fields.py).
+    `places` is empty for the APIs that have a table of their own (agent_fields.py).
     """
 
     places: str
@@ -68,14 +68,14 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "tools": _honoured("c", "OpenAI", "type `function` only"),
         "tool_choice": _honoured("c", "OpenAI"),
         "parallel_tool_calls": _honoured("c", "OpenAI"),
-        "user": _ignored("ct", "OpenAI", "tenants have keys"),
+        "user": _ignored("ct", "OpenAI", "API keys identify tenants"),
         "metadata": _ignored("ct", "OpenAI", "nothing is stored"),
         "store": _ignored("ct", "OpenAI", "nothing is stored"),
         "service_tier": _ignored("ct", "OpenAI", "see `priority`"),
         "prompt_cache_key": _honoured("ct", "OpenAI", "as `session_id`, if that is absent"),
         "prompt_cache_retention": _ignored("ct", "OpenAI", "the operator configures the cache"),
         "prompt_cache_options": _ignored("ct", "OpenAI", "the operator configures the cache"),
-        "safety_identifier": _ignored("ct", "OpenAI", "tenants have keys"),
+        "safety_identifier": _ignored("ct", "OpenAI", "API keys identify tenants"),
         "client_metadata": _ignored("ct", "OpenAI", "sent by Codex"),
         "prediction": _ignored("c", "OpenAI", "affects speed only"),
         "verbosity": _ignored("c", "OpenAI", "a hint for models of OpenAI"),

@@ -29,7 +29,7 @@ from kvtier.server.protocol import (
 
 _MAX_ITEMS = 4096
 _LOGPROBS = "message.output_text.logprobs"
-# Names of fields of the chat request in errors, with the fields of this API that they come from.
+# Field of the chat request -> field of this API that it is made from. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "text.format.schema",
@@ -74,7 +74,7 @@ class MessageItem(Loose):
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and not last.get("tool_calls"):
-            last["content"] = text  # the message of the reasoning before it
+            last["content"] = text  # this message was created for the reasoning before it
         elif role == "system" and len(messages) == 1 and last["role"] == role:
             last["content"] += "\n\n" + text
         else:
@@ -176,7 +176,7 @@ class TextFormat(Loose):
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema is needed for the type json_schema, and only for it")
+            raise ValueError('schema is required if type is "json_schema", and not allowed otherwise')
         return self
 
 
@@ -240,7 +240,7 @@ class ResponsesRequest(Strict):
         return self.model_copy(update={"input": []})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. Raises ValidationError with the names of its fields."""
+        """Return the chat request. A ValidationError contains names of fields of the chat request."""
         same = ("model", "temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "cache_salt")
         fields = {name: getattr(self, name) for name in (*same, "priority")}
         messages: list[dict[str, Any]] = []

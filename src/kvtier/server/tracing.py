@@ -4,7 +4,7 @@
                     └─ fetch ──┘
 
 A trace consists of one server span and of the phases of each prompt. All spans are created when the request ends, from
-the times in its Explanation, so that a token costs nothing. The spans contain no prompts and no answers.
+the times in its Explanation, so that tracing adds no cost per token. The spans contain no prompts and no answers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """PageStore: SGLang's pages in a store, one object per page and pool.
 
-SGLang catches no exception of a backend: the first one ends a thread of the server for good. Every method therefore
+SGLang does not catch exceptions of a backend: the first one ends a thread of the server. Every method therefore
 returns "not found" or "not stored" in place of an error, logs the first error of a kind, and counts all of them. The
-deadline of a call grows with its bytes. After a call has returned, no page is written.
+deadline of a call grows with its bytes. A call that has returned no longer writes to pages.
 
-    object key   SHA-256( fingerprint of the namespace | page hash, with the pool's name unless it is the KV )
+    object key   SHA-256( fingerprint of the namespace | page hash, and the name of a pool other than KV )
     label        the fingerprint, and a digest of the page hash and the type of the bytes
 """
 

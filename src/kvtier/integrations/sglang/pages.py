@@ -30,7 +30,7 @@ _ATTRIBUTES = (
 )
 KV = "kv"
 _SHARDED_WITH_MLA = ("mamba",)
-"""Pools whose ranks hold different bytes even if they hold the same KV."""
+"""Pools whose bytes differ between ranks even if the ranks hold the same KV."""
 
 
 class HostPool:

@@ -119,7 +119,10 @@ class KvtierStorage(HiCacheStorage):
 
 
 def usable_prefix(found: Sequence[bool], num_last: int) -> int:
-    """Return the longest prefix whose pages were found: all of them, or the last `num_last` if it is not 0."""
+    """Return the length of the longest prefix whose required pages were found.
+
+    The last `num_last` pages of the prefix are required, or all pages if `num_last` is 0.
+    """
     if not num_last:
         return next((index for index, is_found in enumerate(found) if not is_found), len(found))
     for stop in range(len(found), 0, -1):

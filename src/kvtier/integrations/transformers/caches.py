@@ -1,7 +1,7 @@
 """Caches of transformers whose tokens PrefixCache records.
 
-A cache of transformers has no tokens. PrefixCache sees the tokens in forward hooks, and needs three things from the
-cache: that nobody reorders its rows, that nobody removes tokens unnoticed, and the states that sliding layers drop.
+A cache of transformers has no tokens. PrefixCache gets the tokens from forward hooks. The caches here add three
+things: they detect reordered rows, they detect removed tokens, and they keep the states that sliding layers drop.
 """
 
 from __future__ import annotations

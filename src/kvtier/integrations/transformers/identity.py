@@ -23,7 +23,7 @@ _PROBE_ELEMENTS = 4
 
 
 def base_model_of(model: Any) -> PreTrainedModel:
-    """Return the model of transformers, also inside a PEFT model. Raise ArgumentError for models without prefixes."""
+    """Return the transformers model, or the one inside a PEFT model. Raise ArgumentError if it cannot be cached."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise ArgumentError(f"PrefixCache needs a PreTrainedModel of transformers, got {type(model).__name__}")

@@ -31,7 +31,7 @@ CLOSE_SECONDS = 60.0
 
 
 class PrefixCache:
-    """Keeps the KV of prompts in host memory and in a store, so that a prompt that comes back is loaded.
+    """Keeps the KV of prompts in host memory and in a store, so that a repeated prefix is not computed again.
 
         prefix = PrefixCache(model, "disk:./kv?bytes=20GiB")
         output = prefix.generate(**inputs, max_new_tokens=64)
@@ -95,9 +95,9 @@ class PrefixCache:
     ) -> PrefixKV:
         """Return a cache for these prompts that is filled with their longest stored prefix.
 
-        The last token of a prompt is never in the cache. In a batch, the cache has as many columns as every row has.
-        With `max_length`, return a StaticCache of this length, otherwise a DynamicCache. Prompts with different salts
-        do not share blocks.
+        The last token of a prompt is never in the cache. In a batch, the row with the shortest stored prefix limits
+        the number of filled columns. With `max_length`, return a StaticCache of this length, otherwise a DynamicCache.
+        Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
         with self._lock:
@@ -129,7 +129,7 @@ class PrefixCache:
         salt: str = "",
         **options: Any,
     ) -> Any:
-        """Call `model.generate` with a cache from `begin`. Takes and returns what `model.generate` does."""
+        """Call `model.generate` with a cache from `begin`. Arguments and results are those of `model.generate`."""
         config = options.get("generation_config") or self._base.generation_config
 
         def setting(name: str) -> Any:
@@ -200,7 +200,7 @@ class PrefixCache:
         return tokens, padding.tolist()
 
     def _check_model(self) -> None:
-        """Refuse a model that computes other KV than `generate` would, and follow changes of its weights."""
+        """Raise if training mode or autocast would change the KV. Change the namespace if the weights have changed."""
         if not self._finalizer.alive:
             raise ClosedError("this PrefixCache is closed")
         if self._base.training:

@@ -92,7 +92,7 @@ class PrefixTiers:
             for store in stores.values():
                 store.close()
             raise
-        # The store is searched for the keys of each prompt, because listing a large store would delay the first one.
+        # The store is searched for the keys of each prompt, because listing a large store would delay the first prompt.
         saving = WritebackConfig(max_blocks=_MAX_WRITING)
         below = tuple(
             StoreConfig(name, saving=saving, wait_seconds=wait_seconds, is_shared=True, max_fetching_blocks=num_host)
@@ -117,7 +117,7 @@ class PrefixTiers:
         return self._manager.foreign
 
     def use_namespace(self, namespace: Namespace) -> None:
-        """Use no block from before, because the weights have changed."""
+        """Change the namespace, because the weights have changed. Earlier blocks are not used any more."""
         self.flush(0.0)
         self._manager.reset(namespace)
         self._controller.use_namespace(namespace.fingerprint)

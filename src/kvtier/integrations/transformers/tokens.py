@@ -78,7 +78,7 @@ class RecordedRows:
         if (given != expected)[is_token].any():
             raise ArgumentError(
                 f"the model computes {ids.shape[1]} tokens after the first {past}, but they are not the next tokens "
-                f"of the prompt of {length}: {_ADVICE}"
+                f"of the prompt of {length} tokens: {_ADVICE}"
             )
         self._check_positions(past, known, positions, is_token)
         self._check_mask(past + known, mask)
@@ -113,7 +113,7 @@ class RecordedRows:
             row.num_saved, row.point = min(row.num_saved, row.chain.num_blocks), SavePoint()
 
     def add(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Add the tokens of a finished forward pass. Tensors are read later, so that a GPU is not interrupted."""
+        """Add the tokens of a finished forward pass. Tensors are read later, to avoid waiting for the GPU."""
         self._new.append((ids.detach(), positions))
         self.num_columns += ids.shape[1]
 

@@ -13,7 +13,7 @@ A sealed record has 256 bytes like a plain one, but format version 2. A segment 
 
 The slot contains payload and token ids in one encrypted piece of the same size, since its tag is in the record. A tag
 after the payload would move objects of a round size to larger slots. The checksum in the record covers only the first
-4096 bytes of the payload; it tells different versions of an object apart. Readers of the disk see sizes of slots, times
+4096 bytes of the payload; it distinguishes versions of an object. Readers of the disk see sizes of slots, times
 and which objects have the same key id, but no block keys.
 """
 
