@@ -38,22 +38,29 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
     """Find the child whose first block shares the most leading tokens with the chain's next block.
 
-    Return the child and the number of shared tokens. Without an exact match, compare only the `max_children` newest.
+    Return the child and the number of shared tokens. Without an exact match on the device, compare only the
+    `max_children` newest.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
     exact = node.children.get(chain.key_at(block)) if chain.num_blocks > block else None
-    some = (exact,) if exact is not None else islice(reversed(node.children.values()), max_children)
+    newest = islice(reversed(node.children.values()), max_children)
+    some = (exact,) if exact is not None and _is_on_device(exact, now) else newest
     for child in some:
         if not child.key.startswith(tail[:TOKEN_BYTES]) or child.extras or chain.extras:
             continue
-        held = child.held[0]
-        if held is not None and held.states[0] >= READY and (child.usage.expires > now or child.leases):
+        if _is_on_device(child, now):
             same = as_ids(child.label(0)[: len(tail)]) == as_ids(tail)
             common = len(same) if same.all() else int(same.argmin())
             if common > longest:
                 closest, longest = child, common
     return closest, longest
+
+
+def _is_on_device(node: Node, now: float) -> bool:
+    """True if the first block of a node can be read on the device."""
+    held = node.held[0]
+    return held is not None and held.states[0] >= READY and (node.usage.expires > now or node.leases > 0)
 
 
 def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:

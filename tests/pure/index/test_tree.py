@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from index_cases import BLOCK, begin, chain_of, copy_down, matched, path_of, remove, run, slots, tree_of
+from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, path_of, remove, run, slots, tree_of
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index import RadixTree, Retention, transitions
+from kvtier.index import Chain, RadixTree, Retention, transitions
 from kvtier.index.check import check_tree
 
 
@@ -205,3 +205,23 @@ def test_next_victim_is_protected_after_its_new_child_left():
     tree.drop(chain_of(1, 2, 3), first=2)
     check_tree(tree)
     assert not host.everyone.duplicates
+
+
+def test_match_within_skips_exact_child_that_left_the_device():
+    """The chain's next block is on the host only. Another block, on the device, begins with the same two tokens."""
+    tree = tree_of(8, 8)
+    exact, near = (Chain(NAMESPACE, [1] * BLOCK + [2, 2, last, last]) for last in (2, 9))
+    for chain in (exact, near):
+        lease = tree.match(chain)
+        tree.allocate(lease, lease.num_missing(chain.num_tokens))
+        tree.publish(lease, chain.num_tokens)
+        if chain is exact:
+            copy_down(tree, lease, 1, 0, 2)
+        tree.release(lease)
+    assert tree.demote(tree.tiers[0], exact) == 1
+    parent = tree.match(exact, max_blocks=1)
+    hit = tree.match_within(parent, BLOCK - 1, max_children=9)
+    assert hit is not None
+    partial, num_tokens = hit
+    assert (num_tokens, len(partial.table)) == (2, 2)
+    check_tree(tree, [parent, partial])
