@@ -10,9 +10,9 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 # A commit that adds a capability may raise the next three limits if the commit message states the reason.
-MAX_FILES = 250
-MAX_LINES = 45_000
-MAX_CLASSES = 540
+MAX_FILES = 246
+MAX_LINES = 44_200
+MAX_CLASSES = 537
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20
 
