@@ -59,6 +59,11 @@ def container(tiny_model: Path) -> list[str]:
     if "ermission" in probed.stderr or "not permitted" in probed.stderr:
         pytest.skip(f"this machine allows no mount namespaces: {probed.stderr.strip()}")
     assert (probed.returncode, probed.stdout.strip()) == (0, str(USER)), probed.stdout + probed.stderr
+    found = subprocess.run(
+        [*command, sys.executable, "-c", "import kvtier"], capture_output=True, text=True, timeout=60
+    )
+    if found.returncode:
+        pytest.skip(f"user {USER} cannot run the environment at {sys.prefix}: {found.stderr.strip()[-200:]}")
     return command
 
 

@@ -202,7 +202,7 @@ def test_invalid_prompt_raises(model):
 def test_stop_token_outside_the_vocabulary_raises(model, token):
     """If the engine accepted the token, the step would index outside the logits and fail for all requests."""
     engine = make_engine(model)
-    with pytest.raises(RangeError, match=rf"stop_token_ids must be in \[0, 199\), got \(5, {token}\)"):
+    with pytest.raises(RangeError, match=rf"in \[0, 199\), got {min(5, token)} .. {max(5, token)}"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
     assert not engine.has_work()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -262,7 +263,9 @@ def test_prefix_cache_another_process_reads_the_disk(tmp_path):
     printed = []
     for _ in range(2):
         command = [sys.executable, "-W", "ignore", "-c", RESTARTED, "gemma3", disk(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": paths}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.split(maxsplit=1))
     assert [each[0] for each in printed] == ["0", "28"]
