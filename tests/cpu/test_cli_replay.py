@@ -219,7 +219,7 @@ def test_plan_with_copies_simulates_the_routing_of_a_fleet(files, capsys):
     shown = capsys.readouterr().out
     assert f"3 replicas of {result['blocks_per_replica']:,} blocks, {2 * num_requests:,} requests" in shown
     assert "the target of 0.5 s" in shown
-    assert "one index is the bottleneck from" in shown
+    assert "one index becomes the bottleneck at" in shown
 
 
 def test_plan_with_copies_refuses_html_and_no_copies(files, tmp_path, capsys):

@@ -1,6 +1,8 @@
-"""`kvtier serve` as in a hardened container: not root, a read-only root, no compiler, a noexec temporary directory.
+"""Run `kvtier serve` under the restrictions of a hardened container.
 
-A mount namespace of this machine stands for the container. It needs root; elsewhere the tests are skipped.
+The server does not run as root. The root file system is read-only, there is no compiler, and temporary directories are
+mounted noexec. The tests use a mount namespace instead of a container. Creating one requires root, so the tests are
+skipped for other users.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ USER = 65534
 SCRIPT = r"""
 set -eu
 native=$1 model=$2 base=$3; shift 3
-mount -t tmpfs -o mode=755 image /mnt                     # stands for the files of the image
+mount -t tmpfs -o mode=755 image /mnt                     # contains the files of the image
 mkdir /mnt/native /mnt/model /mnt/data
 cp "$native"/*.so /mnt/native/
 cp -r "$model"/. /mnt/model/
 chmod -R go+rX /mnt/model
-case $base in /root/*)                                    # an interpreter below a home that others cannot enter
+case $base in /root/*)                                    # Python is below /root, which other users cannot enter
     mkdir /mnt/python; mount --bind "$base" /mnt/python
     mount -t tmpfs -o mode=755 home /root; mkdir -p "$base"; mount --bind /mnt/python "$base" ;;
 esac
@@ -42,7 +44,7 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups --no-new-privs --boundin
 """
 PROBE = """
 ! touch /probe 2> /dev/null || { echo the root is writable; exit 1; }
-! /tmp/true 2> /dev/null || { echo the temporary directory allows programs; exit 1; }
+! /tmp/true 2> /dev/null || { echo programs can run from the temporary directory; exit 1; }
 ! cc --version 2> /dev/null || { echo there is a compiler; exit 1; }
 id -u
 """

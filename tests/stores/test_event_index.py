@@ -46,7 +46,7 @@ def published(*sizes: int, int_hashes: bool = False, **options):
 
 
 def save(tree: RadixTree, blocks: list[int], salt: bytes) -> None:
-    """Compute a prompt and copy to the host what the host lacks, if there is room."""
+    """Compute a prompt. Copy its blocks to the host if a single node has all of them and none is on the host."""
     lease = begin(tree, *blocks, salt=salt)
     tree.publish(lease, lease.chain.num_tokens, now=0.0)
     held = lease.node.held[1]
@@ -97,7 +97,7 @@ def test_routers_that_lose_messages_rebuild_the_index(todo, num_kept):
 
 
 def test_replica_feed_follows_a_publisher_across_gaps():
-    """The router's feed gets a replay whenever numbers are missing, also beyond the kept messages."""
+    """After a gap, a replay updates the feed, even if the publisher no longer keeps the missing messages."""
     chance = random.Random(2)
     index = PlacementIndex(4, 1)
     feed = ReplicaFeed(index, 0)

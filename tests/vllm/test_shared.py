@@ -1,4 +1,4 @@
-"""Several vLLM processes: a shared Redis, and the ranks of tensor parallelism."""
+"""Test vLLM in several processes: engines that share a Redis server, and the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_engine_finds_what_another_engine_computed(vllm, oracle, redis_port):
 
 @pytest.fixture(scope="module")
 def two_ranks(vllm):
-    """Tokens of two ranks without a connector."""
+    """Return the tokens that two ranks generate without a connector."""
     with vllm.start(None, executor="mp", tensor_parallel_size=2) as engine:
         return engine.tokens(PROMPTS)
 
 
 def test_two_ranks_give_the_tokens_of_two_ranks_alone(vllm, two_ranks):
-    """Every second load fails on rank 1 only: it is a miss on both ranks."""
+    """Every second load fails on rank 1. The failed load counts as a miss on both ranks."""
     faults = json.dumps({"fail_loads": 2, "rank": 1})
     settings = connector(**FAULTY, verify_loads=True)
     with vllm.start(settings, executor="mp", tensor_parallel_size=2, KVTIER_FAULTS=faults) as engine:

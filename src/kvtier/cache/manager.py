@@ -153,7 +153,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch blocks again that were evicted after the prefetch. Return True if the request must wait."""
+        """Fetch again any block that was evicted after the prefetch. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -190,7 +190,8 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If slots are short, release the source of the block copy and try once more. This lowers `num_cached_tokens`.
+        If there are too few slots, release the lease `allocation.source` and try once more. Then no block is copied,
+        and `num_cached_tokens` is lower.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -273,11 +274,17 @@ class CacheManager:
         self._end(allocation, used=True, now=now, outcome=outcome)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled, preempted or not scheduled. A scheduled request still counts as a use."""
+        """End a request that was cancelled, preempted or not scheduled.
+
+        If the request was scheduled, its blocks count as used.
+        """
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
-        """Note that no further request of a session is expected. Return the number of blocks that it used last."""
+        """Note that no further request of a session is expected.
+
+        Return the number of blocks whose last use was the last request of the session.
+        """
         return self.tree.close(salt, session_id, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:

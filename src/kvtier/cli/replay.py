@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
     option("--ram-price", type=float, metavar="USD", help="price of one GiB of host memory")
     option("--disk-price", type=float, metavar="USD", help="price of one GiB of disk")
     option("--all-replicas", action="store_true", help="simulate all replicas instead of one")
-    option("--copies", type=int, metavar="K", help="simulate the routing of K times the users, instead of sizes")
+    option("--copies", type=int, metavar="K", help="simulate routing for K times as many users; recommend no sizes")
     _add_options(command)
 
 
@@ -144,9 +144,10 @@ def _plan_fleet(options: argparse.Namespace, trace: Trace, setup: Deployment) ->
     met = "meets" if cache.ttft["p99"] <= options.ttft_p99 else "misses"
     print(f"\nTTFT p99 with cache-aware routing {met} the target of {options.ttft_p99:g} s")
     print(
-        f"The router takes {cache.decision_seconds * 1e6:.0f} us per request and {cache.index_bytes / 2**20:.0f} MiB: "
-        f"one core handles {capacity:,.0f} requests per second, {rate / capacity:.1%} of it is used. At this load per "
-        f"replica, one index is the bottleneck from {setup.replicas * capacity / rate:,.0f} replicas on"
+        f"The router takes {cache.decision_seconds * 1e6:.0f} us per request and {cache.index_bytes / 2**20:.0f} MiB. "
+        f"One core handles {capacity:,.0f} requests per second, and this load uses {rate / capacity:.1%} of the core. "
+        "At this load per replica, one index becomes the bottleneck at "
+        f"{setup.replicas * capacity / rate:,.0f} replicas"
     )
     return 0
 
@@ -190,7 +191,13 @@ def _add_options(command: Parser) -> None:
     option("--max-rows", type=int, default=256, metavar="N", help="maximum number of requests per step")
     option("--max-step-tokens", type=int, default=8192, metavar="N", help="maximum number of tokens per step")
     option = command.add_argument_group("simulation").add_argument
-    option("--quantum", type=float, default=0.05, metavar="SECONDS", help="merge steps up to this total time; 0: never")
+    option(
+        "--quantum",
+        type=float,
+        default=0.05,
+        metavar="SECONDS",
+        help="merge steps into one of at most this time; 0: never",
+    )
     option("--seed", type=int, default=0, metavar="N", help="seed of the simulation")
     option("--jobs", type=int, metavar="N", help="processes to use (default: one per core)")
     option("--html", metavar="FILE", help="also write a report with plots as a single HTML file")

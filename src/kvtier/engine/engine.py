@@ -233,9 +233,10 @@ class Engine:
         self.tiers.close()
 
     def close_session(self, session_id: str, *, salt: bytes = b"") -> int:
-        """Note that no further request of a session is expected. Return the number of blocks that it used last.
+        """Note that no further request of a session is expected.
 
-        The learned policy uses this hint. Other policies ignore it.
+        Return the number of blocks whose last use was the last request of the session. The learned policy
+        uses this hint. Other policies ignore it.
         """
         return self.scheduler.close_session(session_id, salt, self._clock())
 

@@ -36,7 +36,7 @@ OTHER_TENANT = NUM_GROUPS  # label of the tenants that are not among the busiest
 OVER = 1
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
 RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for users, and for breaks
-MAX_CELLS = 256  # bounds memory and the time of a fit; further combinations share the class without labels
+MAX_CELLS = 256  # bounds memory and the time of a fit; for further combinations, see `Cells.number`
 SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
 NUM_PLAIN = math.prod(SIZES[:3])
 _USES_BIN = (0, 1, 2, 2, 3)
@@ -125,7 +125,10 @@ class Busiest:
 
 
 class Cells:
-    """Numbers the classes in the order of their first occurrence. Classes without labels have the first numbers."""
+    """Numbers the classes in the order of their first occurrence.
+
+    The first NUM_PLAIN classes are plain: they differ only in `uses`, `new` and `output`.
+    """
 
     def __init__(self) -> None:
         self.features: Features = np.zeros((MAX_CELLS, len(SIZES)), np.int64)
@@ -149,7 +152,7 @@ class Cells:
         return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. If there are too many classes, ignore the labels."""
+        """Return the number of a class. If there are MAX_CELLS classes, return a plain class instead of a new one."""
         key = (_USES_BIN[uses] if uses < len(_USES_BIN) else 3, *labels)
         number = self._numbers.get(key)
         if number is None:

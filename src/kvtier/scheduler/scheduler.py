@@ -54,9 +54,10 @@ class Scheduler:
         return self._end(request, RequestState.CANCELLED, now)
 
     def close_session(self, session_id: str, salt: bytes, now: float) -> int:
-        """Note that no further request of a session is expected. Return the number of blocks that it used last.
+        """Note that no further request of a session is expected.
 
-        A request of the session that has not ended counts as the last one. In this case the result is 0.
+        Return the number of blocks whose last use was the last request of the session. A request of the session that
+        has not ended counts as the last one. In this case the result is 0.
         """
         num_open = 0
         for request in (*self._waiting, *self._running):

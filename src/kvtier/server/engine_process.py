@@ -58,7 +58,7 @@ _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, but the front end must stop this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes; only the front end may end this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection, ENGINE_CODEC)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
@@ -87,7 +87,7 @@ def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> EventPubli
 
 
 def _add_metrics(registry: Registry, publisher: EventPublisher | None) -> None:
-    """Declare the metrics of this process: garbage collections, which delay the engine's steps, and KV events."""
+    """Declare metrics for dropped KV events and for garbage collections, which delay the engine's steps."""
     counter = registry.counter("kvtier_engine_gc_collections_total", "Garbage collections.", ("generation",))
     dropped = registry.counter("kvtier_events_dropped_total", "KV events that did not fit into the queue.").of()
 

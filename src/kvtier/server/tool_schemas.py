@@ -15,7 +15,7 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], *, max_calls: int | None) -> dict[str, Any]:
-    """Return the schema of a list of calls, for the names and parameters of the tools."""
+    """Return the schema of a list of tool calls. `tools` contains the name and the parameters of each tool."""
     calls = [
         {
             "type": "object",
@@ -40,7 +40,7 @@ def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], *, max_c
 
 
 def _moved(value: Any, to: str) -> Any:
-    """Prepare a schema for the place `to` inside another schema: let its references (#/..) start at `to`."""
+    """Return a copy of a schema for the path `to` of another schema. In references, `to` replaces the leading #."""
     if isinstance(value, Mapping):
         return {
             key: to + item[1:] if key == "$ref" and isinstance(item, str) and item.startswith("#") else _moved(item, to)

@@ -143,7 +143,7 @@ class CacheController:
     # ---- plans -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Event | None:
-        """Record an event after the work queued on the current stream, to pass to `submit` later."""
+        """Record an event after the work queued on the current stream. `submit` accepts this event as `after`."""
         return self._transfers.present()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
@@ -209,7 +209,10 @@ class CacheController:
         return LayerWaits(copies, self._device, failed=failed)
 
     def close(self) -> None:
-        """Finish all transfers, close the stores and free the host memory. Idempotent."""
+        """Close the stores and free the host memory. Idempotent.
+
+        Store transfers finish. Copies between device and host end after the slices that were already submitted.
+        """
         self._stores.close()
         self._transfers.close()
         self._scrubber.close()
@@ -250,7 +253,7 @@ class CacheController:
     def _take(self, report: TransferReport) -> None:
         under = self._by_copy.pop(report.id, None)
         if under is None:
-            return  # the transfer has already failed, because another copy of it could not start
+            return  # the transfer has already failed, because the copy of another cache group could not start
         under.reports.append(report)
         if len(under.reports) < len(under.copies):
             return
