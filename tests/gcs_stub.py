@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -26,6 +26,8 @@ class GcsStub(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         """Method and path of each request."""
+        self.accepts: Callable[[str], bool] = lambda token: token == TOKEN
+        """True for a valid bearer token."""
         self.lock = threading.Lock()
 
 
@@ -43,7 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
         bucket, _, name = url.path.lstrip("/").partition("/")
         with self.server.lock:
             self.server.requests.append((self.command, self.path))
-            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            kind, _, token = (self.headers.get("Authorization") or "").partition(" ")
+            if kind != "Bearer" or not self.server.accepts(token):
                 return self._send(401)
             if bucket != "test":
                 return self._send(404)

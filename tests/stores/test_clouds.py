@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import uuid
 from urllib.parse import quote, unquote
 
 import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from gcs_stub import TOKEN
 from kvtier.errors import StoreError
@@ -73,6 +78,50 @@ def test_gcs_wrong_token_is_an_error_without_the_token(gcs_url, monkeypatch):
     with pytest.raises(StoreError, match="cannot open gs://test/some/prefix") as refused:
         open_store(gcs_url)
     assert "wrong-token" not in str(refused.value)
+
+
+def signed_claims(token: str, key: rsa.RSAPublicKey) -> dict[str, object]:
+    """Return the claims of a JSON web token after checking its RS256 signature. Raises InvalidSignature."""
+    signed, _, signature = token.rpartition(".")
+    key.verify(base64url(signature), signed.encode(), padding.PKCS1v15(), hashes.SHA256())
+    header, claims = (json.loads(base64url(part)) for part in signed.split("."))
+    assert header["alg"] == "RS256"
+    return claims
+
+
+def base64url(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+@pytest.mark.parametrize("is_right_key", [True, False])
+def test_gcs_requests_are_signed_by_the_service_account(gcs, tmp_path, monkeypatch, is_right_key):
+    monkeypatch.delenv("GOOGLE_BEARER_TOKEN", raising=False)
+    key, other = (rsa.generate_private_key(65537, 2048) for _ in range(2))
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    account = {"private_key": key.private_bytes(*form).decode(), "private_key_id": "id", "client_email": "kv@test"}
+    (tmp_path / "account.json").write_text(json.dumps({"type": "service_account", **account}))
+    claims = []
+
+    def accepts(token: str) -> bool:
+        try:
+            claims.append(signed_claims(token, (key if is_right_key else other).public_key()))
+        except InvalidSignature:
+            return False
+        return True
+
+    monkeypatch.setattr(gcs, "accepts", accepts)
+    url = f"gs://test/{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{gcs.server_port}"
+    url += f"&credentials={tmp_path}/account.json"
+    if not is_right_key:
+        with pytest.raises(StoreError, match="401 Unauthorized") as refused:
+            open_store(url)
+        assert "PRIVATE KEY" not in str(refused.value)
+        return
+    with contextlib.closing(open_store(url)) as store:
+        assert put(store, 1).ok
+        assert get(store, 1)[1] == payload_of(1)
+    assert {(each["iss"], each["sub"]) for each in claims} == {("kv@test", "kv@test")}
+    assert all(each["iat"] < each["exp"] for each in claims)
 
 
 def test_gcs_unreadable_credentials_are_an_error(tmp_path):
