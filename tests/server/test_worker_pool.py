@@ -83,7 +83,7 @@ def test_job_in_worker_returns_same_result_as_inline_job(model):
 
 def test_job_past_deadline_is_400_and_its_process_is_replaced(model):
     async def main():
-        async with pool_of(model, seconds=5.0) as pool:
+        async with pool_of(model, seconds=2.0) as pool:
             pool.start()
             await wait_until(lambda: pool.pids)
             before = pool.pids

@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
         self.published: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
         self.revision = REVISIONS[0]
         self.tree = RadixTree(self.namespace, self.tiers, listener=self.on_event, exclusive=exclusive)
-        self.model = Model(self.sizes, exact_lru=policy in ("lru", "learned"), exclusive=exclusive)
+        self.model = Model(self.sizes, exact_lru=policy == "lru", exclusive=exclusive)
         self.open: list[LeasePair] = []
         self.closed: list[Lease] = []
         self.in_flight: list[Move] = []
