@@ -1,9 +1,9 @@
 """Load kvtier's C code: prebuilt libraries, or libraries compiled on first use and kept in the cache directory.
 
-The wheel is pure Python. `kvtier build-native DIR` compiles the libraries of an image, which KVTIER_NATIVE_DIR names at
-run time. A library with instructions that not every processor has is built in several variants; the best one that the
-processor supports is loaded. If there is neither a library nor a compiler, or if the library does not work, `load`
-returns the reason, and callers use Python equivalents.
+The wheel is pure Python. `kvtier build-native DIR` compiles the libraries into a folder, for example of a container
+image; set KVTIER_NATIVE_DIR to this folder at run time. A library that uses optional processor instructions is built in
+several variants, and the best variant that the processor supports is loaded. If there is neither a library nor a
+compiler, or if the library does not work, `load` returns the reason, and callers use Python equivalents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -39,7 +39,7 @@ class Native(Generic[Code]):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to compile a library for any machine of this architecture that has the features."""
+    """A build of a library: its compiler flags, and the processor features that it needs."""
 
     name: str = "any"
     flags: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ X86_VARIANTS = (
     Variant("v3", ("-march=x86-64-v3",), _V3),
     Variant("v1", ("-march=x86-64",)),
 )
-"""Levels of the x86-64 ABI, best first. The last one runs on every x86-64."""
+"""Levels of the x86-64 instruction set, best first. The last level runs on every x86-64 processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class NativeSource:
     files: tuple[str, ...]
     flags: tuple[str, ...]
     local_flags: tuple[str, ...] = ()
-    """Flags that make the code depend on this processor. They are used for libraries in the cache directory only."""
+    """Flags that make the code depend on this processor. Only libraries in the cache directory are compiled with
+    them."""
     x86_variants: tuple[Variant, ...] = (Variant(),)
     is_x86_only: bool = False
 
@@ -81,23 +82,31 @@ class NativeSource:
             return self.x86_variants
         return () if self.is_x86_only else (Variant(),)
 
+    def with_only(self, name: str) -> NativeSource:
+        """Return a source with one variant, which is also used for libraries in the cache directory."""
+        [variant] = (each for each in self.x86_variants if each.name == name)
+        return replace(self, local_flags=variant.flags, x86_variants=(variant,), is_x86_only=True)
+
     def texts(self) -> dict[str, str]:
         return {name: resources.files(self.package).joinpath(name).read_text() for name in self.files}
 
     def file_name(self, texts: dict[str, str], flags: Sequence[str], *built_for: str) -> str:
-        """Return a name that depends on everything that the library depends on."""
+        """Return a file name that contains a digest of the source, the flags, the system and `built_for`."""
         system = (platform.machine(), *platform.libc_ver()[:1])
         key = hashlib.sha256("\0".join((*texts.values(), *flags, *system, *built_for)).encode()).hexdigest()
         return f"{self.name}-{key[:16]}.so"
 
 
-def load(source: NativeSource, make: Callable[[Path], Code]) -> Native[Code]:
-    """Return the object that `make` creates from the library of a source.
+def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = None) -> Native[Code]:
+    """Return the object that `make` creates from the library of a source. `only` names the one variant to use.
 
-    `make` raises UnavailableError if this machine cannot run the library. If `make` raises OSError or AttributeError, a
-    cached library is incomplete and is compiled again. A library that another user could have written is not loaded,
-    because it would have all rights of this process. A private copy is compiled instead.
+    `make` must raise UnavailableError if this machine cannot run the library. If `make` raises OSError or
+    AttributeError for a cached library, the file is incomplete, and the library is compiled again. A library that
+    another user could have written is not loaded, because its code would have all rights of this process. A private
+    copy is compiled instead.
     """
+    if only is not None:
+        source = source.with_only(only)
     texts, folder = source.texts(), os.environ.get("KVTIER_NATIVE_DIR")
     if not folder:
         return _load_or_compile(source, texts, make)
@@ -109,7 +118,7 @@ def load(source: NativeSource, make: Callable[[Path], Code]) -> Native[Code]:
 
 
 def build(source: NativeSource, folder: Path) -> Iterator[tuple[Variant, Path, str]]:
-    """Compile all variants of a source into a folder. Yield each variant, its library, and the error if it failed."""
+    """Compile all variants of a source into a folder. Yield each variant, its path, and an error or an empty string."""
     compiler, texts = _compiler(), source.texts()
     for variant in source.variants:
         flags = (*source.flags, *variant.flags)

@@ -43,7 +43,7 @@ def c_compiler() -> str:
 
 
 def load_as_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
-    """Load the native code as a new process with these environment variables would load it."""
+    """Load the native code like a new process with these environment variables."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -156,7 +156,7 @@ def test_native_copy_accepts_slice_of_columns():
 
 
 def test_native_copy_accepts_single_column_of_any_strides():
-    """numpy regards a single column as contiguous whatever its strides are, so ascontiguousarray keeps the strides."""
+    """numpy treats a single column as contiguous for any strides, so ascontiguousarray does not change the strides."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     table = np.ascontiguousarray(np.array([[source.ctypes.data, target.ctypes.data, 20]]).T)
     assert table.strides != (8, 8)
@@ -302,7 +302,10 @@ def quick_compiler(monkeypatch, tmp_path, built) -> None:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
-    """Plant a library in the cache directory. Return its path and the file that the library creates when loaded."""
+    """Put a foreign library into the cache directory.
+
+    Return its path, and the path of a file that it creates on load.
+    """
     folder, mark = tmp_path / "shared", tmp_path / "was-loaded"
     folder.mkdir(mode=0o700)
     source = tmp_path / "planted.c"
@@ -314,7 +317,7 @@ def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
 
 
 def test_native_code_planted_in_own_folder_is_loaded(monkeypatch, planted):
-    """Prove that the planted library would run if it were loaded. The tests below rely on this."""
+    """Check that the foreign library creates its file when it is loaded. The tests below rely on this."""
     _, mark = planted
     load_as_new_process(monkeypatch)
     assert mark.exists()
@@ -345,7 +348,7 @@ def test_native_code_below_shared_folder_is_not_loaded(monkeypatch, planted, tmp
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_below_sticky_folder_is_cached(monkeypatch, tmp_path):
-    """In a sticky folder such as /tmp, a user cannot replace the files of another user."""
+    """In a sticky folder such as /tmp, users cannot replace the files of other users."""
     (tmp_path / "sticky").mkdir()
     (tmp_path / "sticky").chmod(0o1777)
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
@@ -403,7 +406,7 @@ def test_native_code_in_folder_reached_by_link_is_cached(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_with_read_only_cache_is_compiled_privately(monkeypatch, tmp_path):
-    """This happens in a container whose root is read-only and whose image contains no compiled code."""
+    """This happens in a container with a read-only root file system and without compiled code in its image."""
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.warns(RuntimeWarning, match="cannot be written"):

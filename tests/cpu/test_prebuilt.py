@@ -1,4 +1,4 @@
-"""Check prebuilt native libraries: every variant computes what torch computes, and the right variant is loaded."""
+"""Prebuilt native libraries: every variant computes the same values as torch, and the best variant is loaded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_engine_variant_equals_torch(monkeypatch, variant: Variant):
 def test_best_supported_variant_is_chosen_at_run_time(monkeypatch):
     amx, v4, v3, _ = X86_VARIANTS
     names = []
-    monkeypatch.setattr(engine, "EngineNative", lambda path: path)  # not loaded: this processor may lack the features
+    monkeypatch.setattr(engine, "EngineNative", lambda path: path)  # do not load it: this processor may lack features
     for present in (amx.needs, v4.needs, v4.needs - {"avx512vl"}, v3.needs - {"fma"}, frozenset()):
         names.append(loaded_with(monkeypatch, present | {"sse2"}).reason.rpartition("(")[2].rstrip(")"))
     assert names == ["amx", "v4", "v3", "v1", "v1"]
@@ -93,7 +93,7 @@ def test_prebuilt_library_of_other_version_is_reported_missing(prebuilt):
     assert found.code is None
     assert f"{prebuilt} has no library of kvtier.memory for this version" in found.reason
     assert "kvtier build-native" in found.reason
-    assert "/dev/null/kvtier" in found.reason  # nor can it be compiled
+    assert "/dev/null/kvtier" in found.reason  # the reason why it cannot be compiled
 
 
 def test_missing_prebuilt_library_is_compiled_if_possible(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.native_code import X86_VARIANTS, Native, NativeSource, load
+from kvtier.errors import ArgumentError, UnavailableError
+from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, load
 
 MAX_TOKENS = 16
 """Maximum number of tokens for `EngineNative.linear`. For more tokens, torch with a float32 matrix is faster."""
@@ -22,8 +24,15 @@ _LANES, _BLOCK = 16, 32
 # No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 SOURCE = NativeSource(
-    "kvtier.engine", ("native.c", "native_amx.h", "native_draw.h"), _FLAGS, ("-march=native",), X86_VARIANTS
+    "kvtier.engine",
+    ("native.c", "native_product.h", "native_amx.h", "native_draw.h"),
+    _FLAGS,
+    ("-march=native",),
+    X86_VARIANTS,
 )
+_VARIANT_OF: Mapping[str, str] = MappingProxyType({"avx2": "v3", "avx512": "v4", "amx": "amx"})
+ISAS = tuple(_VARIANT_OF)
+"""Instruction sets that have kernels of their own: the values of KVTIER_CPU_ISA."""
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
 SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
 """Sampling parameters of one row of logits, with the layout of the struct in native_draw.h."""
@@ -178,7 +187,30 @@ def _pack_blocks(raw: _U8, num_halves: int) -> _U8:
 
 @functools.cache  # compile and load once per process
 def native() -> Native[EngineNative]:
-    return load(SOURCE, EngineNative)
+    """Return the kernels for this processor, or those that KVTIER_CPU_ISA names.
+
+    Raises ArgumentError if that name is unknown, and UnavailableError if its kernels cannot run here.
+    """
+    isa = os.environ.get("KVTIER_CPU_ISA")
+    if not isa:
+        return load(SOURCE, EngineNative)
+    if isa not in _VARIANT_OF:
+        raise ArgumentError(f"KVTIER_CPU_ISA is {isa!r}; it can be {', '.join(_VARIANT_OF)}, or unset for the best one")
+    if missing := missing_features(isa):
+        raise UnavailableError(
+            f"KVTIER_CPU_ISA={isa} needs a processor with {', '.join(sorted(missing))}; unset it to use the best "
+            "kernels of this processor"
+        )
+    found = load(SOURCE, EngineNative, _VARIANT_OF[isa])
+    if found.code is None:
+        raise UnavailableError(f"there are no kernels for KVTIER_CPU_ISA={isa}: {found.reason}")
+    return found
+
+
+def missing_features(isa: str) -> frozenset[str]:
+    """Return the features that the kernels of an instruction set need and this processor lacks."""
+    [variant] = (each for each in X86_VARIANTS if each.name == _VARIANT_OF[isa])
+    return variant.needs - features()
 
 
 def _openmp_of_torch() -> ctypes.CDLL | None:

@@ -29,7 +29,7 @@ typedef struct {
 } TileConfig;
 
 /* Convert a block to the tile format. For each output, row j contains the bf16 weights of columns j and j + 16. */
-INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
+INLINE void pairs_of(int kind, const char *block, uints *out) {
     static const uint16_t eights[32] = { /* -8 to 7, twice, because the lookup also uses a bit of the other nibble */
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
         0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
@@ -38,15 +38,15 @@ INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
         if (kind == Q4_1) {
             const __m512i q = _mm512_cvtepu8_epi32(LOAD(__m128i, block + 128 + 16 * j));
             const __m512i both = _mm512_or_si512(q, _mm512_slli_epi32(q, 12));
-            out[j] = (u32x16)_mm512_permutexvar_epi16(both, LOAD(__m512i, eights));
+            out[j] = (uints)_mm512_permutexvar_epi16(both, LOAD(__m512i, eights));
         } else {
-            f32x16 first, second;
-            if (kind == BF16) bf16(block, j, &first, &second);
+            floats first, second;
+            if (kind == BF16) bf16(block, 0, j, &first, &second);
             else {
-                first = __builtin_convertvector(bytes_at(block + 64 + 16 * j), f32x16);
-                second = __builtin_convertvector(bytes_at(block + 64 + 16 * (j + 16)), f32x16);
+                first = __builtin_convertvector(bytes_at(block + 64 + 16 * j), floats);
+                second = __builtin_convertvector(bytes_at(block + 64 + 16 * (j + 16)), floats);
             }
-            out[j] = (u32x16)first >> 16 | ((u32x16)second & TOP);
+            out[j] = (uints)first >> 16 | ((uints)second & TOP);
         }
 }
 
@@ -55,20 +55,20 @@ INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
 static void cut(const float *x, uint16_t *parts, float *sums, long count, long columns, long tokens) {
     for (long t = 0; t < tokens; ++t)
         for (long k = 0; k < columns; k += BLOCK) {
-            f32x16 first = {0}, second = {0};
+            floats first = {0}, second = {0};
             const float *from = x + t * columns + k;
-            if (t < count) first = LOAD(f32x16, from), second = LOAD(f32x16, from + LANES);
+            if (t < count) first = LOAD(floats, from), second = LOAD(floats, from + LANES);
             sums[k / BLOCK * tokens + t] = sum_of(first + second);
             for (int part = 0; part < PARTS; ++part) {
-                const u32x16 top1 = (u32x16)first & TOP, top2 = (u32x16)second & TOP, pairs = top1 >> 16 | top2;
+                const uints top1 = (uints)first & TOP, top2 = (uints)second & TOP, pairs = top1 >> 16 | top2;
                 memcpy(parts + (part * tokens + t) * columns + k, &pairs, sizeof pairs);
-                first -= (f32x16)top1, second -= (f32x16)top2;
+                first -= (floats)top1, second -= (floats)top2;
             }
         }
 }
 
 /* Set found to parts x pairs for two tiles. The tiles alternate, because the unit can overlap independent products. */
-INLINE void multiply(const uint16_t *parts, long columns, long tokens, u32x16 pairs[2][16], f32x16 found[2][16]) {
+INLINE void multiply(const uint16_t *parts, long columns, long tokens, uints pairs[2][16], floats found[2][16]) {
     __asm__ volatile("" ::: "memory"); /* gcc 12 does not model tile loads as memory reads */
     _tile_zero(0);
     _tile_zero(1);
@@ -92,8 +92,8 @@ INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
     const long blocks = p->columns / BLOCK, bytes = BLOCK_BYTES[kind], tokens = p->tokens;
     const uint16_t *parts = (const uint16_t *)p->x;
     const float *sums = (const float *)(parts + PARTS * tokens * p->columns);
-    u32x16 pairs[2][16];
-    f32x16 found[2][16], total[2][16];
+    uints pairs[2][16];
+    floats found[2][16], total[2][16];
     for (long tile = begin; tile < end; tile += 2) {
         const int last = end - tile > 1;
         memset(total, 0, sizeof total);
@@ -106,8 +106,8 @@ INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
             }
             multiply(parts + b * BLOCK, p->columns, tokens, pairs, found);
             for (int i = 0; i < 2; ++i) {
-                const f32x16 d = kind == BF16 ? total[0][0] * 0 + 1 : LOAD(f32x16, block[i]);
-                const f32x16 m = kind == Q4_1 ? LOAD(f32x16, block[i] + 64) + 8 * d : d * 0;
+                const floats d = kind == BF16 ? total[0][0] * 0 + 1 : LOAD(floats, block[i]);
+                const floats m = kind == Q4_1 ? LOAD(floats, block[i] + 64) + 8 * d : d * 0;
                 for (long t = 0; t < tokens; ++t) {
                     total[i][t] += found[i][t] * d;
                     if (kind == Q4_1) total[i][t] += m * sums[b * tokens + t];
@@ -115,14 +115,14 @@ INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
             }
         }
         for (int i = 0; i <= last; ++i)
-            for (long t = 0; t < tokens; ++t) STORE(p->y + t * p->rows + (tile + i) * LANES, total[i][t]);
+            for (long t = 0; t < tokens; ++t) STORE(p->y + t * p->rows + (tile + i) * TILE, total[i][t]);
     }
 }
 
 static void amx_share(void *data) {
     const Product *p = data;
     long begin, end;
-    share(p->rows / LANES, p->alone, &begin, &end);
+    share(p->rows / TILE, p->alone, &begin, &end);
     TileConfig config = {.palette = 1};
     for (int i = 0; i < 7; ++i) config.bytes[i] = 64, config.rows[i] = i == 2 || i == 3 ? 16 : (uint8_t)p->tokens;
     _tile_loadconfig(&config);

@@ -1,7 +1,7 @@
 /* Sampling with temperature, top-p and min-p, included by native.c. Draws one token per row of logits, like sampling.py
  * with torch. Weights are float32, and their sums are double. The result of a row depends only on that row.
  */
-typedef double f64x16 __attribute__((vector_size(128)));
+typedef double doubles __attribute__((vector_size(8 * LANES)));
 enum { CHUNK = 256 };
 
 typedef struct {
@@ -18,7 +18,7 @@ typedef struct {
     int alone;
 } Draw;
 
-INLINE double sum_of_doubles(f64x16 v) {
+INLINE double sum_of_doubles(doubles v) {
     double sum = 0;
     for (int i = 0; i < LANES; ++i) sum += v[i];
     return sum;
@@ -34,25 +34,25 @@ INLINE float weight_of(uint64_t entry) {
 /* Replace x by exp((x - max) / temperature), or by 0 if the result is below exp(-87). Return the sum, or -1 if there is
  * no distribution because x contains NaN or +inf, or only -inf. */
 static double weigh(float *x, long vocab, float temperature) {
-    f32x16 tops = LOAD(f32x16, x);
-    i32x16 nans = {0};
+    floats tops = LOAD(floats, x);
+    ints nans = {0};
     for (long i = 0; i < vocab; i += LANES) {
-        const f32x16 v = LOAD(f32x16, x + i);
-        const i32x16 more = v > tops;
+        const floats v = LOAD(floats, x + i);
+        const ints more = v > tops;
         nans |= v != v;
-        tops = (f32x16)(((i32x16)v & more) | ((i32x16)tops & ~more));
+        tops = (floats)(((ints)v & more) | ((ints)tops & ~more));
     }
     float top = tops[0];
     for (int i = 1; i < LANES; ++i) top = tops[i] > top ? tops[i] : top;
     int any_nan = 0;
     for (int i = 0; i < LANES; ++i) any_nan |= nans[i];
     if (any_nan || !__builtin_isfinite(top)) return -1;
-    f64x16 sums = {0};
+    doubles sums = {0};
     for (long i = 0; i < vocab; i += LANES) {
-        const f32x16 scaled = (LOAD(f32x16, x + i) - top) / temperature;
-        const f32x16 weight = (f32x16)((i32x16)exp_of(scaled) & (scaled > -87));
+        const floats scaled = (LOAD(floats, x + i) - top) / temperature;
+        const floats weight = (floats)((ints)exp_of(scaled) & (scaled > -87));
         STORE(x + i, weight);
-        sums += __builtin_convertvector(weight, f64x16);
+        sums += __builtin_convertvector(weight, doubles);
     }
     return sum_of_doubles(sums);
 }
@@ -68,10 +68,10 @@ static int64_t draw_from_all(const float *weights, long vocab, const RowParams *
     int64_t last = 0;
     for (long chunk = 0; chunk < vocab; chunk += CHUNK) {
         const long end = chunk + CHUNK < vocab ? chunk + CHUNK : vocab;
-        f64x16 sums = {0};
+        doubles sums = {0};
         for (long i = chunk; i < end; i += LANES) {
-            const f32x16 v = LOAD(f32x16, weights + i);
-            sums += __builtin_convertvector((f32x16)((i32x16)v & (v >= params->min_p)), f64x16);
+            const floats v = LOAD(floats, weights + i);
+            sums += __builtin_convertvector((floats)((ints)v & (v >= params->min_p)), doubles);
         }
         const double after = before + sum_of_doubles(sums);
         for (long i = chunk; after > target && i < end; ++i) {
@@ -104,7 +104,7 @@ static int64_t draw_from_top(const float *weights, long vocab, const RowParams *
     const float cut = (float)((1 - params->top_p) * total / (double)vocab * (1 - 1e-6));
     long count = 0;
     for (long i = 0; i < vocab; i += LANES) {
-        const i32x16 heavy = LOAD(f32x16, weights + i) >= cut;
+        const ints heavy = LOAD(floats, weights + i) >= cut;
         int any = 0;
         for (int j = 0; j < LANES; ++j) any |= heavy[j];
         for (int j = 0; any && j < LANES; ++j)

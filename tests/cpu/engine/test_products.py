@@ -1,0 +1,161 @@
+"""Kernels of every instruction set of this processor, compared with torch, and the choice of an instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from kvtier.engine import native as module
+from kvtier.engine.native import ISAS, SAMPLING_ROW, EngineNative, missing_features, native, pack
+from kvtier.errors import ArgumentError, UnavailableError
+
+KINDS = ("Q4_1", "Q8_0", "BF16")
+pytestmark = pytest.mark.skipif(native().code is None, reason=native().reason)
+
+
+def loaded(monkeypatch, isa: str) -> EngineNative:
+    if missing := missing_features(isa):
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
+    monkeypatch.setenv("KVTIER_CPU_ISA", isa)
+    code = native.__wrapped__().code
+    assert code is not None
+    return code
+
+
+@pytest.fixture(params=("best", *ISAS))
+def code(request, monkeypatch) -> EngineNative:
+    """Return the kernels of one instruction set. `best` is compiled for the processor of this machine."""
+    return native().code if request.param == "best" else loaded(monkeypatch, request.param)
+
+
+def stored_as(kind: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in the form of a checkpoint, and its dequantised values."""
+    gguf = pytest.importorskip("gguf")
+    if kind == "BF16":
+        return weight.bfloat16(), weight.bfloat16().float()
+    quant = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quants.quantize(weight.numpy(), quant)
+    return torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, quant))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (80, 160), (208, 576)])
+def test_packed_product_equals_dequantised_product(code, kind, shape, threads):
+    torch.set_num_threads(threads)
+    raw, exact = stored_as(kind, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    packed = pack(kind, raw)
+    # A product with a unit vector selects a column without summing, so every bit must be equal.
+    for first in range(0, shape[1], 4):
+        columns = torch.eye(shape[1])[first : first + 4]
+        assert torch.equal(code.linear(columns, packed), exact[:, first : first + 4].t())
+    wide = torch.randn(16, shape[1], generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 6, 16)[:, None]
+    right = wide.double() @ exact.double().t()
+    for count in range(1, 17):
+        unit = wide[:count].double().norm(dim=1, keepdim=True) * exact.double().norm(dim=1)
+        error = (code.linear(wide[:count], packed) - right[:count]).abs() / unit
+        assert error.max() < 2e-6  # a few units in the last place of float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_product_does_not_depend_on_other_rows(code, kind):
+    raw, _ = stored_as(kind, torch.randn(48, 96))
+    packed, rows = pack(kind, raw), torch.randn(16, 96)
+    for counts in (range(1, 5), range(5, 17)):  # with AMX, each range has its own code path
+        together = code.linear(rows[: counts[-1]], packed)
+        for count in counts:
+            assert torch.equal(code.linear(rows[:count], packed), together[:count])
+            assert torch.equal(code.linear(rows[:count].flip(0), packed), together[:count].flip(0))
+
+
+@pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
+def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undefined):
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
+    flags = (*module.SOURCE.local_flags, *(f"-U__{name}__" for name in undefined))
+    monkeypatch.setattr(module, "SOURCE", replace(module.SOURCE, local_flags=flags))
+    code = module.native.__wrapped__().code
+    weight = torch.randn(48, 96)
+    for kind in KINDS:
+        packed, rows = pack(kind, stored_as(kind, weight)[0]), torch.randn(16, 96)
+        together = code.linear(rows, packed)
+        torch.testing.assert_close(together, native().code.linear(rows, packed), rtol=1e-5, atol=1e-5)
+        one_by_one = torch.cat([code.linear(row[None], packed) for row in rows])
+        assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of tokens
+
+
+def test_pack_returns_none_for_unsupported_matrix():
+    assert pack("Q6_K", torch.zeros(16, 210, dtype=torch.uint8)) is None
+    assert pack("BF16", torch.zeros(17, 32, dtype=torch.bfloat16)) is None
+    assert pack("BF16", torch.zeros(16, 33, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("dim", [16, 32, 48, 64, 576])
+def test_norm_and_gate_of_every_isa_equal_torch(code, dim):
+    generator = torch.Generator().manual_seed(dim)
+    x, residual, weight = (torch.randn(*shape, generator=generator) for shape in ((5, dim), (5, dim), (dim,)))
+    summed = residual.clone()
+    torch.testing.assert_close(code.norm(x, summed, weight, 1e-5), rms_norm(x + residual, (dim,), weight, 1e-5))
+    torch.testing.assert_close(summed, x + residual)
+    gate_up = torch.randn(5, 2 * dim, generator=generator) * 20
+    torch.testing.assert_close(code.gate(gate_up), silu(gate_up[:, :dim]) * gate_up[:, dim:])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 16), (9, 3, 64), (4, 4, 48), (8, 1, 128)])
+def test_decode_attention_of_every_isa_equals_torch(code, heads, kv_heads, dim):
+    generator = torch.Generator().manual_seed(dim)
+    lengths = torch.tensor([1, 15, 16, 33, 70], dtype=torch.int32)
+    cache = torch.randn(40, 2, 4, kv_heads, dim, generator=generator)
+    q = torch.randn(5, heads, dim, generator=generator)
+    tables = torch.randint(0, 40, (5, 18), generator=generator, dtype=torch.int32)
+    actual = code.attend(q, cache, tables, lengths, 70)
+    for row, length in enumerate(lengths.tolist()):
+        keys, values = cache[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = (each.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for each in (keys, values))
+        expected = (q[row, :, None] @ keys.transpose(1, 2) * dim**-0.5).softmax(-1) @ values
+        torch.testing.assert_close(actual[row], expected[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_draw_of_every_isa_equals_best(code):
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.normal(0, 3, (64, 1024)).astype(np.float32))
+    params = np.zeros(64, SAMPLING_ROW)
+    params["temperature"], params["uniform"] = random.uniform(0.3, 1.5, 64), random.uniform(0, 1, 64)
+    params["top_p"] = np.where(np.arange(64) % 2, 1.0, 0.9)
+    best = native().code
+    assert torch.equal(code.draw(logits.clone(), params), best.draw(logits.clone(), params))
+
+
+def test_unknown_isa_raises(monkeypatch):
+    monkeypatch.setenv("KVTIER_CPU_ISA", "sse9")
+    with pytest.raises(ArgumentError, match=r"'sse9'; it can be avx2, avx512, amx"):
+        native.__wrapped__()
+
+
+def test_isa_without_processor_support_raises_with_features(monkeypatch):
+    monkeypatch.setenv("KVTIER_CPU_ISA", "avx512")
+    monkeypatch.setattr(module, "features", lambda: frozenset({"avx", "avx2"}))
+    with pytest.raises(UnavailableError, match=r"KVTIER_CPU_ISA=avx512 needs a processor with .*avx512f"):
+        native.__wrapped__()
+
+
+def test_forced_isa_without_compiler_raises(monkeypatch, tmp_path):
+    if missing_features("avx2"):
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setenv("KVTIER_CPU_ISA", "avx2")
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with pytest.raises(UnavailableError, match="no kernels for KVTIER_CPU_ISA=avx2: compiling with"):
+        native.__wrapped__()
+
+
+def test_each_forced_isa_has_its_own_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
+    for isa in ISAS:
+        if not missing_features(isa):
+            loaded(monkeypatch, isa)
+    assert len(list(tmp_path.glob("engine-*.so"))) == sum(not missing_features(isa) for isa in ISAS)
