@@ -78,6 +78,11 @@ azurite: $(STAMP)  ## install the Azure emulator for tests of the Azure store (n
 	npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.37.0
 .PHONY: azurite
 
+test-disk: $(STAMP)  ## kill processes that share a folder, 200 times per workload, and the other crash tests of the disk store
+	KVTIER_SOAK=$${KVTIER_SOAK:-2} $(BIN)/python -m pytest tests/pure/storage/test_disk_sharing.py \
+		tests/pure/storage/test_disk_crash.py tests/pure/storage/test_disk_machine.py $(ARGS)
+.PHONY: test-disk
+
 test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM connector (ARGS)
 	.ci/servers
 	$(VLLM_BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/vllm $(ARGS)

@@ -1,13 +1,14 @@
 """Crash tests of the disk store: kill its process, or simulate a power failure, and count lost objects.
 
-PYTHONPATH=.:tests python -m benchmarks.crash                 200 kills, 2,000 power failures; 90 s
+PYTHONPATH=.:tests python -m benchmarks.crash                 200 kills, 200 of sharers, 2,000 power failures; 110 s
 PYTHONPATH=.:tests python -m benchmarks.crash --kills 2000 --folder /mnt/nvme/tmp
 
 Kills: a process that writes, replaces and removes objects of 5 kB to 700 kB gets SIGKILL at a random moment; the next
-process opens the folder and reads every object. Power failures: a store on a simulated disk runs random calls, and the
-power fails before a random file operation. Data that was not synced is kept, lost or torn, sector by sector and name by
-name; then the store is opened and read. Both run with both sync policies. The code is that of the tests
-(tests/storage_crash.py, tests/storage_power.py).
+process opens the folder and reads every object. Sharers: eight processes read and write one folder; the owner of the
+folder, or another one, gets SIGKILL at a random moment and is replaced. Power failures: a store on a simulated disk
+runs random calls, and the power fails before a random file operation. Data that was not synced is kept, lost or torn,
+sector by sector and name by name; then the store is opened and read. All run with both sync policies. The code is that
+of the tests (tests/storage_crash.py, tests/storage_sharing.py, tests/storage_power.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_tabl
 from kvtier.storage import Sync
 from storage_crash import NUMBERS, Victim
 from storage_power import Call, PowerFailure
+from storage_sharing import TIMEOUT_S, Crowd, kill_crowd
 from storage_support import check_disk, put
 
 
@@ -34,7 +36,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the killed stores")
     options = parser.parse_args()
     rows, bars = [], []
-    for row, more_bars in (kills(options.kills, options.seed, options.folder), cuts(options.cuts, options.seed)):
+    for row, more_bars in (
+        kills(options.kills, options.seed, options.folder),
+        sharers(options.kills, options.seed, options.folder),
+        cuts(options.cuts, options.seed),
+    ):
         print_table([row])
         rows.append(row)
         bars += more_bars
@@ -68,6 +74,27 @@ def kills(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
         at_most("kills: corrupt objects visible", corrupt, 0),
         at_most("kills: bytes leaked, objects evicted", leaked, 0),
         at_least("kills: objects that find room afterwards", refilled, 70),
+    ]
+
+
+def sharers(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
+    """Kill one of eight processes that use one folder `count` times."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="kvtier-crash-", dir=parent) as folder:
+        crowd = Crowd(Path(folder) / "store")
+        try:
+            kill_crowd(crowd, count, random.Random(seed))  # raises at the first wrong or late result of a process
+        finally:
+            crowd.close()
+        damage = crowd.inspect()
+    row = {"crash": "kill -9 of sharers", "times": count, "owners": crowd.num_owners_killed, "calls": crowd.num_calls}
+    row |= {"objects stored": crowd.num_stored, "longest call s": crowd.longest_s, **damage}
+    return row | {"seconds": time.perf_counter() - begin}, [
+        at_least("sharers: kills", count, 200),
+        at_most("sharers: reported stored and lost", damage["lost"], 0),
+        at_most("sharers: corrupt objects visible", damage["corrupt"] + len(crowd.wrong), 0),
+        at_most("sharers: bytes leaked", damage["bytes"], 0),
+        at_most("sharers: longest call over its deadline", crowd.longest_s / TIMEOUT_S, 1.0),
     ]
 
 

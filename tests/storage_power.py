@@ -107,7 +107,7 @@ class PowerFailure:
         self.store.close()
 
     def inspect(self) -> Checked:
-        """Open the store after the failure, read all objects, then write all objects again and read them."""
+        """Open the store after the failure and read all objects. Then write all objects again and read them."""
         store = self.reopen()
         found = lost = refilled = 0
         for number in range(12):

@@ -38,7 +38,7 @@ def key_of(number: int) -> bytes:
 
 
 def payload_of(number: int, nbytes: int = 5000, version: int = 0) -> bytes:
-    """Return a payload that repeats a digest of its object, so that every part identifies the object."""
+    """Return a payload that repeats a digest of number and version, so that every part identifies the object."""
     unit = hashlib.sha256(b"payload %d %d" % (number, version)).digest()
     return (unit * (nbytes // len(unit) + 1))[:nbytes]
 
@@ -59,8 +59,14 @@ def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> 
 
 
 def check_disk(store: DiskStore) -> None:
-    """Raise AssertionError if the metadata and the files of an idle store are inconsistent."""
-    space, catalog = store._space, store._space._catalog
+    """Raise AssertionError if the metadata and the files of an idle store are inconsistent. The store must own its
+    folder. Stores that use its slots must be closed."""
+    assert all(session.join(10.0) for session in store._participant._server._sessions), "a client is still open"
+    space = store._participant.owned
+    catalog = space._catalog
+    assert not space._discarded
+    space._give_back_late()
+    assert not space._late
     assert space._segments.keys() == catalog._segments.keys()
     assert space.used_bytes <= space._max_bytes or not space._segments
     places: dict[SlotRef, str] = {}
@@ -218,7 +224,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Function that is called with the name and the number of each operation before it. It can raise or wait."""
+        """Called before each operation with the operation's name and number. The function may raise or block."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000
@@ -272,6 +278,12 @@ class SimulatedDisk:
             node = self._open[descriptor]
             apply(node.current, nbytes, None)
             node.pending.append((nbytes, None))
+
+    def lock(self, descriptor: int, start: int, nbytes: int) -> None:
+        pass
+
+    def is_locked(self, descriptor: int, start: int, nbytes: int) -> bool:  # noqa: ARG002
+        return False
 
     def sync(self, descriptor: int) -> None:
         self._step("sync")
@@ -331,7 +343,10 @@ class SimulatedDisk:
         return self.capacity - sum(len(node.current) for node in self.names.values())
 
     def after_crash(self, keep: Callable[[], bool]) -> SimulatedDisk:
-        """Return the disk after a crash. An unsynced name or sector remains if a call of `keep` returns True."""
+        """Return the disk after a crash.
+
+        `keep` is called for each unsynced name or sector, which is lost if it returns False.
+        """
         with self._lock:
             names = dict(self.durable_names)
             for operation, name, what in self.pending_names:
@@ -347,7 +362,7 @@ class SimulatedDisk:
 
 
 def _name(path: str) -> str:
-    """Return the name of a file in the folder of the store, its quarantine or its folder of keys."""
+    """Return the file name relative to the folder of the store, including the folder `quarantine` or `keys`."""
     place = Path(path)
     return f"{place.parent.name}/{place.name}" if place.parent.name in ("quarantine", "keys") else place.name
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ArgumentError, ClosedError
-from kvtier.storage import Label, ObjectStatus, Read, Write
+from kvtier.storage import Label, ObjectStatus, Read, Scattered, Write
 from storage_support import (
     LABEL,
     NAMESPACE,
@@ -38,7 +38,7 @@ def test_written_objects_are_read_back(store):
         assert room == payload_of(number)
 
 
-def test_results_are_in_order_of_batch(store):
+def test_results_follow_order_of_batch(store):
     put(store, 1, 3)
     rooms = [bytearray(5000) for _ in range(4)]
     results = store.read_into([Read(key_of(n), LABEL, rooms[n]) for n in range(4)])
@@ -92,7 +92,10 @@ def test_memory_of_any_kind_and_alignment_is_accepted(store):
 
 @pytest.mark.parametrize("sizes", [[5000], [4096, 4096], [1, 0, 4095, 63, 3], [64] * 40, [], [0, 0], [70_000, 4096]])
 def test_objects_of_several_pieces_are_read_back(store, sizes):
-    """An object may be written from and read into pieces of memory. The pieces need not be divided alike."""
+    """Reads and writes accept a list of buffers per object.
+
+    The buffers of a read may differ in size from the write's.
+    """
     nbytes = sum(sizes)
     content = payload_of(3, nbytes)
     cuts = np.cumsum([0, *sizes]).tolist()
@@ -107,6 +110,41 @@ def test_objects_of_several_pieces_are_read_back(store, sizes):
     too_small = [bytearray(b"\xee" * size) for size in sizes] + [bytearray(b"\xee")]
     assert store.read_into([Read(key_of(1), LABEL, too_small)])[0].status is ObjectStatus.MISSING
     assert set(b"".join(map(bytes, too_small))) == {0xEE}
+
+
+@pytest.mark.parametrize("size", [64, 100, 4096, 12_288])
+@pytest.mark.parametrize("start", [0, 64, 4096])
+@pytest.mark.parametrize("count", [2, 9, 1500])
+def test_objects_scattered_in_one_buffer_are_read_back(store, start, size, count):
+    """The pieces are in reversed order and have gaps. 1,500 pieces are more than one system call accepts."""
+    count = min(count, 200_000 // size)
+    memory = mmap.mmap(-1, 4096 + 2 * count * size + 4096)
+    offsets = start + 2 * size * np.arange(count)[::-1]
+    pieces = Scattered(memoryview(memory), offsets, np.full(count, size))
+    content = payload_of(4, count * size)
+    for number, piece in enumerate(pieces):
+        piece[:] = content[number * size : (number + 1) * size]
+    before = bytes(memory)
+    assert store.write([Write(key_of(1), LABEL, pieces), Write(key_of(2), LABEL, content)]).ok
+    whole = bytearray(count * size)
+    assert store.read_into([Read(key_of(1), LABEL, whole)]).ok
+    assert whole == content
+    for piece in pieces:
+        piece[:] = bytes(size)
+    assert store.read_into([Read(key_of(2), LABEL, pieces)])[0].nbytes == count * size
+    assert bytes(memory) == before, "a read changed bytes between the pieces"
+    del piece, pieces
+
+
+def test_scattered_memory_outside_its_buffer_raises(store):
+    room = memoryview(bytearray(100))
+    for offsets, sizes in (([90], [11]), ([-1], [5]), ([0], [-1]), ([0, 1], [1]), ([], [])):
+        with pytest.raises(ArgumentError, match="100 bytes"):
+            Scattered(room, np.array(offsets, np.int64), np.array(sizes, np.int64))
+    read_only = Scattered(memoryview(bytes(100)), np.array([0, 50]), np.array([50, 0]))
+    assert store.write([Write(key_of(1), LABEL, read_only)]).ok
+    with pytest.raises(ArgumentError, match="writable"):
+        store.read_into([Read(key_of(1), LABEL, read_only)])
 
 
 def test_invalid_arguments_raise(store):

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults to inject. An offset is a position in all bytes that the server sends over all connections."""
+    """Faults to inject. An offset counts the bytes that the server has sent over all connections."""
 
     refuses: int = 0
     """The next `refuses` new connections are closed at once."""
@@ -26,7 +26,7 @@ class Faults:
     cut_at: int | None = None
     """Offset at which the connection is closed."""
     hangs_at: int | None = None
-    """Offset after which nothing is forwarded."""
+    """Offset after which the proxy forwards nothing."""
     latency_s: float = 0.0
     """Delay before the first piece of each answer."""
 
@@ -34,7 +34,7 @@ class Faults:
 class Proxy:
     """Listens on `port` until it is closed.
 
-    `num_asked` is the number of bytes from clients, and `num_turns` is the number of round trips.
+    `num_asked` is the number of bytes received from clients, and `num_turns` is the number of round trips.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -88,7 +88,7 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
-            for each in (client, server):  # Redis sets this option too. Without it, some answers wait 40 ms for an ACK
+            for each in (client, server):  # as Redis does; else some answers wait 40 ms for an ACK
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}

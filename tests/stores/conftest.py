@@ -1,4 +1,4 @@
-"""Start each server once per session on a free port. Skip the tests that need a server that is not installed."""
+"""Start each server once per session on a free port. If a server is not installed, skip the tests that need it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def mooncake(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mooncake_client(mooncake):
-    """Yield a function that creates a store with a prefix. All stores share one client, because closing is slow."""
+    """Yield a function that creates a store with a prefix.
+
+    All stores share one client, because closing a client is slow.
+    """
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
     class SharedClientBucket(MooncakeBucket):

@@ -37,7 +37,7 @@ def gcs_url(gcs, monkeypatch):
     return f"gs://test/some/prefix-{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{gcs.server_port}"
 
 
-def test_azure_stores_share_objects_and_keep_equal_ones(azure_url):
+def test_azure_stores_share_objects_and_skip_equal_writes(azure_url):
     url = azure_url()
     with contextlib.closing(open_store(url)) as one, contextlib.closing(open_store(url)) as other:
         assert put(one, 1).ok
@@ -54,7 +54,7 @@ def test_azure_error_for_wrong_key_hides_the_key(azure_url):
     assert wrong not in str(refused.value)
 
 
-def test_azure_missing_container_is_an_error(azure_url):
+def test_azure_missing_container_raises(azure_url):
     with pytest.raises(StoreError, match="cannot open az://absent/"):
         open_store(azure_url("absent"))
 
@@ -73,7 +73,7 @@ def test_gcs_requests_have_token_prefix_and_condition(gcs, gcs_url):
     assert {method for method, each in asked if each == path} == {"PUT", "GET", "HEAD", "DELETE"}
 
 
-def test_gcs_wrong_token_is_an_error_without_the_token(gcs_url, monkeypatch):
+def test_gcs_error_for_wrong_token_hides_the_token(gcs_url, monkeypatch):
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "wrong-token")
     with pytest.raises(StoreError, match="cannot open gs://test/some/prefix") as refused:
         open_store(gcs_url)
@@ -81,7 +81,7 @@ def test_gcs_wrong_token_is_an_error_without_the_token(gcs_url, monkeypatch):
 
 
 def signed_claims(token: str, key: rsa.RSAPublicKey) -> dict[str, object]:
-    """Return the claims of a JSON web token after checking its RS256 signature. Raises InvalidSignature."""
+    """Check the RS256 signature of a JSON web token and return its claims. Raise InvalidSignature if it is wrong."""
     signed, _, signature = token.rpartition(".")
     key.verify(base64url(signature), signed.encode(), padding.PKCS1v15(), hashes.SHA256())
     header, claims = (json.loads(base64url(part)) for part in signed.split("."))
@@ -124,7 +124,7 @@ def test_gcs_requests_are_signed_by_the_service_account(gcs, tmp_path, monkeypat
     assert all(each["iat"] < each["exp"] for each in claims)
 
 
-def test_gcs_unreadable_credentials_are_an_error(tmp_path):
+def test_gcs_unreadable_credentials_raise(tmp_path):
     (tmp_path / "credentials").write_text("not a service account")
     with pytest.raises(StoreError, match="cannot open gs://test"):
         open_store(f"gs://test/kv?credentials={tmp_path}/credentials")

@@ -55,7 +55,7 @@ def make_engine(model: Model, store: Store | None = None, *, num_blocks: int = 4
 
 
 def fill_store(model: Model, setup, chats, **options) -> None:
-    """Run these conversations on another engine. It saves the blocks of the conversations to the store."""
+    """Run the conversations on another engine, which saves their blocks to the store."""
     engine = make_engine(model, setup.store(**options))
     talk(engine, chats)
     engine.tiers.save_all()
@@ -79,7 +79,7 @@ def test_engine_fetches_blocks_saved_by_another_engine(model, setup, chats, expe
 
 
 class RandomFaults:
-    """Before some steps, injects a random fault into the network, the server or the stored objects."""
+    """Inject a random fault into the network, the server or the stored objects before some steps."""
 
     def __init__(self, setup, seed: int) -> None:
         self._setup, self._rng, self._num_hangs = setup, random.Random(seed), 0
@@ -121,7 +121,7 @@ def test_engine_outputs_do_not_change_under_store_faults(model, setup, chats, ex
     assert failed > 0
 
 
-@pytest.mark.parametrize("hangs_at", [0, 5000])  # the hang is in the first response, or in the middle of seven blocks
+@pytest.mark.parametrize("hangs_at", [0, 5000])  # in the first response, or in the middle of seven blocks
 def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expected, hangs_at):
     fill_store(model, setup, chats)
     clock = Clock()
@@ -130,13 +130,13 @@ def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expect
     setup.proxy.set(Faults(hangs_at=hangs_at))
     prompt = [*chats[0][0], *expected[0][0], *chats[0][1]]
     engine.add(prompt, greedy(2), request_id="first")
-    while engine.has_work():  # the request waits for its blocks until the deadline. Then its blocks are computed
+    while engine.has_work():  # after the deadline of the fetch, the blocks are computed
         engine.step()
     assert engine.explain("first").num_cached_tokens < 7 * 4
     assert (num_failed(engine) > 0) == (hangs_at > 0)
     traffic, refused = (setup.proxy.num_asked, setup.proxy.num_connections), store.stats.num_refused
     assert talk(engine, chats) == expected
-    assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic, "a call reached the server"
+    assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic, "the open breaker let a call through"
     assert store.stats.num_refused > refused
     setup.proxy.set(Faults())
     clock.now = 1000.0
@@ -158,9 +158,9 @@ def test_engine_never_uses_objects_of_another_model(model, setup, chats, expecte
     assert len(theirs) > 20, "the other model stored too few objects under its own keys"
     for number, (mine, label) in enumerate(ours.items()):
         value = setup.raw.get(theirs[number % len(theirs)].hex())
-        if number % 2:  # store the object of the other model under our name
+        if number % 2:  # replace our object by the other model's object
             setup.raw.set(mine.hex(), value)
-        else:  # store the block of the other model, with our record but another namespace
+        else:  # store the other model's block under our key, with another namespace
             wrong = Label(OTHER_NAMESPACE, label.token_digest)
             assert store.write([Write(mine, wrong, value[RECORD_BYTES:])])[0].status is ObjectStatus.STORED
     engine = make_engine(model, setup.store())

@@ -28,7 +28,7 @@ SALTS = (b"", b"\0pepper", b"shop\0")
 
 @contextlib.contextmanager
 def published(*sizes: int, int_hashes: bool = False, **options):
-    """Yield a tree whose events are published, a function that starts a router, and the list of the events."""
+    """Yield a tree whose events are published, a function that starts a router, and the list of published events."""
     with contextlib.ExitStack() as opened:
         config = EventConfig(**CONFIG, int_hashes=int_hashes, **options)
         publisher = opened.enter_context(contextlib.closing(publish_events(config)))
@@ -46,7 +46,7 @@ def published(*sizes: int, int_hashes: bool = False, **options):
 
 
 def save(tree: RadixTree, blocks: list[int], salt: bytes) -> None:
-    """Compute a prompt. Copy its blocks to the host if a single node has all of them and none is on the host."""
+    """Compute a prompt. Copy its blocks to the host if a single node holds all of them and none is on the host."""
     lease = begin(tree, *blocks, salt=salt)
     tree.publish(lease, lease.chain.num_tokens, now=0.0)
     held = lease.node.held[1]
@@ -56,7 +56,7 @@ def save(tree: RadixTree, blocks: list[int], salt: bytes) -> None:
 
 
 def agree(tree: RadixTree, router: Router) -> None:
-    """Wait until a router has the contents of the tree. The publisher's thread may still be sending."""
+    """Wait until the router has the same blocks as the tree. The publisher's thread may still be sending events."""
     expected, deadline = contents_of(tree), time.monotonic() + 60
     while without_empty(router.blocks) != expected:
         assert time.monotonic() < deadline, (router.blocks, expected)
@@ -120,7 +120,7 @@ def test_replica_feed_follows_a_publisher_across_gaps():
 
 
 def test_routers_rebuild_the_index_after_10000_events():
-    """One router receives everything, one loses a third of the messages, one joins at the end."""
+    """One router receives all messages, one loses a third of them, and one joins at the end."""
     chance = random.Random(1)
     with published(48, 96, num_kept=200) as (tree, start, events):
         whole, lossy = start(), start()

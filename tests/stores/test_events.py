@@ -67,9 +67,9 @@ class Subscriber:
         self._join()
 
     def _join(self) -> None:
-        """Publish marks until the first one arrives, and receive up to the last one.
+        """Publish marker events until one arrives, then receive all messages up to the last marker.
 
-        Messages that are sent before the subscription are lost.
+        A subscriber does not receive messages that were sent before it subscribed.
         """
         mark = 1 << 32
         while not self.socket.poll(20):
@@ -190,11 +190,11 @@ def test_missed_events_are_replayed():
         assert subscriber.replay(known + 1000) == []
 
 
-def test_replay_of_old_messages_begins_with_all_blocks():
+def test_replay_of_discarded_messages_starts_with_all_blocks():
     with subscribed(num_kept=2, int_hashes=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[5], tokens(5, 5), is_first=True))
         publisher(IndexCleared())
-        publisher(BlocksStored("host", KEYS[1], KEYS[2], tokens(7, 8)))  # the parent becomes known later
+        publisher(BlocksStored("host", KEYS[1], KEYS[2], tokens(7, 8)))  # published before its parent
         publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[3], tokens(5, 6, 3, 3), True, b"\0salt"))
         publisher(BlocksRemoved("device", KEYS[3]))
         subscriber.take(5)
@@ -213,7 +213,7 @@ def test_replay_of_old_messages_begins_with_all_blocks():
         assert [number for number, _ in subscriber.replay(kept)] == [kept, kept + 1]
 
 
-def test_numbers_of_a_new_process_are_above_earlier_ones():
+def test_new_publisher_continues_above_earlier_numbers():
     """A subscriber that outlives the publisher sees a gap, and its replay begins with AllBlocksCleared."""
     with subscribed() as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6), is_first=True))
@@ -232,7 +232,7 @@ def test_dropped_events_are_replaced_by_all_blocks_cleared():
         num_dropped = publisher.num_dropped
         messages: list[tuple[int, list[object]]] = []
         while Cleared() not in (events := [event for _, events in messages for event in events]):
-            publisher(BlocksRemoved("device", KEYS[2]))  # accepted once the queue has room
+            publisher(BlocksRemoved("device", KEYS[2]))  # accepted as soon as the queue has a free place
             messages = subscriber.replay(subscriber.numbers[0])
         after = events[events.index(Cleared()) + 1]
         assert after == Removed([int.from_bytes(KEYS[2][-8:], "big")], "GPU", 0, "LOCAL")
@@ -263,7 +263,7 @@ def test_close_sends_queued_events():
 
 
 def test_blocks_rebuilt_from_events_match_the_tree():
-    """Run a tree that evicts blocks. A set of blocks that is rebuilt from the events equals the blocks in the tree."""
+    """Run a tree that evicts blocks, and rebuild its set of blocks from the events. Both sets must be equal."""
     from index_cases import chain_of, matched, run, tree_of
     from kvtier.messages import KEY_BYTES as WIDTH
 

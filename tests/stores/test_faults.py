@@ -1,6 +1,6 @@
-"""Under faults of servers and networks, reads never return wrong bytes, and every call returns by its deadline.
+"""Remote stores with faults of servers and networks. Reads never return wrong bytes, and calls end by their deadline.
 
-While the breaker is open, a store sends no request.
+A store whose breaker is open sends no requests.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_hanging_server_opens_breaker_after_one_deadline(setup):
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=SHORT_S)
     put(store, 1)
     setup.proxy.set(Faults(hangs=True))
-    outcome = check_read(store, 1)  # the call returns although the server never answers
+    outcome = check_read(store, 1)  # returns at the deadline, because the server hangs
     assert outcome.status is ObjectStatus.FAILED
     assert "not done within 1 s" in outcome.reason
     traffic = setup.proxy.num_asked, setup.proxy.num_connections
@@ -156,7 +156,7 @@ def test_number_of_round_trips_depends_on_threads_not_keys(redis_port):
         store = setup.store()
         keys = [key_of(n) for n in range(100)]
         put(store, *range(100), nbytes=100_000)
-        # Warm up: every thread opens its connection, which would add round trips to the calls below.
+        # Warm up: every thread opens its connection now, so that no handshake adds round trips to the calls below.
         assert store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys]).ok
         calls = {
             "contains": lambda: store.contains(keys),
@@ -232,7 +232,7 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
-    """Copying such an object would write past the end of the caller's memory, or would leave part of it unwritten."""
+    """Copying such an object would write past the end of the caller's memory, or leave a part of it unwritten."""
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
@@ -254,9 +254,9 @@ def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
 
 
 class OvertakenBucket:
-    """A bucket that returns wrong values: the first `times` reads of name `n` return the value of name `wrong[n]`.
+    """A bucket whose first `times` reads of a name `n` return the value of the name `wrong[n]`.
 
-    Mooncake returns such values if an object is removed during a read and another object reuses its memory.
+    Mooncake returns such wrong values if an object is removed during a read and another object reuses its memory.
     """
 
     def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:

@@ -36,7 +36,7 @@ def bucket(mooncake):
 
 
 def simulate_rdma(bucket):
-    """Make the bucket register and copy memory as it does for RDMA. The client still sends over TCP."""
+    """Make the bucket register and copy memory as for RDMA. The client still sends over TCP."""
     bucket._is_tcp = False
 
 

@@ -183,7 +183,7 @@ def test_redis_evicted_objects_are_missing_and_others_are_intact(tmp_path):
 
 
 def test_redis_write_past_deadline_stores_no_later_changes(tmp_path):
-    """While the server sleeps, the client can send only one socket buffer. It sends the rest when the server wakes."""
+    """The caller changes the memory after the deadline. The client sends most of it later, when the server wakes up."""
     import redis
 
     from kvtier.storage.remote.bucket import RequestSize

@@ -1,4 +1,4 @@
-"""Compare a store on a server with a dictionary, while two clients use it and objects are damaged or expire."""
+"""Compare a remote store with a dictionary, while two clients use the store and objects are damaged or expire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SGLang backend over a real Redis server behind a proxy: faults are misses, and the backend recovers."""
+"""The SGLang backend with a real Redis server behind a faulty proxy. Faults cause misses, and the backend recovers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_pages_faulty_server_is_a_miss_until_it_recovers(name, redis_port):
-    """No call raises, no damaged byte reaches the pool, and all pages are found again after the fault."""
+    """No call raises, no damaged byte reaches the pool, and all pages are found again when the fault ends."""
     with contextlib.closing(Proxy(redis_port)) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}?prefix={uuid.uuid4().hex}:&retries=0&timeout=1s"
         settings = HiCacheSettings.parse({"store": url, "revision": "1", "timeout_s": 1.0, "gib_timeout_s": 0.0})
@@ -49,7 +49,7 @@ def test_pages_faulty_server_is_a_miss_until_it_recovers(name, redis_port):
             assert 0 <= pages.num_leading(HASHES) <= len(HASHES)
         proxy.set(Faults())
         while not all(pages.set(HASHES, INDICES) if name != "corrupt" else [True]):
-            pool.kv_buffer.copy_(before)  # the breaker refuses calls for a while
+            pool.kv_buffer.copy_(before)  # the breaker rejects calls for a while
         pool.kv_buffer.copy_(before)
         while not all(pages.get(HASHES, INDICES)):
             pool.kv_buffer.copy_(before)

@@ -43,6 +43,7 @@ PREFIX = "KVTIER_"
 # Variables that are not options. Secrets are never options, because all users of a machine can see command lines.
 _OTHER_VARIABLES = (
     *("KVTIER_CONFIG", "KVTIER_API_KEY", "KVTIER_ADMIN_KEY", "KVTIER_CACHE_DIR", "KVTIER_NATIVE_DIR", "KVTIER_SOAK"),
+    "KVTIER_CPU_ISA",
 )
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 

@@ -22,7 +22,7 @@ _WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://
 
 
 def add(commands: Commands) -> None:
-    text = "Show the contents of a store by model and layout. A disk tier must not be in use by a server."
+    text = "Show the contents of a store by model and layout. A server may be using it."
     examples = "kvtier inspect ~/kv\nkvtier inspect redis://cache --objects --json"
     command = add_command(commands, "inspect", text, examples, inspect, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)

@@ -40,7 +40,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, and set the results. Instead return False if the call has returned."""
+        """Run `act`, which must be short, and set the results. If the call has already returned, only return False."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -180,13 +180,16 @@ class CallRunner:
         if refusal:
             return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count
         batch = Batch(count)
-        jobs = plan(batch)
-        batch.add_jobs(len(jobs))
-        for job in jobs:
-            self._jobs.put((batch, job))
+        self.submit(batch, plan(batch))
         outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
         self._breaker.record(batch)
         return outcomes
+
+    def submit(self, batch: Batch, jobs: Sequence[Job]) -> None:
+        """Add jobs to a running call."""
+        batch.add_jobs(len(jobs))
+        for job in jobs:
+            self._jobs.put((batch, job))
 
     def close(self) -> bool:
         """Finish submitted jobs and stop the threads. Return False if a thread still hangs after the deadline."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvtier.errors import UnavailableError
 from kvtier.native_code import Native, NativeSource, load
+from kvtier.storage.store import Scattered
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
 SOURCE = NativeSource("kvtier.storage", ("native.c",), _FLAGS, is_x86_only=True)
@@ -38,6 +39,8 @@ class StorageNative:
         self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
         self.checksum_joined = library.kvtier_checksum_joined
         self.checksum_joined.argtypes, self.checksum_joined.restype = [size, pointer, pointer], ctypes.c_uint64
+        self.gather_checksum = library.kvtier_gather_checksum
+        self.gather_checksum.argtypes, self.gather_checksum.restype = [size, *[pointer] * 3], ctypes.c_uint64
         self.gather, self.scatter = library.kvtier_gather, library.kvtier_scatter
         for function in (self.gather, self.scatter):
             function.argtypes, function.restype = [size, pointer, pointer, pointer], None
@@ -85,14 +88,29 @@ def checksum(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
     return total if whole == len(data) and not then else _extend(total, memoryview(data)[whole:], then)
 
 
-def checksum_joined(pieces: Sequence[memoryview]) -> int:
-    """Return the checksum of pieces that follow each other. Pieces whose sizes are odd are copied first."""
-    code = native().code
-    sizes = [len(piece) for piece in pieces]
-    if code is None or any(size % _STEP or not size for size in sizes):
-        return checksum(b"".join(pieces))
-    table = np.array([[address_of(piece) for piece in pieces], sizes], np.uint64)
-    total: int = code.checksum_joined(len(pieces), table.ctypes.data, table.ctypes.data + table.strides[0])
+def piece_table(pieces: Sequence[memoryview]) -> np.ndarray:
+    """Return the addresses and the sizes of pieces, as two rows."""
+    if isinstance(pieces, Scattered):
+        return np.array([pieces.offsets + address_of(pieces.memory), pieces.sizes], np.uint64)
+    return np.array([[address_of(piece) for piece in pieces], [len(piece) for piece in pieces]], np.uint64)
+
+
+def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = None) -> int:
+    """Return the checksum of consecutive pieces, and copy them to `target`, whose address is a multiple of 64.
+
+    If a size is not a multiple of 64 bytes, the pieces are copied first.
+    """
+    code, table = native().code, piece_table(pieces)
+    if code is None or (table[1] % _STEP).any() or not table[1].all():
+        whole = b"".join(pieces)
+        if target is not None:
+            target[:] = whole
+        return checksum(whole)
+    first, row = table.ctypes.data, table.strides[0]
+    if target is None:
+        total: int = code.checksum_joined(table.shape[1], first, first + row)
+    else:
+        total = code.gather_checksum(table.shape[1], first, first + row, address_of(target))
     return total
 
 

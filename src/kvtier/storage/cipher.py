@@ -49,14 +49,13 @@ class Cipher:
             raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
 
     def seal_into(self, room: memoryview, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Encrypt `data` into `room`, which must have TAG_BYTES more bytes. The tag follows the data. Return the
-        nonce."""
+        """Encrypt `data` into `room`, followed by the tag (TAG_BYTES bytes). Return the nonce."""
         nonce = os.urandom(NONCE_BYTES)
         self._gcm.encrypt_into(nonce, data, bound, room)
         return nonce
 
     def open_into(self, room: memoryview, nonce: bytes, data: memoryview, bound: bytes) -> None:
-        """Decrypt `data`, which ends with the tag, into `room`, which must have TAG_BYTES fewer bytes.
+        """Decrypt `data` into `room`. The last TAG_BYTES bytes of `data` are the tag; `room` has the size of the rest.
 
         Raise FormatError if the data was changed. The room may then contain unverified bytes.
         """

@@ -10,9 +10,9 @@ from enum import Enum
 import numpy as np
 
 from kvtier.errors import RangeError
-from kvtier.storage.checksum import address_of, checksum, native
+from kvtier.storage.checksum import address_of, checksum, checksum_joined, native, piece_table
 from kvtier.storage.record import Flags, Record
-from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read
+from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read, Scattered, num_bytes
 
 ALIGNMENT = 4096
 """Alignment of addresses, offsets and lengths for direct I/O. It is sufficient for all known disks."""
@@ -38,11 +38,18 @@ class Scratch:
         """Return the bytes of all pieces. Several pieces are copied; the copy is valid until the next call."""
         if len(pieces) == 1:
             return pieces[0]
-        nbytes = sum(map(len, pieces))
-        self._gathered = _at_least(self._gathered, nbytes)
-        gathered = memoryview(self._gathered)[:nbytes]
+        gathered = self._gathering(num_bytes(pieces))
         gather(gathered, pieces)
         return gathered
+
+    def gather_checksum(self, pieces: Sequence[memoryview]) -> tuple[memoryview, int]:
+        """Return the bytes of all pieces, copied, and their checksum. The copy is valid until the next call."""
+        gathered = self._gathering(num_bytes(pieces))
+        return gathered, checksum_joined(pieces, gathered)
+
+    def _gathering(self, nbytes: int) -> memoryview:
+        self._gathered = _at_least(self._gathered, nbytes)
+        return memoryview(self._gathered)[:nbytes]
 
 
 def _at_least(memory: mmap.mmap, nbytes: int) -> mmap.mmap:
@@ -58,6 +65,11 @@ class Compression(Enum):
 
     NONE = "none"
     ZLIB = "zlib"
+
+
+def record_of(key: bytes, label: Label, nbytes: int, known: int) -> Record:
+    """Return the record of an object that is stored as it is, without token ids. `known` is its checksum."""
+    return Record(key, label.namespace, label.token_digest, nbytes, nbytes, known)
 
 
 def encode(
@@ -78,6 +90,13 @@ def encode(
     total = checksum(stored, label.token_ids) if known is None else known
     sizes = (len(payload), len(stored), total, len(label.token_ids))
     return Record(key, label.namespace, label.token_digest, *sizes, flags), stored
+
+
+def is_aligned(pieces: Sequence[memoryview]) -> bool:
+    """True if direct I/O can write these pieces without a copy."""
+    if isinstance(pieces, Scattered):
+        return pieces.is_aligned(ALIGNMENT, address_of(pieces.memory))
+    return not any((address_of(piece) | len(piece)) % ALIGNMENT for piece in pieces)
 
 
 def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: bool) -> list[memoryview]:
@@ -145,27 +164,26 @@ def scatter(pieces: Sequence[memoryview], source: memoryview) -> None:
 
 
 def _copy_pieces(pieces: Sequence[memoryview], whole: memoryview, *, is_gather: bool) -> None:
-    sizes = [len(piece) for piece in pieces]
-    if sum(sizes) != len(whole):
-        raise RangeError(f"pieces of {sum(sizes)} bytes do not match memory of {len(whole)} bytes")
+    if num_bytes(pieces) != len(whole):
+        raise RangeError(f"pieces of {num_bytes(pieces)} bytes do not match memory of {len(whole)} bytes")
     code = native().code
     if code is not None and len(whole):  # a call per piece would take longer than the copy of a small piece
-        table = np.array([[address_of(piece) for piece in pieces], sizes], np.uint64)
+        table = piece_table(pieces)
         first, row = table.ctypes.data, table.strides[0]
         (code.gather if is_gather else code.scatter)(len(pieces), first, first + row, address_of(whole))
         return
     at = 0
-    for piece, size in zip(pieces, sizes, strict=True):
-        part = whole[at : at + size]
+    for piece in pieces:
+        part = whole[at : at + len(piece)]
         copy_bytes(part, piece) if is_gather else copy_bytes(piece, part)
-        at += size
+        at += len(piece)
 
 
 def joined(pieces: Sequence[memoryview]) -> memoryview:
     """Return the bytes of all pieces, in new memory if there are several."""
     if len(pieces) == 1:
         return pieces[0]
-    target = memoryview(bytearray(sum(map(len, pieces))))
+    target = memoryview(bytearray(num_bytes(pieces)))
     gather(target, pieces)
     return target
 

@@ -1,7 +1,7 @@
 """Open stores by URL: one store for all shards, or one store per shard.
 
-A server stores all shards of a block. A folder belongs to one process at a time, and the number of ranks determines the
-owner of a shard. A disk store of S shards is therefore S folders, and each rank opens the folders of its shards.
+A server stores all shards of a block. A disk store of S shards is S folders, and each rank opens the folders of its
+shards, so that ranks do not wait for each other. Several servers can open the same folders.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|

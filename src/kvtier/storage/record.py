@@ -72,7 +72,7 @@ class Record:
     slot: int = 0
     expires_s: int = 0
     seal: Seal | None = None
-    """None if the payload is not encrypted. `pack` omits it."""
+    """None if the payload is not encrypted. `pack` omits the seal."""
 
     @property
     def label(self) -> Label:

@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, overload, runtime_checkable
+
+import numpy as np
 
 from kvtier.errors import ArgumentError, ClosedError
 
@@ -25,8 +27,55 @@ DEFAULT_TIMEOUT_S = 10.0
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous memory; writable for `read_into`."""
+
+
+class Scattered(Sequence[memoryview]):
+    """The memory of an object in many pieces of one buffer, in this order. A list of pieces takes longer to process."""
+
+    def __init__(self, memory: memoryview, offsets: np.ndarray, sizes: np.ndarray) -> None:
+        """Refer to parts of contiguous memory. Raise ArgumentError for parts outside of it."""
+        self.memory = view_of(memory)
+        self.offsets, self.sizes = offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)
+        is_inside = self.offsets.shape == self.sizes.shape and self.offsets.ndim == 1 and len(self.offsets)
+        if not is_inside or min(self.offsets.min(), self.sizes.min()) < 0 or self._stop > len(self.memory):
+            raise ArgumentError(
+                f"{len(offsets)} offsets and {len(sizes)} sizes do not describe parts of {len(self.memory)} bytes"
+            )
+
+    @property
+    def _stop(self) -> int:
+        return int((self.offsets + self.sizes).max())
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def is_aligned(self, alignment: int, address: int) -> bool:
+        """True if the addresses and sizes of all pieces are multiples of `alignment`. `address` is that of `memory`."""
+        return not (((self.offsets + address) | self.sizes) & (alignment - 1)).any()
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return self.memory[self.offsets[index] : self.offsets[index] + self.sizes[index]]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for offset, size in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True):
+            yield self.memory[offset : offset + size]
+
+
 Pieces = Buffer | Sequence[Buffer]
-"""Memory of one object: one buffer, or a list or tuple of buffers that together hold its bytes in this order."""
+"""Memory of one object: one buffer, or a list or tuple of buffers, or a Scattered, that together hold its bytes in this
+order."""
 CallKind = Literal["lookups", "reads", "writes", "removals"]
 
 
@@ -271,8 +320,12 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-def views_of(memory: Pieces, *, writable: bool = False) -> tuple[memoryview, ...]:
+def views_of(memory: Pieces, *, writable: bool = False) -> Sequence[memoryview]:
     """Return the pieces of an object as `view_of` does. Empty pieces are left out, but there is at least one view."""
+    if isinstance(memory, Scattered) and memory.sizes.all():
+        view_of(memory.memory, writable=writable)
+        return memory
+    memory = list(memory) if isinstance(memory, Scattered) else memory
     if not isinstance(memory, list | tuple):
         return (view_of(memory, writable=writable),)  # type: ignore[arg-type]
     views = [view_of(piece, writable=writable) for piece in memory]
@@ -280,7 +333,7 @@ def views_of(memory: Pieces, *, writable: bool = False) -> tuple[memoryview, ...
 
 
 def num_bytes(views: Sequence[memoryview]) -> int:
-    return sum(map(len, views))
+    return views.nbytes if isinstance(views, Scattered) else sum(map(len, views))
 
 
 def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:

@@ -15,6 +15,15 @@ from store_contract import *  # noqa: E402, F403
 
 MAX_BYTES = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 3}
+
+
+def client_of(owner: DiskStore, folder) -> DiskStore:
+    """Return a store that uses the slots of another one in the same folder."""
+    client = DiskStore(folder, MAX_BYTES, **SMALL)
+    client.owner = owner
+    return client
+
+
 STORES = {
     "memory": lambda _: MemoryStore(MAX_BYTES),
     "faulty store without faults": lambda _: FaultyStore(MemoryStore(MAX_BYTES)),
@@ -26,6 +35,7 @@ STORES = {
     "disk, encrypted, page cache": lambda folder: DiskStore(
         folder, MAX_BYTES, secret=bytes(32), direct=False, compression=Compression.ZLIB, **SMALL
     ),
+    "disk of another process": lambda folder: client_of(DiskStore(folder, MAX_BYTES, **SMALL), folder),
     "disk, simulated": lambda folder: DiskStore(folder, MAX_BYTES, files=SimulatedDisk(), **SMALL),
 }
 
@@ -34,6 +44,9 @@ STORES = {
 def store(request, tmp_path):
     created: Store = STORES[request.param](tmp_path / "store")
     yield created
+    if hasattr(created, "owner"):
+        created.close()
+        created = created.owner
     if isinstance(created, DiskStore) and not created._meter.is_closed:
         check_disk(created)
     created.close()

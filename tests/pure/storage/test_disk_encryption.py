@@ -1,4 +1,4 @@
-"""Check the encrypted disk store: what the files reveal, wrong and deleted keys, damage, and the folder of keys."""
+"""The encrypted disk store: contents of its files, wrong and deleted keys, damage, and the folder of keys."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_encrypted_slot_is_not_larger_than_plain_slot(reopen, folder, tmp_path):
     assert with_secret.stat().st_size == next((tmp_path / "plain").glob("*.kv")).stat().st_size
 
 
-def test_wrong_secret_misses_and_right_secret_finds_again(reopen, folder):
+def test_objects_are_missing_only_with_wrong_secret(reopen, folder):
     put(reopen(), 1, 2)
     store = reopen(OTHER_SECRET)
     assert [get(store, n)[0].status for n in (1, 2)] == [ObjectStatus.MISSING] * 2
@@ -179,8 +179,8 @@ def test_tenant_with_deleted_key_can_store_again(reopen, folder):
     assert get(reopen(), 1)[1] == payload_of(1)
 
 
-def test_restored_copy_of_a_deleted_key_opens_nothing_new(reopen, folder):
-    """The records of the deleted key are gone after the next opening, even if the key comes back."""
+def test_restored_key_finds_no_objects_of_deleted_key(reopen, folder):
+    """The first opening after the deletion erases the records of the deleted key. Restoring the key does not help."""
     store = reopen()
     store.write([owned(1, SHOP)])
     kept = key_files(folder)[0]
@@ -226,7 +226,7 @@ def test_flipped_bit_in_encrypted_payload_is_corrupt(reopen, folder):
 
 @pytest.mark.parametrize("part", ["slots", "records"])
 def test_exchanged_slots_or_records_are_never_served(reopen, folder, part):
-    """An attacker who can write the disk exchanges two objects of one tenant."""
+    """Simulate an attacker who can write to the disk and exchanges two objects of one tenant."""
     put(reopen(), 1, 2)
     reopen().close()
     path = next(folder.glob("*.kv" if part == "slots" else "*.table"))
@@ -252,7 +252,7 @@ def test_folder_with_other_encryption_is_refused_unchanged(reopen, folder, first
     assert get(reopen(first), 1)[1] == payload_of(1)
 
 
-def test_plain_folder_keeps_version_1_and_encrypted_has_2():
+def test_plain_segment_has_version_1_and_encrypted_has_2():
     plain, sealed = SegmentHeader(3, 8192, 5), SegmentHeader(3, 8192, 5, True)
     assert (plain.pack()[8:10], sealed.pack()[8:10]) == (b"\1\0", b"\2\0")
     assert [SegmentHeader.unpack(each.pack()) for each in (plain, sealed)] == [plain, sealed]
@@ -285,7 +285,7 @@ def test_write_fails_with_reason_if_key_cannot_be_created(folder):
     assert not list((folder / "keys").iterdir())
 
 
-def test_key_folder_used_by_two_openers_has_one_key_per_tenant(tmp_path):
+def test_concurrent_openers_create_one_key_per_tenant(tmp_path):
     openers = [TenantKeys(str(tmp_path / "keys"), SECRET) for _ in range(4)]
     found: list[bytes] = []
     barrier = threading.Barrier(4)
@@ -303,7 +303,7 @@ def test_key_folder_used_by_two_openers_has_one_key_per_tenant(tmp_path):
     assert len(set(found)) == len(list((tmp_path / "keys").iterdir())) == 20
 
 
-def test_disk_url_with_secret_encrypts_and_shards_share_keys(tmp_path):
+def test_shards_of_encrypted_disk_url_share_keys(tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     url = f"disk:{tmp_path}/kv?bytes=8MiB&free=0&segment=128KiB&secret={tmp_path}/secret"
     shards = open_shards([url], range(2), 2)

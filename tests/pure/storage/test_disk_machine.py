@@ -23,7 +23,10 @@ COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Calls a store that is too small for all objects. A read returns the last version, or misses after an eviction."""
+    """Calls a store that is too small for all objects.
+
+    A read must return the last version, or miss after an eviction.
+    """
 
     @initialize(
         direct=st.booleans(),
@@ -38,7 +41,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.max_bytes = slots * 8192
         self.versions = Versions()
         self.last: dict[int, int | None] = {}
-        """Last written version of each object by number; None if the object was removed."""
+        """Last written version of each object by number, or None if the object was removed."""
         self.open()
 
     def open(self):
@@ -132,7 +135,7 @@ def test_reads_after_power_failure_return_no_wrong_bytes(room, calls, sync, at, 
 )
 @settings(max_examples=150 * SOAK, deadline=None)
 def test_encrypted_reads_after_power_failure_are_correct(room, calls, sync, at, seed):
-    """The folder of keys is on the same disk, and a key that is lost would make durable objects unreadable."""
+    """The folder of keys is on the same disk. If a key were lost, durable objects would be unreadable."""
     check_power_failure(room, calls, sync, at, seed, bytes(32))
 
 
@@ -148,7 +151,7 @@ def check_power_failure(room, calls, sync, at, seed, secret=None):
 @pytest.mark.parametrize("removed_by", ["replacement", "eviction", "segment deletion"])
 @pytest.mark.parametrize("seed", range(20))
 def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
-    """The object's older record, which is in the table of another segment, must also be erased on disk."""
+    """The object also has an older record in the table of another segment. This record must be erased on disk too."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 100 << 10, Sync.WRITE, at=0, seed=seed)
         run.run("write", [0], 100)
@@ -181,7 +184,7 @@ def test_closed_store_keeps_its_objects_after_power_failure():
 
 
 def test_reopening_with_sync_makes_existing_objects_durable():
-    """The objects of a killed process are only in the page cache until a store with Sync.WRITE syncs them."""
+    """Objects of a killed process are only in the page cache, until a store with Sync.WRITE syncs them."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)

@@ -1,4 +1,4 @@
-"""FaultyStore injects the configured faults and never serves wrong bytes."""
+"""FaultyStore, a helper of other tests, injects the configured faults and never returns wrong bytes."""
 
 from __future__ import annotations
 

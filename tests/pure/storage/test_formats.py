@@ -14,9 +14,9 @@ from hypothesis import given
 
 from kvtier.errors import FormatError, RangeError, VersionError
 from kvtier.native_code import Native
-from kvtier.storage import ObjectStatus, Read, Write
+from kvtier.storage import ObjectStatus, Read, Scattered, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, checksum_joined, checksums
-from kvtier.storage.codec import Compression, copy_bytes, encode, gather, scatter
+from kvtier.storage.codec import Compression, Scratch, copy_bytes, encode, gather, scatter
 from kvtier.storage.disk.segment import SegmentHeader
 from kvtier.storage.disk.space import slot_bytes_for
 from kvtier.storage.record import BLANK, Flags, Record
@@ -99,6 +99,12 @@ def test_gather_and_scatter_are_inverse(sizes, has_compiler, monkeypatch):
     target = memoryview(bytearray(len(content)))
     gather(target, [piece.toreadonly() for piece in pieces])
     assert target == content
+    assert Scratch().gather_checksum(pieces) == (content, checksum(content))
+    memory = memoryview(bytearray(b"".join(pieces)))
+    sizes = np.array([size for size in sizes if size])
+    scattered = Scattered(memory, np.cumsum(sizes) - sizes, sizes)
+    assert (b"".join(scattered), scattered[0:1], scattered.nbytes) == (content, [memory[: sizes[0]]], len(content))
+    assert Scratch().gather_checksum(scattered) == (content, checksum(content))
     with pytest.raises(RangeError, match="bytes"):
         scatter(pieces, memoryview(content + b"1"))
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import struct
 from collections.abc import Sequence
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
+_MAX_BUFFERS = 1024  # of one call, IOV_MAX of Linux
+_LOCK = struct.Struct("hhqqi4x")  # struct flock of Linux
 
 
 class Files:
@@ -37,7 +41,7 @@ class Files:
     def write(self, descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
-            count = os.pwritev(descriptor, left, offset)
+            count = os.pwritev(descriptor, left[:_MAX_BUFFERS], offset)
             if not count:
                 raise OSError(errno.ENOSPC, "the filesystem wrote no byte")
             offset += count
@@ -54,6 +58,16 @@ class Files:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
             os.ftruncate(descriptor, nbytes)  # without a reservation, writing a slot may fail on a full disk
+
+    def lock(self, descriptor: int, start: int, nbytes: int) -> None:
+        """Lock bytes of a file against other open files, until the descriptor is closed or the process ends."""
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
+
+    def is_locked(self, descriptor: int, start: int, nbytes: int) -> bool:
+        """True if another open file has locked some of these bytes."""
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
+        kind: int = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
 
     def sync(self, descriptor: int) -> None:
         os.fdatasync(descriptor)

@@ -60,6 +60,8 @@ class TenantKeys:
         self._lock = threading.Lock()
         self._by_id: dict[bytes, TenantKey] = {}
         self._by_tenant: dict[bytes, TenantKey] = {}
+        self._stamp: tuple[int, int] | None = None
+        """Stamp of the folder when it was read."""
         self.foreign_ids: frozenset[bytes] = frozenset()
         """Ids of keys in the folder that this secret does not open."""
         try:
@@ -69,8 +71,6 @@ class TenantKeys:
                     f"run chmod 700 on it"
                 )
             self._load()
-        except FileNotFoundError:
-            pass  # created with the first key
         except OSError as error:
             raise StoreError(f"cannot read the keys in {folder!r}: {error}") from error
 
@@ -91,8 +91,15 @@ class TenantKeys:
     def find(self, key_id: bytes) -> TenantKey | None:
         """Return the key with this id, or None if its file was deleted or was sealed with another secret."""
         with self._lock:
+            if key_id not in self._by_id and self._files.stamp(self._folder) != self._stamp:
+                self._load()
             key = self._by_id.get(key_id)
             return key if key is not None and self._is_current(key) else None
+
+    def reload(self) -> None:
+        """Read keys that other processes have created."""
+        with self._lock:
+            self._load()
 
     def delete(self, tenant: bytes) -> bool:
         """Delete the key of a tenant, and with it all data of the tenant. Return False if the tenant has no key."""
@@ -109,13 +116,20 @@ class TenantKeys:
 
     def _load(self) -> None:
         foreign: set[bytes] = set()
-        for name in self._files.list(self._folder):
+        self._stamp = self._files.stamp(self._folder)
+        for name in self._names():
             if name.endswith(SUFFIX):
                 try:
                     self._remember(self._read(os.path.join(self._folder, name)))
                 except FormatError:
                     foreign.update(self._id_of(os.path.join(self._folder, name)))
         self.foreign_ids = frozenset(foreign)
+
+    def _names(self) -> list[str]:
+        try:
+            return [*self._files.list(self._folder)]
+        except FileNotFoundError:
+            return []  # created with the first key
 
     def _is_current(self, key: TenantKey) -> bool:
         """True if the file of a key still exists. Otherwise the key is removed from memory."""

@@ -99,7 +99,8 @@ class FolderLock:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             os.close(descriptor)
         return StoreInUseError(
-            f"{self._folder!r} is in use by process {owner or 'unknown'}; close the store there, or use another folder"
+            f"{self._folder!r} is in use by process {owner or 'unknown'}, to which this process cannot connect; close "
+            f"the store there, or use another folder"
         )
 
     def release(self) -> None:
@@ -143,6 +144,8 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: Te
     Raises, before any change, VersionError if a segment is from a newer kvtier, and StoreError if segments are
     encrypted and there are no keys, or the other way round.
     """
+    if keys is not None:
+        keys.reload()  # a record whose key is unknown counts as deleted
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
     if os.path.islink(quarantine):

@@ -17,9 +17,9 @@ Superblock, little-endian:
      32   4060  zeros
    4092      4  CRC-32 of the first 4092 bytes
 
-The payload is written before the record, so that no record remains if the process ends during a write. The record is
-blanked before the slot is written again. If the disk reordered these writes before a power failure, the checksum in the
-record does not match the payload. A table gets its final name when its superblock and all slots are on disk. Slots
+The payload is written before the record, so a process that dies while it writes a payload leaves no record. The record
+is blanked before the slot is written again. If the disk reordered these writes before a power failure, the checksum in
+the record does not match the payload. A table gets its final name when its superblock and all slots are on disk. Slots
 without a table, and a table without slots, are therefore the remains of an interrupted creation or deletion.
 """
 
@@ -166,7 +166,7 @@ class Segment:
         try:
             for path, nbytes, content in (
                 (slots, shape.slots_bytes, b""),
-                # The table is written as a whole, so that later syncs of the table record no new extents.
+                # The whole table is written now, so that later syncs of the table need not allocate extents.
                 (table + ".new", shape.table_bytes, shape.pack().ljust(shape.table_bytes, b"\0")),
             ):
                 descriptor = files.open(path, create=True)
@@ -198,6 +198,11 @@ class Segment:
         self.close()
         for name in (table_name, slots_name):  # table first, because recovery deletes slots without a table
             self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
+
+    def is_locked(self, slot: int, count: int = 1) -> bool:
+        """True if another process, or a thread with another open file, writes to one of these slots."""
+        size = self.shape.slot_bytes
+        return self._files.is_locked(self._slots, slot * size, count * size)
 
     def sync_slots(self) -> None:
         self._files.sync(self._slots)

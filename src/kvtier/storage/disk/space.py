@@ -13,14 +13,16 @@ from kvtier.storage.codec import round_up
 from kvtier.storage.disk.catalog import Catalog, Entry, SlotRef
 from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.keys import TenantKeys
-from kvtier.storage.disk.recovery import FolderLock, recover
+from kvtier.storage.disk.recovery import recover
 from kvtier.storage.disk.sealing import pack_record
 from kvtier.storage.disk.segment import Segment, SegmentHeader
-from kvtier.storage.record import BLANK, Flags, Record
-from kvtier.storage.store import StoreStats
+from kvtier.storage.disk.wear import WriteBudget
+from kvtier.storage.record import BLANK, RECORD_BYTES, Flags, Record
+from kvtier.storage.store import ObjectResult, ObjectStatus
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is healthy but full."""
+ALREADY_STORED = ObjectResult(ObjectStatus.STORED, reason="already stored")
 _MAX_NAMES = 100
 """Maximum number of segment numbers that one write tries. The next write continues with the following number."""
 
@@ -44,9 +46,12 @@ class SlotAllocator:
         min_free_bytes: int,
         direct: bool,
         sync: bool,
+        budget: WriteBudget,
         keys: TenantKeys | None = None,
     ) -> None:
-        self._folder, self._files, self._direct, self._keys = folder, files, direct, keys
+        """Open the folder, which the caller has locked."""
+        self._folder, self._files, self._direct, self.keys = folder, files, direct, keys
+        self._budget = budget
         self._max_bytes, self._segment_bytes, self._min_free_bytes = max_bytes, segment_bytes, min_free_bytes
         self._lock = threading.Lock()
         self._growth = threading.Lock()
@@ -54,10 +59,15 @@ class SlotAllocator:
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
         """Segments whose blanked records are possibly not on disk yet."""
+        self._unsynced: set[int] = set()
+        """Segments whose objects are possibly not on disk yet. Processes that share a folder can differ in this."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
-        self._folder_lock = FolderLock(folder)
+        self._discarded: dict[SlotRef, Entry] = {}
+        """Objects removed by `discard`, whose records are not blanked yet."""
+        self._late: set[SlotRef] = set()
+        """Free slots to which a client that lost its connection still writes. They are held like reserved slots."""
         try:
             self._recover(sync)
         except OSError as error:
@@ -68,7 +78,8 @@ class SlotAllocator:
             raise
 
     def _recover(self, sync: bool) -> None:
-        found = recover(self._files, self._folder, self._max_bytes, direct=self._direct, keys=self._keys)
+        found = recover(self._files, self._folder, self._max_bytes, direct=self._direct, keys=self.keys)
+        self._budget.load()
         self._segments = found.segments
         self._quarantine_bytes, self.num_quarantined = found.quarantine_bytes, found.num_bad
         self._last_number = found.last_number
@@ -76,16 +87,41 @@ class SlotAllocator:
         for number, segment in self._segments.items():
             occupied, bad = ([r.slot for r in rs if r.segment == number] for rs in (found.records, found.quarantined))
             foreign = [place.slot for place in found.foreign if place.segment == number]
-            self._catalog.add_segment(segment.shape, occupied, [*bad, *foreign])
+            late = self._late_slots(segment, occupied)
+            self._late.update(SlotRef(number, slot) for slot in late)
+            last = [slot for slot in (*bad, *foreign) if slot not in late]
+            self._catalog.add_segment(segment.shape, [*occupied, *late], last)
         for record in found.records:
             self._catalog.publish(record)
         if sync:  # writes of an earlier process can still be in the page cache, and must become durable
             self.sync_slots(self._segments)
             self.sync_tables(self._segments)
-        while self._catalog.file_bytes + self._quarantine_bytes > self._max_bytes and self._segments:
-            coldest = self._catalog.coldest_segment()
-            assert coldest is not None, "no segment is held yet"
+        else:
+            self._blanked, self._unsynced = set(self._segments), set(self._segments)
+        self._trim()
+
+    def limit(self, max_bytes: int) -> None:
+        """Lower the limit of all files together to that of another process, if it is smaller."""
+        with self._growth:
+            if max_bytes < self._max_bytes:
+                self._max_bytes = max_bytes
+                self._segment_bytes = min(self._segment_bytes, max_bytes)
+                self._trim()
+
+    def _trim(self) -> None:
+        """Delete segments beyond the limit, the least recently used first. Segments in use stay."""
+        while self.used_bytes > self._max_bytes:
+            with self._lock:
+                coldest = self._catalog.coldest_segment()
+            if coldest is None:
+                return
             self._drop(coldest)
+
+    def _late_slots(self, segment: Segment, occupied: Sequence[int]) -> set[int]:
+        """Return the free slots to which clients of the previous owner still write."""
+        if not segment.is_locked(0, segment.shape.num_slots):
+            return set()
+        return {n for n in set(range(segment.shape.num_slots)).difference(occupied) if segment.is_locked(n)}
 
     # --- lookups
 
@@ -94,27 +130,47 @@ class SlotAllocator:
             entry = self._catalog.find(key)
             return entry.record if entry else None
 
-    def hold(self, key: bytes) -> Entry | None:
-        """Return the object of this key. The object's bytes do not change until `release`."""
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            entry = self._catalog.find(key)
-            if entry is not None:
-                self._catalog.hold(entry)
-            return entry
+            return [self._catalog.find(key) is not None for key in keys]
 
-    def hold_same(self, record: Record) -> bool:
+    def hold(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return the objects of these keys. The bytes of an object do not change until `release`."""
+        with self._lock:
+            entries = [self._catalog.find(key) for key in keys]
+            for entry in entries:
+                if entry is not None:
+                    self._catalog.hold(entry)
+            return entries
+
+    def _use_same(self, record: Record, sync: bool) -> bool:
         """True if an equal object is stored. The check counts as a use."""
         with self._lock:
             entry = self._catalog.find(record.key)
             if entry is None or not record.is_same_object(entry.record):
                 return False
             self._catalog.hold(entry)
-            self._catalog.release(entry)
-            return True
+        try:
+            if sync and entry.record.segment in self._unsynced:
+                self._sync_objects([entry.record.segment])
+        finally:
+            self.release([entry])
+        return True
 
-    def release(self, entry: Entry) -> None:
+    def _sync_objects(self, numbers: Sequence[int]) -> None:
+        """Flush objects that were committed without a sync. The caller must prevent the deletion of the segments."""
+        self._unsynced.difference_update(numbers)
+        try:
+            self.sync_slots(numbers)
+            self.sync_tables(numbers)
+        except OSError:
+            self._unsynced.update(numbers)
+            raise
+
+    def release(self, entries: Iterable[Entry]) -> None:
         with self._lock:
-            self._catalog.release(entry)
+            for entry in entries:
+                self._catalog.release(entry)
 
     def list_after(self, segment: int, slot: int, limit: int) -> list[Record]:
         with self._lock:
@@ -127,9 +183,15 @@ class SlotAllocator:
             self._sequence += count
             return range(self._sequence - count + 1, self._sequence + 1)
 
-    def reserve(self, nbytes: int) -> SlotRef | str:
-        """Return a slot with a blank record, or the reason why there is no slot. Evicts objects if space is short."""
-        slot_bytes = slot_bytes_for(nbytes)
+    def reserve(self, record: Record, *, sync: bool) -> SlotRef | ObjectResult:
+        """Return a slot with a blank record for an object, or the result if the object is stored or there is no slot.
+        Evicts objects if space is short. With `sync`, a stored object is on disk. Sealed objects are not compared."""
+        if record.seal is None and self._use_same(record, sync):
+            return ALREADY_STORED
+        refusal = self._budget.take(round_up(record.total_bytes) + RECORD_BYTES)
+        if refusal:
+            return ObjectResult(ObjectStatus.FAILED, reason=refusal)
+        slot_bytes = slot_bytes_for(record.total_bytes)
         with self._lock:
             place = self._catalog.take(slot_bytes)
         if place is not None:
@@ -137,21 +199,48 @@ class SlotAllocator:
         with self._growth:
             return self._make_room(slot_bytes)
 
-    def publish(self, records: Iterable[Record]) -> list[Entry]:
-        """Add written objects to the index. Return the objects that they replace, which the caller must `wipe`."""
+    def slot_bytes(self, place: SlotRef) -> int:
+        return self._segments[place.segment].shape.slot_bytes
+
+    def commit(self, packed: Mapping[SlotRef, bytes], records: Sequence[Record], *, sync: bool) -> None:
+        """Publish objects whose payloads are in their slots. `packed` are their records for the tables. After an
+        OSError before the publication, the slots are free."""
+        numbers = sorted({place.segment for place in packed})
+        try:
+            if sync:
+                self.sync_slots(numbers)
+            self.write_records(packed)
+            if sync:
+                self.sync_tables(numbers)
+            else:
+                self._unsynced.update(numbers)
+        except BaseException:
+            self.give_back(packed)
+            raise
+        self._wipe(self._publish(records))
+
+    def _publish(self, records: Iterable[Record]) -> list[Entry]:
+        """Add written objects to the index. Return the objects that they replace, which the caller must `_wipe`."""
         with self._lock:
             replaced = [self._catalog.publish(record) for record in records]
             going = [entry for entry in replaced if entry is not None]
             self._going.update(entry.place for entry in going)
         return going
 
-    def discard(self, key: bytes) -> Entry | None:
-        """Remove an object from the index. The caller must `wipe` it."""
+    def discard(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
+        """Remove objects from the index. The caller must `wipe` their slots."""
         with self._lock:
-            return self._catalog.discard(key)
+            entries = [self._catalog.discard(key) for key in keys]
+            self._discarded.update((entry.place, entry) for entry in entries if entry is not None)
+        return [None if entry is None else entry.place for entry in entries]
 
-    def wipe(self, entries: Sequence[Entry]) -> None:
-        """Blank the records of removed objects and free their slots. After an OSError the slots are not reused."""
+    def wipe(self, places: Iterable[SlotRef]) -> None:
+        """Blank the records of discarded objects and free their slots. After an OSError the slots are not reused."""
+        with self._lock:
+            entries = [self._discarded.pop(place) for place in places]
+        self._wipe(entries)
+
+    def _wipe(self, entries: Sequence[Entry]) -> None:
         self._free(entries, lambda: self._blank(entry.place for entry in entries))
 
     def _free(self, entries: Sequence[Entry], write: Callable[[], None]) -> None:
@@ -174,7 +263,7 @@ class SlotAllocator:
             self._catalog.discard(entry.record.key)
             self.num_quarantined += 1
             entry.record = replace(entry.record, flags=entry.record.flags | Flags.QUARANTINED)
-        self._free([entry], lambda: self.write_records({entry.place: pack_record(entry.record, self._keys)}))
+        self._free([entry], lambda: self.write_records({entry.place: pack_record(entry.record, self.keys)}))
 
     def forget(self, entry: Entry) -> None:
         """Remove an object whose key was deleted."""
@@ -182,18 +271,27 @@ class SlotAllocator:
             if self._catalog.find(entry.record.key) is not entry:
                 return  # removed while it was read
             self._catalog.discard(entry.record.key)
-        self.wipe([entry])
+        self._wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
         """Free reserved slots that were not published. A slot whose record cannot be blanked is not reused."""
         for place in places:
             try:
                 self._blank([place])
-                done = self._catalog.give_back
+                is_late = self._segments[place.segment].is_locked(place.slot)
+                done = self._late.add if is_late else self._catalog.give_back
             except OSError:
                 done = self._catalog.retire
             with self._lock:
                 done(place)
+
+    def _give_back_late(self) -> None:
+        """Free the late slots to which no client writes any more."""
+        for place in [*self._late]:
+            if not self._segments[place.segment].is_locked(place.slot):
+                with self._lock:
+                    self._late.remove(place)
+                    self._catalog.give_back(place)
 
     def _blank(self, places: Iterable[SlotRef]) -> None:
         blanks = dict.fromkeys(places, BLANK)
@@ -220,9 +318,23 @@ class SlotAllocator:
                     self._blanked |= numbers
                 raise
 
-    def segment(self, place: SlotRef) -> Segment:
-        """Return the segment of a slot that the caller holds."""
-        return self._segments[place.segment]
+    def is_direct(self, place: SlotRef | None = None) -> bool:
+        """True if I/O on a slot, or on all slots, bypasses the page cache."""
+        if place is not None:
+            return self._segments[place.segment].is_direct
+        with self._lock:
+            return self._direct and all(segment.is_direct for segment in self._segments.values())
+
+    def read_slot(self, place: SlotRef, buffer: memoryview) -> int:
+        """Read a slot that the caller holds (see `Segment.read_slot`)."""
+        return self._segments[place.segment].read_slot(place.slot, buffer)
+
+    def write_slot(self, place: SlotRef, buffers: Sequence[memoryview]) -> None:
+        """Write a slot that the caller has reserved (see `Segment.write_slot`)."""
+        self._segments[place.segment].write_slot(place.slot, buffers)
+
+    def check_owner(self) -> None:
+        """Do nothing: slots that are held here are not reused (see SlotClient)."""
 
     def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
         """Write packed records, or blanks, into their tables, where they survive the end of the process.
@@ -233,7 +345,7 @@ class SlotAllocator:
         starts = [i for i, (number, slot) in enumerate(places) if not i or places[i - 1] != (number, slot - 1)]
         for first, last in pairwise((*starts, len(places))):
             data = b"".join([records[place] for place in places[first:last]])
-            self.segment(places[first]).write_records(places[first].slot, data)
+            self._segments[places[first].segment].write_records(places[first].slot, data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
         """Flush the payloads of these segments. The caller must prevent their deletion, for example by a hold."""
@@ -246,48 +358,48 @@ class SlotAllocator:
             self._segments[number].sync_table()
 
     def sync_all(self) -> list[OSError]:
-        """Flush as many segments as possible and return the errors. No call may be running."""
+        """Flush as many segments as possible and return the errors."""
         errors = []
-        for segment in self._segments.values():
-            try:
-                segment.sync_slots()
-                segment.sync_table()
-            except OSError as error:
-                errors.append(error)
+        with self._growth:  # excludes new and deleted segments
+            for segment in self._segments.values():
+                try:
+                    segment.sync_slots()
+                    segment.sync_table()
+                except OSError as error:
+                    errors.append(error)
+        self._budget.save()
         return errors
 
     def close(self) -> None:
-        """Close the files and unlock the folder. No call may be running."""
+        """Close the files. No call may be running."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
-        self._folder_lock.release()
 
     # --- statistics
 
-    def fill_in(self, calls: StoreStats) -> StoreStats:
-        return replace(
-            calls,
-            num_objects=len(self._catalog),
-            used_bytes=self.used_bytes,
-            max_bytes=self._max_bytes,
-            num_evicted=self._catalog.num_evicted,
-            num_quarantined=self.num_quarantined,
-        )
+    def figures(self) -> dict[str, int]:
+        """Return the fields of StoreStats that describe the folder."""
+        return {
+            "num_objects": len(self._catalog),
+            "used_bytes": self.used_bytes,
+            "max_bytes": self._max_bytes,
+            "num_evicted": self._catalog.num_evicted,
+            "num_quarantined": self.num_quarantined,
+            "written_bytes": self._budget.written_bytes,
+            "day_bytes": self._budget.day_bytes,
+            "max_day_bytes": self._budget.max_day_bytes,
+        }
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, including files in quarantine."""
         return self._catalog.file_bytes + self._quarantine_bytes
 
-    @property
-    def is_direct(self) -> bool:
-        with self._lock:
-            return self._direct and all(segment.is_direct for segment in self._segments.values())
-
     # --- making room
 
-    def _make_room(self, slot_bytes: int) -> SlotRef | str:
+    def _make_room(self, slot_bytes: int) -> SlotRef | ObjectResult:
+        self._give_back_late()
         while True:
             with self._lock:
                 place = self._catalog.take(slot_bytes)
@@ -299,11 +411,11 @@ class SlotAllocator:
             with self._lock:
                 victim = self._catalog.evict(slot_bytes, by_segment=could_grow)
             if victim is None:
-                return self._why_no_room(slot_bytes)
+                return ObjectResult(ObjectStatus.FAILED, reason=self._why_no_room(slot_bytes))
             if isinstance(victim, int):
                 self._drop(victim)
             else:
-                self.wipe([victim])
+                self._wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
         """True if a new segment would fit after the deletion of all other segments."""
@@ -332,7 +444,7 @@ class SlotAllocator:
         return True
 
     def _shape(self, number: int, slot_bytes: int, segment_bytes: int) -> SegmentHeader:
-        return SegmentHeader.fitting(number, slot_bytes, segment_bytes, is_sealed=self._keys is not None)
+        return SegmentHeader.fitting(number, slot_bytes, segment_bytes, is_sealed=self.keys is not None)
 
     def _create(self, shape: SegmentHeader) -> Segment:
         """Create a segment with the next number whose file names are free. Names can be in use by links or folders."""

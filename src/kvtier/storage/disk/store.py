@@ -9,18 +9,33 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import TypeVar
 
 from kvtier.errors import ArgumentError, FormatError, StoreError
 from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
 from kvtier.storage.checksum import checksum, checksum_joined
-from kvtier.storage.codec import ALIGNMENT, Compression, Scratch, decode, encode, lay_out, mismatch, round_up, scatter
+from kvtier.storage.codec import (
+    ALIGNMENT,
+    Compression,
+    Scratch,
+    decode,
+    encode,
+    is_aligned,
+    lay_out,
+    mismatch,
+    record_of,
+    round_up,
+    scatter,
+)
 from kvtier.storage.disk.catalog import Entry, SlotRef
+from kvtier.storage.disk.client import SlotClient
 from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.keys import TenantKey, TenantKeys
+from kvtier.storage.disk.participant import Participant
 from kvtier.storage.disk.sealing import open_payload, room_bytes, seal_payload, seal_record
-from kvtier.storage.disk.space import FULL, SlotAllocator
+from kvtier.storage.disk.space import ALREADY_STORED, FULL, SlotAllocator
 from kvtier.storage.disk.wear import WriteBudget
-from kvtier.storage.record import RECORD_BYTES, Record, Seal
+from kvtier.storage.record import Record, Seal
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
     MISSING,
@@ -40,6 +55,16 @@ from kvtier.storage.store import (
 
 KEYS = "keys"
 """Name of the folder with the keys of an encrypted store, in the folder of the store."""
+FOUND = ObjectResult(ObjectStatus.FOUND)
+_OWNER_ENDED = ObjectResult(ObjectStatus.FAILED, reason="the process that managed the folder has ended")
+"""Compared by identity: the object is planned again, with the next owner."""
+_MIN_ANSWER_S = 1.0
+"""Minimum time for the owner to answer."""
+Slots = SlotAllocator | SlotClient
+Views = Sequence[memoryview]
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+Plan = Callable[[Slots, Batch, Sequence[Item]], list[Job]]
 _KEY_DELETED = ObjectResult(ObjectStatus.MISSING, reason="its key was deleted")
 
 
@@ -62,12 +87,16 @@ def default_threads() -> int:
 
 
 class DiskStore:
-    """A store in a local folder, for one process at a time.
+    """A store in a local folder, for one or several processes of a user.
 
         store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
-    `max_bytes` limits the size of all files together. `direct` bypasses the page cache if the filesystem supports that,
-    because hot blocks are in the host tier. Each of the `num_threads` threads reads or writes one object at a time.
+    The first process that opens the folder owns it and manages the slots. The others ask it for slots and move their
+    bytes themselves; one of them takes over when it ends. All of them should use the same settings.
+
+    `max_bytes` limits the size of all files together; the smallest value of all processes counts. `direct` bypasses the
+    page cache if the filesystem supports that, because hot blocks are in the host tier. Each of the `num_threads`
+    threads reads or writes one object at a time.
 
     `secret` (32 bytes, extra `crypto`) encrypts all objects, with one key per tenant. The keys are files in
     `key_folder`, by default the subfolder `keys`; deleting one deletes the data of a tenant. `bytes_per_day` limits the
@@ -103,7 +132,8 @@ class DiskStore:
         key_folder = os.path.join(self._folder, KEYS) if key_folder is None else os.fspath(key_folder)
         self._keys = None if secret is None else TenantKeys(key_folder, secret, files)
         self._is_synced, self._compression, self._timeout_s = sync is Sync.WRITE, compression, timeout_s
-        self._space = SlotAllocator(
+        own = functools.partial(
+            SlotAllocator,
             self._folder,
             files,
             max_bytes=max_bytes,
@@ -111,83 +141,60 @@ class DiskStore:
             min_free_bytes=min_free_bytes,
             direct=direct,
             sync=self._is_synced,
+            budget=WriteBudget(self._folder, bytes_per_day, clock),
             keys=self._keys,
         )
-        self._budget = WriteBudget(self._folder, bytes_per_day, clock)
-        self._budget.load()
+        connect = functools.partial(
+            SlotClient,
+            self._folder,
+            files,
+            self._keys,
+            max_bytes=max_bytes,
+            direct=direct,
+            timeout_s=max(timeout_s, _MIN_ANSWER_S),
+        )
+        self._participant = Participant(self._folder, own, connect, is_sealed=self._keys is not None)
+        self._participant.open()
+        self._figures, self._is_direct = dict[str, int](), direct
         self._breaker = breaker or Breaker()
         self._calls = CallRunner(num_threads, "kvtier-disk", self._breaker, timeout_s)
         self._meter = Meter(f"the DiskStore in {self._folder!r}")
         self._close_lock = threading.Lock()
 
-    def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
+    def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin(keys)
-        refusal = self._breaker.refusal(is_try=False)
-        if refusal:
-            outcomes = [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * len(keys)
-        else:
-            outcomes = [ObjectResult(ObjectStatus.FOUND) if self._space.find(key) else MISSING for key in keys]
-        return self._meter.end("lookups", outcomes, begin)
+        found = self._ask(lambda slots: slots.contains(keys), timeout_s)
+        if isinstance(found, ObjectResult):
+            return self._meter.end("lookups", [found] * len(keys), begin)
+        return self._meter.end("lookups", [FOUND if is_found else MISSING for is_found in found], begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([read.key for read in reads])
-        views = [views_of(read.into, writable=True) for read in reads]
-
-        def plan(batch: Batch) -> list[Job]:
-            jobs: list[Job] = []
-            for index, (read, view) in enumerate(zip(reads, views, strict=True)):
-                entry = self._space.hold(read.key)
-                missed = mismatch(entry.record.label, entry.record.nbytes, read, num_bytes(view)) if entry else MISSING
-                if missed is None:
-                    assert entry is not None
-                    jobs.append(functools.partial(self._load, batch, index, entry, view))
-                    continue
-                if entry is not None:
-                    self._space.release(entry)
-                batch.settle({index: missed})
-            return jobs
-
-        return self._meter.end("reads", self._calls.run(len(reads), plan, timeout_s), begin)
+        items = [(read, views_of(read.into, writable=True)) for read in reads]
+        return self._meter.end("reads", self._call(items, self._plan_reads, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([write.key for write in writes])
-        views = [views_of(write.payload) for write in writes]
         last = last_writes(writes)
-
-        def plan(batch: Batch) -> list[Job]:
-            staged = _Staged(len(last))
-            numbered = enumerate(zip(self._space.next_sequences(len(last)), last.values(), strict=True))
-            return [
-                functools.partial(self._stage, batch, staged, i, n, writes[at], views[at]) for i, (n, at) in numbered
-            ]
-
-        outcomes = outcomes_of(writes, last, self._calls.run(len(last), plan, timeout_s))
+        views = [views_of(write.payload) for write in writes]
+        items = [(writes[at], views[at]) for at in last.values()]
+        outcomes = outcomes_of(writes, last, self._call(items, self._plan_writes, timeout_s))
         return self._meter.end("writes", outcomes, begin, is_durable=self._is_synced)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Delete objects. Unless the breaker refuses the call, the objects are missing from now on, even if the result
-        is FAILED. With Sync.WRITE they stay missing after a power failure."""
+        """Delete objects. Unless the breaker refuses the call, or another process owns the folder, the objects are
+        missing from now on, even if the result is FAILED. With Sync.WRITE they stay missing after a power failure."""
         begin = self._meter.begin(keys)
-
-        def plan(batch: Batch) -> list[Job]:
-            entries = [self._space.discard(key) for key in keys]
-            removed = {index: entry for index, entry in enumerate(entries) if entry is not None}
-            if not removed and not self._is_synced:
-                batch.settle(dict.fromkeys(range(len(keys)), MISSING))
-                return []
-            return [functools.partial(self._wipe, batch, removed)]
-
-        outcomes = self._calls.run(len(keys), plan, timeout_s)
+        outcomes = self._call(keys, self._plan_removals, timeout_s)
         return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
-    def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
-        """Return a page of the inventory from memory, in the order of slots."""
+    def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
+        """Return a page of the inventory from the memory of the owner, in the order of slots."""
         begin = self._meter.begin()
-        refusal = self._breaker.refusal(is_try=False)
-        if refusal:
-            return Page((), cursor, time.perf_counter() - begin, refusal)
         segment, _, slot = cursor.partition(":")
-        records = self._space.list_after(int(segment or 0), int(slot or 0), limit + 1)
+        records = self._ask(lambda slots: slots.list_after(int(segment or 0), int(slot or 0), limit + 1), timeout_s)
+        if isinstance(records, ObjectResult):
+            return Page((), cursor, time.perf_counter() - begin, records.reason)
         last = f"{records[limit].segment}:{records[limit].slot}" if len(records) > limit else ""
         objects = tuple(record.stored_object for record in records[:limit])
         return Page(objects, last, time.perf_counter() - begin)
@@ -203,38 +210,125 @@ class DiskStore:
                 return
             self._meter.is_closed = True
             if not self._calls.close():
+                self._participant.leave(0.0)
                 return
             errors: list[OSError] = []
-            flush = threading.Thread(
-                target=lambda: errors.extend(self._space.sync_all()), name="kvtier-disk-close", daemon=True
-            )
+            flush = threading.Thread(target=lambda: errors.extend(self._flush()), name="kvtier-disk-close", daemon=True)
             flush.start()
             flush.join(self._timeout_s)
             if not flush.is_alive():
-                self._budget.save()
-                self._space.close()
+                owned = self._participant.owned
+                if owned is not None:
+                    owned.close()
+                self._participant.unlock()
         if errors:
             raise StoreError(f"flushing the store in {self._folder!r} failed at close: {errors[0]}")
 
+    def _flush(self) -> list[OSError]:
+        """Write everything out. Hangs if the disk hangs."""
+        slots = self._participant.owned or self._participant.client
+        errors = [] if slots is None else slots.sync_all()  # before `leave`, so that other processes wait less
+        while not self._participant.leave(self._timeout_s):
+            pass  # a request of another process hangs
+        owned = self._participant.owned
+        return errors if owned is None else owned.sync_all()
+
     @property
     def stats(self) -> StoreStats:
-        calls = replace(
-            self._meter.stats,
-            num_refused=self._breaker.num_refused,
-            written_bytes=self._budget.written_bytes,
-            day_bytes=self._budget.day_bytes,
-            max_day_bytes=self._budget.max_day_bytes,
-        )
-        return self._space.fill_in(calls)
+        """A snapshot. The numbers about the folder are those of all processes that use it, since its owner opened it.
+        If the owner does not answer, they are the last known ones."""
+        if not self._meter.is_closed:
+            figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)
+            self._figures = self._figures if isinstance(figures, ObjectResult) else figures
+        calls = replace(self._meter.stats, num_refused=self._breaker.num_refused)
+        return replace(calls, **self._figures)  # type: ignore[arg-type]
 
     @property
     def is_direct(self) -> bool:
         """True if I/O bypasses the page cache. False if `direct` is False or the filesystem does not support it."""
-        return self._space.is_direct
+        return self._participant.slots().is_direct()
+
+    # --- calls
+
+    def _ask(self, question: Callable[[Slots], Answer], timeout_s: float | None) -> Answer | ObjectResult:
+        """Return an answer from the memory of the owner, or the failure."""
+        refusal = self._breaker.refusal(is_try=False)
+        if refusal:
+            return ObjectResult(ObjectStatus.FAILED, reason=refusal)
+        owned = self._participant.owned
+        if owned is not None:
+            return question(owned)
+        answers: list[Answer] = []
+
+        def plan(slots: Slots, batch: Batch, _: Sequence[None]) -> list[Job]:
+            answers.append(question(slots))
+            batch.settle({0: FOUND})
+            return []
+
+        result = self._call([None], plan, timeout_s)[0]
+        return answers[-1] if result.ok else result
+
+    def _call(self, items: Sequence[Item], plan: Plan[Item], timeout_s: float | None) -> list[ObjectResult]:
+        """Return one result per item. `plan` settles items that need no I/O and returns the jobs of the others.
+
+        In the owner, `plan` runs at once. In other processes it asks the owner, so it runs on a thread. If the owner
+        ends, the items that are not done are planned again, with the next owner.
+        """
+        left_s = self._timeout_s if timeout_s is None else timeout_s
+        give_up = time.monotonic() + left_s
+        outcomes: list[ObjectResult] = []
+        left = list(range(len(items)))
+        while left and left_s >= 0:
+            results = self._calls.run(len(left), self._first_jobs([items[i] for i in left], plan), left_s)
+            answered = dict(zip(left, results, strict=True))
+            outcomes = [answered.get(index, before) for index, before in enumerate(outcomes)] or list(results)
+            left = [index for index, outcome in enumerate(outcomes) if outcome is _OWNER_ENDED]
+            left_s = give_up - time.monotonic()
+        return outcomes
+
+    def _first_jobs(self, items: Sequence[Item], plan: Plan[Item]) -> Callable[[Batch], list[Job]]:
+        owned = self._participant.owned
+        if owned is not None:
+            return lambda batch: plan(owned, batch, items)
+
+        def ask_owner(batch: Batch, _: Scratch) -> None:
+            try:
+                self._calls.submit(batch, plan(self._participant.slots(self._timeout_s), batch, items))
+            except ConnectionError:
+                batch.settle(dict.fromkeys(range(len(items)), _OWNER_ENDED))
+
+        return lambda batch: [functools.partial(ask_owner, batch)]
+
+    def _plan_reads(self, slots: Slots, batch: Batch, items: Sequence[tuple[Read, Views]]) -> list[Job]:
+        jobs: list[Job] = []
+        entries = slots.hold([read.key for read, _ in items])
+        for index, ((read, views), entry) in enumerate(zip(items, entries, strict=True)):
+            missed = mismatch(entry.record.label, entry.record.nbytes, read, num_bytes(views)) if entry else MISSING
+            if missed is None:
+                assert entry is not None
+                jobs.append(functools.partial(self._load, batch, index, slots, entry, views))
+                continue
+            if entry is not None:
+                slots.release([entry])
+            batch.settle({index: missed})
+        return jobs
+
+    def _plan_writes(self, slots: Slots, batch: Batch, items: Sequence[tuple[Write, Views]]) -> list[Job]:
+        staged = _Staged(slots, len(items))
+        numbered = enumerate(zip(slots.next_sequences(len(items)), items, strict=True))
+        return [functools.partial(self._stage, batch, staged, i, n, *item) for i, (n, item) in numbered]
+
+    def _plan_removals(self, slots: Slots, batch: Batch, items: Sequence[bytes]) -> list[Job]:
+        places = slots.discard(items)
+        removed = {index: place for index, place in enumerate(places) if place is not None}
+        if not removed and not self._is_synced:
+            batch.settle(dict.fromkeys(range(len(items)), MISSING))
+            return []
+        return [functools.partial(self._wipe, batch, slots, removed)]
 
     # --- jobs, on the threads
 
-    def _load(self, batch: Batch, index: int, entry: Entry, into: Sequence[memoryview], scratch: Scratch) -> None:
+    def _load(self, batch: Batch, index: int, slots: Slots, entry: Entry, into: Views, scratch: Scratch) -> None:
         try:
             if batch.is_expired:
                 return  # the job waited behind a read that hung
@@ -244,27 +338,30 @@ class DiskStore:
                 assert self._keys is not None
                 key = self._keys.find(record.seal.key_id)
                 if key is None:
-                    self._space.forget(entry)
+                    slots.forget(entry)
                     batch.settle({index: _KEY_DELETED})
                     return
-            payload, wrong = self._read(entry, key, scratch)
+            payload, wrong = self._read(slots, entry, key, scratch)
             if wrong:
-                self._space.quarantine(entry)
+                slots.check_owner()
+                slots.quarantine(entry)
                 batch.settle({index: ObjectResult(ObjectStatus.CORRUPT, reason=wrong)})
             else:
                 batch.settle({index: ObjectResult(ObjectStatus.FOUND, record.nbytes)}, lambda: scatter(into, payload))
+        except ConnectionError:
+            batch.settle({index: _OWNER_ENDED})
         except OSError as error:
             batch.trouble = str(error)
             batch.settle({index: ObjectResult(ObjectStatus.FAILED, reason=str(error))})
         finally:
-            self._space.release(entry)
+            slots.release([entry])
 
-    def _read(self, entry: Entry, key: TenantKey | None, scratch: Scratch) -> tuple[memoryview, str]:
+    def _read(self, slots: Slots, entry: Entry, key: TenantKey | None, scratch: Scratch) -> tuple[memoryview, str]:
         """Read and verify an object. If it is invalid, return empty memory and the reason."""
         record = entry.record
         slot_bytes = round_up(record.total_bytes)
         room = scratch.take(slot_bytes if key is None else room_bytes(record))
-        count = self._space.segment(entry.place).read_slot(record.slot, room[:slot_bytes])
+        count = slots.read_slot(entry.place, room[:slot_bytes])
         if key is None:
             return decode(record, room[:count])
         try:
@@ -279,13 +376,15 @@ class DiskStore:
         index: int,
         sequence: int,
         write: Write,
-        pieces: Sequence[memoryview],
+        pieces: Views,
         scratch: Scratch,
     ) -> None:
         """Write one object. The last write of a batch publishes all objects of the batch."""
         try:
             if not batch.is_expired:
                 staged.outcomes[index] = self._put(staged, sequence, write, pieces, scratch)
+        except ConnectionError:
+            staged.outcomes[index] = _OWNER_ENDED
         except OSError as error:
             staged.outcomes[index] = ObjectResult(ObjectStatus.FAILED, reason=str(error))
             if error.errno not in FULL:
@@ -294,49 +393,53 @@ class DiskStore:
             if staged.count_down():
                 self._commit(batch, staged)
 
-    def _put(
-        self, staged: _Staged, sequence: int, write: Write, pieces: Sequence[memoryview], scratch: Scratch
-    ) -> ObjectResult:
+    def _put(self, staged: _Staged, sequence: int, write: Write, pieces: Views, scratch: Scratch) -> ObjectResult:
+        slots, token_ids = staged.slots, write.label.token_ids
         key = None if self._keys is None else self._keys.key_for(write.tenant)
-        known = None
-        if key is None and len(pieces) > 1 and self._compression is Compression.NONE and not write.label.token_ids:
-            known = checksum_joined(pieces)  # reads the pieces into the cache, from which they are gathered
-        view = scratch.gather(pieces)
-        if key is not None:
-            known = checksum(view[:ALIGNMENT])  # the seal verifies the rest
-        record, stored = encode(write.key, write.label, view, self._compression, known)
-        if key is not None:
-            record = replace(record, seal=Seal(key.id))
-        if self._is_stored(record, key, (stored, write.label.token_ids), scratch):
-            return ObjectResult(ObjectStatus.STORED, reason="already stored")
-        refusal = self._budget.take(round_up(record.total_bytes) + RECORD_BYTES)
-        place = refusal or self._space.reserve(record.total_bytes)
-        if isinstance(place, str):
-            return ObjectResult(ObjectStatus.FAILED, reason=place)
-        segment = self._space.segment(place)
+        record, stored = self._encode(write, pieces, key, scratch)
+        if key is not None and self._is_stored(slots, record, key, (stored[0], token_ids), scratch):
+            return ALREADY_STORED
+        place = slots.reserve(record, sync=self._is_synced)
+        if isinstance(place, ObjectResult):
+            return place
         record = record.at(place.segment, place.slot, sequence)
         try:
-            if key is None:
-                buffers = lay_out(stored, write.label.token_ids, scratch, aligned=segment.is_direct)
-            else:
-                record, buffers = seal_payload(key, record, stored, write.label.token_ids, scratch)
-            segment.write_slot(place.slot, buffers)
+            if key is not None:
+                record, stored = seal_payload(key, record, stored[0], token_ids, scratch)
+            elif len(stored) == 1 or (slots.is_direct(place) and not is_aligned(stored)):
+                stored = lay_out(scratch.gather(stored), token_ids, scratch, aligned=slots.is_direct(place))
+            slots.write_slot(place, stored)
         except OSError:
-            self._space.give_back([place])
+            slots.give_back([place])
             raise
         # packed here, in parallel with other writes
         staged.packed[place] = record.pack() if key is None else seal_record(record, key)
         staged.records.append(record)
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
 
+    def _encode(
+        self, write: Write, pieces: Views, key: TenantKey | None, scratch: Scratch
+    ) -> tuple[Record, Sequence[memoryview]]:
+        """Return the record and the stored bytes of an object: the pieces if they can be written in place, or one."""
+        if key is not None:
+            view = scratch.gather(pieces)
+            known = checksum(view[:ALIGNMENT])  # the seal verifies the rest
+            record, stored = encode(write.key, write.label, view, self._compression, known)
+            return replace(record, seal=Seal(key.id)), (stored,)
+        if len(pieces) == 1 or self._compression is not Compression.NONE or write.label.token_ids:
+            record, stored = encode(write.key, write.label, scratch.gather(pieces), self._compression)
+            return record, (stored,)
+        if is_aligned(pieces) or not self._is_direct:
+            return record_of(write.key, write.label, num_bytes(pieces), checksum_joined(pieces)), pieces
+        view, known = scratch.gather_checksum(pieces)
+        return record_of(write.key, write.label, len(view), known), (view,)
+
     def _is_stored(
-        self, record: Record, key: TenantKey | None, parts: Sequence[memoryview | bytes], scratch: Scratch
+        self, slots: Slots, record: Record, key: TenantKey, parts: Sequence[memoryview | bytes], scratch: Scratch
     ) -> bool:
-        """True if an equal object is stored. The checksum of a sealed object covers only its beginning, so the object
-        is read if the checksum is equal."""
-        if key is None:
-            return self._space.hold_same(record)
-        entry = self._space.hold(record.key)
+        """True if an equal sealed object is stored. The checksum of a sealed object covers only its beginning, so the
+        object is read if the checksum is equal."""
+        entry = slots.hold([record.key])[0]
         if entry is None:
             return False
         try:
@@ -344,46 +447,44 @@ class DiskStore:
                 return False
             room = scratch.take(room_bytes(entry.record))
             slot_bytes = round_up(entry.record.total_bytes)
-            count = self._space.segment(entry.place).read_slot(entry.record.slot, room[:slot_bytes])
+            count = slots.read_slot(entry.place, room[:slot_bytes])
             opened = open_payload(key, entry.record, room, count)
             return opened[: len(parts[0])] == parts[0] and opened[len(parts[0]) :] == parts[1]
         except FormatError:
             return False  # damaged, and now replaced
         finally:
-            self._space.release(entry)
+            slots.release([entry])
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
-        """Publish all objects of a batch, but nothing if the call has returned, since the memory may have changed."""
+        """Publish the objects of a batch, unless the call has returned and the memory may have changed."""
         records = sorted(staged.records, key=lambda record: record.sequence)
-        segments = sorted({record.segment for record in records})
-        is_sound = False
+        if batch.is_expired:
+            staged.slots.give_back(staged.packed)
+            return
         try:
-            if not batch.is_expired:
-                if self._is_synced:
-                    self._space.sync_slots(segments)
-                self._space.write_records(staged.packed)
-                if self._is_synced:
-                    self._space.sync_tables(segments)
-                is_sound = True
-        finally:
-            if not is_sound:
-                self._space.give_back(staged.packed)
-        if is_sound:
-            self._space.wipe(self._space.publish(records))
-            batch.settle(staged.outcomes)
+            if records:
+                staged.slots.commit(staged.packed, records, sync=self._is_synced)
+        except ConnectionError:
+            staged.outcomes = dict.fromkeys(staged.outcomes, _OWNER_ENDED)
+        batch.settle(staged.outcomes)
 
-    def _wipe(self, batch: Batch, removed: dict[int, Entry], _: Scratch) -> None:
-        self._space.wipe([*removed.values()])
-        if self._is_synced:
-            self._space.sync_blanks()
+    def _wipe(self, batch: Batch, slots: Slots, removed: dict[int, SlotRef], _: Scratch) -> None:
         done = ObjectResult(ObjectStatus.REMOVED)
-        batch.settle({index: done if index in removed else MISSING for index in range(batch.num_objects)})
+        outcomes = {index: done if index in removed else MISSING for index in range(batch.num_objects)}
+        try:
+            slots.wipe([*removed.values()])
+            if self._is_synced:
+                slots.sync_blanks()
+        except ConnectionError:
+            outcomes = dict.fromkeys(outcomes, _OWNER_ENDED)
+        batch.settle(outcomes)
 
 
 class _Staged:
     """Objects of one write that are in their slots but not yet published."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, slots: Slots, count: int) -> None:
+        self.slots = slots
         self.records: list[Record] = []
         self.packed: dict[SlotRef, bytes] = {}
         self.outcomes: dict[int, ObjectResult] = {}

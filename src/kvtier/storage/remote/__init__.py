@@ -1,1 +1,1 @@
-"""RemoteStore and its back ends: Redis, S3 and Mooncake."""
+"""RemoteStore and its back ends: Redis, object storage (S3, Google Cloud, Azure) and Mooncake."""

@@ -1,9 +1,9 @@
 """ObjectBucket: blocks in S3, Google Cloud Storage, Azure Blob Storage or a compatible server. Needs the extra `s3`.
 
-These servers have one request per object, so requests run in parallel, one per thread. A put without `replace` fails if
-the name exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again with
-`replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects that are not
-read.
+A request to these servers handles one object, so requests run in parallel, one per thread. A put without `replace`
+fails if the name exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again
+with `replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects that are
+not read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def s3_store(
 ) -> ObjectStore:
     """Return a client for S3. Empty arguments default to the AWS_* variables.
 
-    `endpoint` is the URL, http:// or https://, of a server other than Amazon's; the bucket's name is then part of the
-    path.
+    `endpoint` is the http:// or https:// URL of a server other than Amazon's. Its URLs contain the bucket in the path.
     """
     options = {
         "endpoint": endpoint,
@@ -58,8 +57,8 @@ def s3_store(
 
 
 def gcs_store(bucket: str, endpoint: str = "", credentials: str = "", *, timeout_s: float) -> ObjectStore:
-    """Return a client for Google Cloud Storage. `credentials` is the file of a service account, by default that of
-    GOOGLE_APPLICATION_CREDENTIALS; on Google's machines none is needed."""
+    """Return a client for Google Cloud Storage. `credentials` is the path of a service account file. The default is
+    GOOGLE_APPLICATION_CREDENTIALS. Machines in Google Cloud need no file."""
     options = {"base_url": endpoint, "application_credentials": credentials}
     return GCSStore(
         bucket,
@@ -92,7 +91,7 @@ def _client(endpoint: str, timeout_s: float) -> ClientConfig:
 
 
 def _no_retries(timeout_s: float) -> RetryConfig:
-    """RemoteStore retries."""
+    """Return a configuration without retries, because RemoteStore retries requests itself."""
     return {"max_retries": 0, "retry_timeout": datetime.timedelta(seconds=timeout_s)}
 
 

@@ -1,0 +1,110 @@
+"""Participant: the part of one store in the use of a folder by several processes.
+
+    no owner --lock the folder--> owner: SlotAllocator, SlotServer ----close() or end of the process----> unlocked
+       |                                                                                                     |
+       +--folder is locked, connect--> client: SlotClient --connection lost--> lock the folder, or connect --+
+
+The first process that opens a folder owns it. Another one takes over when the owner has ended, with its next call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvtier.errors import StoreError, StoreInUseError
+from kvtier.storage.disk.client import SlotClient
+from kvtier.storage.disk.owner import SlotServer
+from kvtier.storage.disk.recovery import FolderLock
+from kvtier.storage.disk.space import SlotAllocator
+
+_POLL_S = 0.005
+_MAX_SILENCE_S = 2.0
+"""A process that has locked a folder has a socket at once. Without one, it is of an earlier version, on another
+machine, or is closing the store."""
+
+
+class Participant:
+    """Owns a folder or uses the slots of its owner. Thread-safe.
+
+    `own` opens the locked folder, `connect` connects to its owner.
+    """
+
+    def __init__(
+        self, folder: str, own: Callable[[], SlotAllocator], connect: Callable[[], SlotClient], *, is_sealed: bool
+    ) -> None:
+        self._folder, self._own, self._connect, self._is_sealed = folder, own, connect, is_sealed
+        self._lock = threading.Lock()
+        self._folder_lock: FolderLock | None = None
+        self._server: SlotServer | None = None
+        self.client: SlotClient | None = None
+        """The connection to the owner, if another process owns the folder. It may be lost."""
+        self.owned: SlotAllocator | None = None
+        """The slots, if this process owns the folder. It then stays the owner until it is closed."""
+
+    def open(self) -> None:
+        """Own the folder or connect to its owner. Raise StoreError if that fails."""
+        try:
+            self.slots()
+        except OSError as error:
+            raise StoreError(f"cannot open the store in {self._folder!r}: {error}") from error
+
+    def slots(self, patience_s: float = _MAX_SILENCE_S) -> SlotAllocator | SlotClient:
+        """Return the slots. Connect to the owner or take over the folder, if necessary.
+
+        Raise StoreError if the folder cannot be opened, or is locked by a process without a socket for `patience_s`;
+        OSError if the owner does not answer.
+        """
+        if self.owned is not None:
+            return self.owned
+        with self._lock:
+            if self.owned is not None:
+                return self.owned
+            if self.client is not None and not self.client.is_lost:
+                return self.client
+            if self.client is not None:
+                self.client.close()
+                self.client = None
+            return self._join(patience_s)
+
+    def _join(self, patience_s: float) -> SlotAllocator | SlotClient:
+        give_up = time.monotonic() + patience_s
+        while True:
+            try:
+                self._folder_lock = FolderLock(self._folder)
+            except StoreInUseError as in_use:
+                try:
+                    self.client = self._connect()
+                    return self.client
+                except (ConnectionError, FileNotFoundError):  # the owner is starting or ending
+                    if time.monotonic() > give_up:
+                        raise in_use from None
+            else:
+                return self._start_owning()
+            time.sleep(_POLL_S)
+
+    def _start_owning(self) -> SlotAllocator:
+        self._server = SlotServer(self._folder)
+        try:
+            owned = self._own()
+        except BaseException:
+            self._server.close(0.0)
+            self.unlock()
+            raise
+        self._server.start(owned, is_sealed=self._is_sealed)
+        self.owned = owned
+        return owned
+
+    def leave(self, timeout_s: float) -> bool:
+        """End the connections of other processes, or to the owner. Return False if a request hangs."""
+        if self._server is not None:
+            return self._server.close(timeout_s)
+        if self.client is not None:
+            self.client.close()
+        return True
+
+    def unlock(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.release()
+            self._folder_lock = None

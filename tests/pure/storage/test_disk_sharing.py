@@ -1,0 +1,256 @@
+"""Several processes, or several stores of one process, share one folder."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvtier.errors import StoreError
+from kvtier.storage import DiskStore, ObjectStatus, Read, Sync
+from storage_sharing import Crowd, kill_crowd
+from storage_support import LABEL, all_keys, check_disk, get, has, key_of, payload_of, put, write_of
+from support import stop_process
+
+SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
+NUM_KILLS = 30 if SOAK == 1 else 200
+MAX_BYTES = 1 << 20
+SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def stores(folder):
+    """Yield the owner of a folder and two clients."""
+    opened = [DiskStore(folder, MAX_BYTES, **SMALL) for _ in range(3)]
+    yield opened
+    owner = next(store for store in opened if store._participant.owned is not None and not store._meter.is_closed)
+    for store in opened:
+        if store is not owner:
+            store.close()
+    check_disk(owner)
+    owner.close()
+
+
+@pytest.mark.parametrize("workload", ["roomy", "full", "encrypted"])
+def test_killed_processes_lose_no_object_and_block_no_process(folder, workload):
+    crowd = Crowd(folder, workload)
+    try:
+        kill_crowd(crowd, NUM_KILLS, random.Random(workload))
+    finally:
+        crowd.close()
+    assert not crowd.wrong, crowd.wrong[:5]
+    assert crowd.num_owners_killed > NUM_KILLS // 4
+    damage = crowd.inspect()
+    assert {**damage, "found": 0} == {"found": 0, "lost": 0, "corrupt": 0, "bytes": 0}
+    assert damage["found"]
+
+
+def test_object_of_one_store_is_found_by_all_stores(stores):
+    for number, store in enumerate(stores):
+        assert put(store, number).ok
+        assert [has(each, *range(number + 1)) for each in stores] == [[True] * (number + 1)] * 3
+        assert [get(each, number)[1] for each in stores] == [payload_of(number)] * 3
+    assert stores[2].remove([key_of(0)])[0].status is ObjectStatus.REMOVED
+    assert [has(each, 0) for each in stores] == [[False]] * 3
+    assert [sorted(all_keys(each)) for each in stores] == [sorted([key_of(1), key_of(2)])] * 3
+    assert stores[0].stats.num_objects == stores[1].stats.num_objects == 2
+
+
+def test_replaced_object_is_read_by_all_stores(stores):
+    for version, store in enumerate(stores):
+        assert put(store, 1, version=version).ok
+        assert [get(each, 1)[1] for each in stores] == [payload_of(1, version=version)] * 3
+
+
+def test_closed_owner_is_replaced_at_next_call(stores):
+    put(stores[1], 1)
+    stores[0].close()
+    assert get(stores[1], 1)[1] == payload_of(1)
+    assert stores[1]._participant.owned is not None
+    assert put(stores[2], 2).ok
+    assert stores[2]._participant.owned is None
+    assert has(stores[1], 1, 2) == [True, True]
+
+
+def test_folder_uses_smallest_limit_of_all_stores(folder):
+    with_room = DiskStore(folder, 4 << 20, **SMALL)
+    assert put(with_room, *range(100), nbytes=20_000).ok
+    small = DiskStore(folder, MAX_BYTES, **SMALL)
+    assert with_room.stats.used_bytes <= MAX_BYTES == small.stats.max_bytes
+    assert all(put(with_room, number, nbytes=20_000).ok for number in range(100, 200))
+    assert with_room.stats.used_bytes <= MAX_BYTES
+    small.close()
+    with_room.close()
+
+
+def test_corrupt_object_read_by_client_is_quarantined(stores, folder):
+    put(stores[0], 1)
+    place = stores[0]._participant.owned.find(key_of(1))
+    with open(folder / f"segment-{place.segment:08}.kv", "r+b") as slots:
+        slots.seek(place.slot * 8192)
+        slots.write(b"damage")
+    assert get(stores[1], 1)[0].status is ObjectStatus.CORRUPT
+    assert [get(each, 1)[0].status for each in stores] == [ObjectStatus.MISSING] * 3
+    assert stores[0].stats.num_quarantined == 1
+
+
+def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
+    """The owner has the file open. The client must not try again until its deadline."""
+    put(stores[0], 1)
+    for path in folder.glob("segment-*.kv"):
+        path.unlink()
+    assert get(stores[0], 1)[0].ok
+    result, _ = get(stores[1], 1)
+    assert (result.status, "No such file" in result.reason) == (ObjectStatus.FAILED, True)
+
+
+def test_calls_wait_for_closing_owner_until_their_deadline(folder):
+    owner = DiskStore(folder, MAX_BYTES, **SMALL)
+    client = DiskStore(folder, MAX_BYTES, **SMALL)
+    put(client, 1)
+    owner._participant.leave(1.0)  # the owner is still locked, as while it writes everything out
+    assert client.contains([key_of(1)], timeout_s=0.2)[0].status is ObjectStatus.FAILED
+    owner.close()
+    while not has(client, 1)[0]:  # the breaker is open for a second
+        time.sleep(0.05)
+    assert get(client, 1)[1] == payload_of(1)
+    client.close()
+
+
+@pytest.mark.usefixtures("stores")
+def test_client_with_other_secret_setting_is_refused(folder):
+    with pytest.raises(StoreError, match="without a secret"):
+        DiskStore(folder, MAX_BYTES, secret=bytes(32), **SMALL)
+
+
+def test_encrypted_folder_is_shared_with_keys_of_new_tenants(folder):
+    first, second = (DiskStore(folder, MAX_BYTES, secret=bytes(32), **SMALL) for _ in range(2))
+    assert put(second, 1).ok
+    assert put(first, 2).ok
+    assert [get(each, n)[1] for each in (first, second) for n in (1, 2)] == [payload_of(1), payload_of(2)] * 2
+    first.close()
+    assert [get(second, n)[1] for n in (1, 2)] == [payload_of(1), payload_of(2)]
+    second.close()
+
+
+_HOLD = """
+import os, sys
+from kvtier.storage import DiskStore
+from storage_support import put
+store = DiskStore(sys.argv[1], 1 << 20, min_free_bytes=0, num_threads=2, segment_bytes=128 << 10)
+assert put(store, *range(100, 110)).ok
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_process(folder) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_stopped_owner_fails_calls_at_their_deadline(folder):
+    with start_process(folder) as owner:
+        store = DiskStore(folder, MAX_BYTES, **SMALL)
+        try:
+            stop_process(owner.pid)
+            begin = time.monotonic()
+            results = store.read_into([Read(key_of(100), LABEL, bytearray(5000))], timeout_s=0.3)
+            assert results[0].status is ObjectStatus.FAILED
+            assert store.contains([key_of(100)], timeout_s=0.3)[0].status is ObjectStatus.FAILED
+            assert time.monotonic() - begin < 5
+        finally:
+            owner.kill()  # the end of the with block waits for the process, and a stopped one does not end
+        owner.wait()
+        while not has(store, 100)[0]:  # the breaker is open for a second
+            time.sleep(0.05)
+        assert get(store, 100)[1] == payload_of(100)
+        store.close()
+
+
+def test_holds_and_slots_of_killed_client_are_released(folder):
+    store = DiskStore(folder, MAX_BYTES, **SMALL)
+    with start_process(folder) as client:
+        client.kill()
+        client.wait()
+    assert has(store, *range(100, 110)) == [True] * 10
+    for number in range(200):
+        assert put(store, number).ok
+    store.close()
+    reopened = DiskStore(folder, MAX_BYTES, **SMALL)
+    check_disk(reopened)
+    reopened.close()
+
+
+class SlowFiles:
+    """File operations that block before they write payloads."""
+
+    def __init__(self) -> None:
+        from kvtier.storage.disk.files import Files
+
+        self._files, self.gate, self.is_waiting = Files(), threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._files, name)
+
+    def write(self, descriptor, buffers, offset):
+        self.is_waiting.set()
+        self.gate.wait()
+        self._files.write(descriptor, buffers, offset)
+
+
+def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
+    """The late write of a lost client must not change the object that another process has stored in the same slot."""
+    owner = DiskStore(folder, 256 << 10, **SMALL)
+    files = SlowFiles()
+    client = DiskStore(folder, 256 << 10, files=files, **SMALL)
+    late = threading.Thread(target=lambda: client.write([write_of(1)], timeout_s=0.2))
+    late.start()
+    files.is_waiting.wait()
+    client._participant.client.close()
+    late.join()
+    slots = owner._participant.owned
+    numbers = range(2, 62)  # twice the number of slots
+    assert all(put(owner, number).ok for number in numbers)
+    assert len(slots._late) == 1
+    before = {number: get(owner, number)[1] for number in numbers if has(owner, number)[0]}
+    owner.close()
+    taken_over = DiskStore(folder, 256 << 10, **SMALL)
+    assert len(taken_over._participant.owned._late) == 1
+    files.gate.set()
+    client.close()
+    for number, payload in before.items():
+        assert get(taken_over, number)[1] == payload == payload_of(number)
+    assert all(put(taken_over, number).ok for number in range(2000, 2060))
+    check_disk(taken_over)
+    taken_over.close()
+
+
+@pytest.mark.parametrize("sync", [*Sync])
+def test_synced_client_of_unsynced_owner_gets_durable_results(folder, sync):
+    owner = DiskStore(folder, MAX_BYTES, sync=Sync.CLOSE, **SMALL)
+    client = DiskStore(folder, MAX_BYTES, sync=sync, **SMALL)
+    put(owner, 1)
+    assert owner._participant.owned._unsynced
+    assert put(client, 1).is_durable == (sync is Sync.WRITE)
+    assert bool(owner._participant.owned._unsynced) == (sync is Sync.CLOSE)
+    client.close()
+    owner.close()
