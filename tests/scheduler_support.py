@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.cache.config import CacheConfig, HostConfig
 from kvtier.cache.manager import CacheManager
@@ -13,7 +14,19 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""Result of a row whose loads failed. The scheduler must ignore it. The simulated model never samples token 77."""
+"""Result of a row whose loads failed. The scheduler must ignore it: the simulated model never samples token 77."""
+
+
+class Inputs(NamedTuple):
+    """What the host sends for a row. The token that a step in flight samples is missing."""
+
+    tokens: tuple[int, ...]
+    draft: tuple[int, ...]
+    table: list[int]
+
+    @classmethod
+    def of(cls, request: Request) -> Inputs:
+        return cls(tuple(request.chain.tokens.tolist()), request.draft, request.allocation.table.tolist())
 
 
 class Device:
@@ -26,6 +39,8 @@ class Device:
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.planned: list[tuple[int, TransferRequest]] = []
+        self.ended: dict[int, bool] = {}  # success of each executed transfer
+        self.sampled: dict[str, int] = {}  # the last token of each request
 
     def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
         """Execute the `count` oldest transfers and apply their reports. With ok=False, the transfers fail."""
@@ -35,6 +50,7 @@ class Device:
                 for one, other in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
                     for offset in range(BLOCK):
                         target[other, offset] = source[one, offset]
+            self.ended[transfer.id] = ok
             result = TransferResult(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
             scheduler.manager.apply(Report(epoch, 0, (result,)))
         del self.planned[:count]
@@ -43,32 +59,63 @@ class Device:
         self, step: Step, finish: set[str] = frozenset(), *, scheduler: Scheduler | None = None, ok: bool = True
     ) -> list[RowResult]:
         """Compute a step after its loads have been executed and reported. With ok=False, the loads fail."""
+        return self.compute(step, self.submit(step), finish, scheduler=scheduler, ok=ok)
+
+    def submit(self, step: Step) -> list[Inputs]:
+        """Queue the transfers of a step. Return what the host sends to the device for each row."""
         for transfer in step.plan.transfers:
             self.planned.append((step.plan.epoch, transfer))
             for slot in transfer.targets.tolist():
                 for offset in range(BLOCK):
                     (self.kv if transfer.target == "device" else self.host)[slot, offset] = ("rubbish",)
+        return [Inputs.of(row.request) for row in step.rows]
+
+    def compute(
+        self,
+        step: Step,
+        inputs: Sequence[Inputs],
+        finish: set[str] = frozenset(),
+        *,
+        scheduler: Scheduler | None = None,
+        ok: bool = True,
+    ) -> list[RowResult]:
         if step.loads:
             self._load(scheduler, step.loads, ok=ok)
         for copy in step.copies:
             for offset in range(copy.num_tokens):
                 self.kv[copy.target, offset] = self.kv[copy.source, offset]
-        return [self._compute(row, finish) if ok or not row.loads else WORTHLESS for row in step.rows]
+        rows = zip(step.rows, inputs, strict=True)
+        return [
+            self._compute(row, sent, finish) if all(self.ended[load] for load in row.loads) else WORTHLESS
+            for row, sent in rows
+        ]
+
+    def spoil(self, step: Step, inputs: Sequence[Inputs]) -> None:
+        """Write rubbish to the KV of all rows, as a step that fails after its model ran."""
+        for row, sent in zip(step.rows, inputs, strict=True):
+            for position in range(row.first, row.stop):
+                self.kv[sent.table[position // BLOCK], position % BLOCK] = ("rubbish",)
 
     def _load(self, scheduler: Scheduler, ids: Sequence[int], *, ok: bool) -> None:
         chosen = [each for each in self.planned if each[1].id in ids]
-        assert len(chosen) == len(ids), "a step waits for loads that are not planned or have ended"
+        assert len(chosen) + len(self.ended.keys() & ids) == len(ids), "a step waits for loads that are not planned"
         self.planned = [*chosen, *(each for each in self.planned if each[1].id not in ids)]
         self.move(scheduler, len(chosen), ok=ok)
 
-    def _compute(self, row: Row, finish: set[str]) -> RowResult:
-        request, table = row.request, row.request.allocation.table.tolist()
-        tokens = (*request.chain.tokens.tolist(), *request.draft)
+    def _compute(self, row: Row, sent: Inputs, finish: set[str]) -> RowResult:
+        request, table, known = row.request, sent.table, sent.tokens
+        if row.first == len(known):  # the step before this one sampled the token
+            known += (self.sampled[request.id],)
+        assert row.first < len(known)
+        tokens = known + sent.draft
         for position in range(row.first):  # the KV of all earlier positions must belong to this prefix
             assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
         for position in range(row.first, row.stop):
             self.kv[table[position // BLOCK], position % BLOCK] = tokens[: position + 1]
-        return RowResult(self.sample(row, tokens), request.id in finish)
+        new = self.sample(row, tokens)
+        if new:
+            self.sampled[request.id] = new[-1]
+        return RowResult(new, request.id in finish)
 
     def sample(self, row, tokens) -> tuple[int, ...]:
         if not row.wants_token:
@@ -110,9 +157,9 @@ def make(
 
 
 def request(
-    scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float = 0.0, priority: int = 0, salt: bytes = b""
+    scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float = 0.0, salt: bytes = b"", **options
 ) -> Request:
-    made = Request(name, Chain(scheduler.manager.namespace, list(prompt), salt=salt), new, priority=priority)
+    made = Request(name, Chain(scheduler.manager.namespace, list(prompt), salt=salt), new, **options)
     scheduler.add(made, now)
     return made
 
@@ -132,7 +179,7 @@ def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool 
 
 
 def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> None:
-    """Check the invariants of a step. `ran` are the requests that were running before the step."""
+    """Check the invariants of a step. `ran` contains the requests that were running before the step."""
     limits, rows = scheduler.config, step.rows
     assert step.num_tokens == sum(row.num_tokens for row in rows) <= limits.max_step_tokens
     assert len({row.request.id for row in rows}) == len(rows)
@@ -141,6 +188,8 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         _verify_row(row)
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
+            if row.request.allocation.copy is None:
+                ahead += BLOCK - 1  # the slots were reserved for a partial hit that was then given up for lack of room
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"
             )
@@ -148,20 +197,33 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         assert (request.allocation, request.num_computed, request.draft) == (None, 0, ())
     assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)
     assert all(request.prefetch is None for request in step.refused)
-    places = [(row.request not in ran, row.request in ran and not row.request.is_generating) for row in rows]
+    places = [(row.request not in ran, row.request in ran and not _continues(row)) for row in rows]
     assert places == sorted(places), "rows must be in the order generating requests, started prompts, new prompts"
     if step.preempted:
         assert all(row.request in ran for row in rows), "a step with a preemption admitted a request"
-    elif step.num_tokens < limits.max_step_tokens:
+    elif len(scheduler.in_flight) == 1 and step.num_tokens < limits.max_step_tokens:
         assert all(row.wants_token for row in rows), "a prompt was cut although the step had room"
         idle = [other for other in ran if other in scheduler.running and other not in [row.request for row in rows]]
         assert all(other.allocation.is_loading for other in idle) or scheduler.manager.transfers.in_flight
 
 
+def _continues(row: Row) -> bool:
+    """True if the request was generating before this row."""
+    return row.first > 0 and row.wants_token and row.num_tokens - row.num_draft == 1
+
+
 def _verify_row(row: Row) -> None:
-    request, known = row.request, row.request.chain.num_tokens
+    request = row.request
+    *earlier, last = request.in_flight
+    assert last is row
+    known = request.chain.num_tokens + sum(each.wants_token for each in earlier)
+    assert known - request.num_prompt_tokens < request.max_new_tokens, "the request has all its tokens already"
     assert request.state is RequestState.RUNNING
-    assert row.first == request.num_computed
+    assert row.first == (earlier[-1].stop if earlier else request.num_computed)
     assert row.first < row.stop <= len(request.allocation.table) * BLOCK
     assert row.num_draft == max(0, row.stop - known) <= len(request.draft)
     assert row.wants_token is (row.stop >= known)
+    for each in earlier:
+        assert not each.loads
+        assert not each.num_draft
+        assert not (each.wants_token and request.waits_for_token)

@@ -50,10 +50,13 @@ class Request:
     retention: Retention = _NOT_GIVEN
     """By default, the blocks have the priority of the request and do not expire."""
     hints: Hints = NO_HINTS
-    """What the client says about the next request of its session, for the learned eviction policy."""
+    """Hints of the client about the next request of its session. The learned eviction policy uses them."""
     max_cached_tokens: int | None = None
     """Maximum number of leading tokens that may come from the cache. The engine needs the logits of all later tokens.
-    Rises as tokens are computed, so that a preempted request computes no token twice for its logits."""
+    The limit rises as tokens are computed, so that a preempted request does not compute logits twice."""
+    waits_for_token: bool = False
+    """True if the caller needs each sampled token before the next row, for a grammar or to draft tokens. Such a request
+    has no row in a step that is scheduled while its token is being sampled."""
     num_prompt_tokens: int = field(init=False)
     state: RequestState = field(init=False, default=RequestState.WAITING)
     reason: str = field(init=False, default="")
@@ -67,6 +70,9 @@ class Request:
     prefetch: Prefetch | None = field(init=False, default=None)
     """Fetch of the request's blocks from stores to the host while the request waits."""
     allocation: Allocation | None = field(init=False, default=None)
+    """The request's KV. A request that ended keeps its KV while `in_flight` is not empty."""
+    in_flight: tuple[Row, ...] = field(init=False, default=())
+    """Rows of the request in steps without results, at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
     """Number of cached prompt tokens at the first admission."""
@@ -92,9 +98,10 @@ class Request:
             self.retention = Retention(priority=self.priority)
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        """Pickle all attributes except allocation and prefetch, which refer to the tree."""
-        kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("prefetch", "allocation")}
-        return None, {**kept, "prefetch": None, "allocation": None}
+        """Pickle all attributes except rows in flight, allocation and prefetch, which refer to the tree."""
+        dropped = {"prefetch": None, "allocation": None, "in_flight": ()}
+        kept = {name: getattr(self, name) for name in self.__slots__ if name not in dropped}
+        return None, {**kept, **dropped}
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.state.value}, {self.num_computed} of {self.chain.num_tokens} computed)"
@@ -104,9 +111,19 @@ class Request:
         return self.chain.num_tokens - self.num_prompt_tokens
 
     @property
+    def num_known(self) -> int:
+        """Number of tokens, including the tokens that steps in flight sample."""
+        return self.chain.num_tokens + sum([row.wants_token for row in self.in_flight])
+
+    @property
+    def num_scheduled(self) -> int:
+        """Number of leading tokens that are computed once the steps in flight have ended."""
+        return self.in_flight[-1].stop if self.in_flight else self.num_computed
+
+    @property
     def is_generating(self) -> bool:
-        """True if only the newest token remains to be computed."""
-        return self.num_computed == self.chain.num_tokens - 1 and self.num_computed > 0
+        """True if only the newest token remains to be scheduled."""
+        return self.num_scheduled == self.num_known - 1 and self.num_scheduled > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +163,8 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     num_tokens: int
     num_draft: int
     wants_token: bool
-    """True if the row includes the last known token, so that the next token is sampled."""
+    """True if the row includes the last known token, so that the next token is sampled. The row of a request whose
+    previous row is in flight starts with the token that the previous row samples."""
     loads: tuple[int, ...] = ()
     """Ids of the request's loads in flight. Each layer of the step waits for its own blocks. The caller applies
     the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
@@ -154,7 +172,7 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
         """Return a row with the next tokens of a request. Known tokens precede drafts."""
-        first, known = request.num_computed, request.chain.num_tokens
+        first, known = request.num_scheduled, request.num_known
         num_draft = max(0, first + num_tokens - known)
         return cls(request, first, num_tokens, num_draft, first + num_tokens - num_draft == known, loads)
 

@@ -2,10 +2,20 @@
 
 The scheduler allocates KV only through the CacheManager. `now` is the caller's time in seconds, which is real in the
 engine and simulated in the replay.
+
+Two steps can be in flight. The second step is scheduled as if each generating request of the first step continues:
+
+    schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
+
+    request in flight   no preemption: it gets no row, and is preempted once its row has a result
+    request ends        its row in the later step is computed, and the result is ignored; its KV is freed after that
+    step t has loads    step t+1 has no rows, because step t runs early only if there is nothing else to compute
+    step t fails        its requests end, and step t+1 is discarded: its other requests run again
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,17 +26,20 @@ from kvtier.index import Chain, Outcome, Shortage
 from kvtier.index.tier import tenant_of
 from kvtier.scheduler.request import Request, RequestState, Row, RowResult, SchedulerConfig, Step
 
+MAX_IN_FLIGHT = 2
+
 
 class Scheduler:
-    """Owns the requests that have not ended. Only one step is in flight at a time."""
+    """Owns the requests that have not ended, and those that ended with a row in flight. Two steps can be in flight."""
 
     def __init__(self, manager: CacheManager, config: SchedulerConfig | None = None) -> None:
         self.manager = manager
         self.config = config or SchedulerConfig()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._step: Step | None = None
-        self._began = 0.0
+        self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
+        self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, and the times of their start
+        self._updated_at = -math.inf  # when the last results arrived; the device begins the next step then
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -38,6 +51,11 @@ class Scheduler:
     def running(self) -> tuple[Request, ...]:
         """Requests that hold KV, in the order of their admission."""
         return tuple(self._running)
+
+    @property
+    def in_flight(self) -> tuple[Step, ...]:
+        """Steps without results, oldest first."""
+        return tuple([step for step, _ in self._steps])
 
     def has_work(self) -> bool:
         """True if there are requests to run."""
@@ -67,12 +85,15 @@ class Scheduler:
         return 0 if num_open else self.manager.close_session(session_id, salt, now=now)
 
     def schedule(self, now: float) -> Step:
-        """Build the next step. The caller runs the step and passes the results to `update`."""
-        if self._step is not None:
-            raise StateError("the last step has no results yet; call update() first")
-        self._began = now
+        """Build the next step. The caller runs the step and passes the results to `update`.
+
+        One earlier step may be in flight. The caller must run steps in order.
+        """
+        if len(self._steps) == MAX_IN_FLIGHT:
+            raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
-        if not self.is_paused:
+        # If loads fail, their row is ignored. A new load of the same blocks for another request would hide the failure.
+        if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         rows = tuple([row for row in builder.rows if row.request.state is RequestState.RUNNING])
         allocations = [_held(row.request) for row in rows]
@@ -87,8 +108,11 @@ class Scheduler:
             ]
         )
         plan = self.manager.plan(now=now)
-        self._step = Step(rows, copies, tuple(builder.preempted), tuple(builder.refused), plan)
-        return self._step
+        step = Step(rows, copies, tuple(builder.preempted), tuple(builder.refused), plan)
+        for row in rows:
+            row.request.in_flight += (row,)
+        self._steps.append((step, now))
+        return step
 
     def _build(self, builder: _StepBuilder, now: float) -> None:
         for request in self._waiting:
@@ -107,7 +131,7 @@ class Scheduler:
 
     def pause(self, now: float) -> None:
         """Preempt all requests, and run no request until `resume`. Preempted requests release their KV."""
-        if self._step is not None:
+        if self._steps:
             raise StateError("cannot pause while a step is in flight; pause between update() and schedule()")
         self.is_paused = True
         for request in list(self._running):
@@ -120,26 +144,48 @@ class Scheduler:
 
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
         """Apply one result per row of a step: publish the computed blocks and append the sampled tokens."""
-        if step is not self._step:
-            raise StateError("update() accepts only the last step from schedule(), and only once")
         if len(results) != len(step.rows):
             raise ArgumentError(f"a step with {len(step.rows)} rows needs one result per row, got {len(results)}")
-        self._step = None
+        began = max(self._take_oldest(step), self._updated_at)
+        self._updated_at = now
         if step.rows and not step.loads:
-            self.manager.cost_model.observe_compute(step.num_tokens, step.attended_tokens, now - self._began)
+            self.manager.cost_model.observe_compute(step.num_tokens, step.attended_tokens, now - began)
         for row, result in zip(step.rows, results, strict=True):
             if row.request.state is RequestState.RUNNING and (not row.loads or self._has_loaded(row, now)):
                 self._take_result(row, result, now)
+        self._free_leaving(now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
-        """Cancel and return the running requests of a step that failed."""
-        if step is not self._step:
-            raise StateError("fail() accepts only the last step from schedule(), and only once")
-        self._step = None
+        """Cancel and return the running requests of a step that failed. `discard` the step that followed it."""
+        self._take_oldest(step)
         failed = tuple(row.request for row in step.rows if row.request.state is RequestState.RUNNING)
         for request in failed:
             self._end(request, RequestState.CANCELLED, now)
+        self._free_leaving(now)
         return failed
+
+    def discard(self, step: Step, now: float) -> None:
+        """Drop a step that did not run, because the step before it failed. Its running requests get new rows."""
+        self._take_oldest(step)
+        if self._steps:
+            raise StateError("only the last step can be discarded, because later rows build on its results")
+        self._free_leaving(now)
+
+    def _take_oldest(self, step: Step) -> float:
+        """Remove a step and its rows from those in flight. Return the time of its start."""
+        if not self._steps or step is not self._steps[0][0]:
+            raise StateError("the results of each step are needed once, in the order of schedule()")
+        _, began = self._steps.pop(0)
+        for row in step.rows:
+            row.request.in_flight = row.request.in_flight[1:]
+        return began
+
+    def _free_leaving(self, now: float) -> None:
+        """Release the KV of ended requests that have no more rows in flight."""
+        if self._leaving:
+            for request in [request for request in self._leaving if not request.in_flight]:
+                self._leaving.remove(request)
+                self._release(request, now)
 
     def check(self) -> None:
         """Raise StateError if the states of requests or the metadata of the cache are inconsistent."""
@@ -151,32 +197,47 @@ class Scheduler:
                 raise StateError(f"{request!r} is in the running list, but holds no KV or has another state")
         if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
             raise StateError("a request is listed twice")
-        if len(self._running) != self.manager.stats.num_allocations:
-            raise StateError(f"{len(self._running)} requests run, but {self.manager.stats.num_allocations} hold KV")
+        for request in self._leaving:
+            if not (request.state.is_over and request.in_flight and request.allocation is not None):
+                raise StateError(f"{request!r} keeps its KV, but it has not ended or has no row in flight")
+        in_flight = {id(row.request) for step, _ in self._steps for row in step.rows}
+        for request in (*self._waiting, *self._running, *self._leaving):
+            if bool(request.in_flight) != (id(request) in in_flight):
+                raise StateError(f"{request!r} has {len(request.in_flight)} rows in flight, but the steps disagree")
+        num_holders = len(self._running) + len(self._leaving)
+        if num_holders != self.manager.stats.num_allocations:
+            raise StateError(f"{num_holders} requests run or leave, but {self.manager.stats.num_allocations} hold KV")
         self.manager.check()
 
     # ---- selection -------------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
         """Add a row with the next tokens of a running request. Preempt other requests if necessary."""
-        if _held(request).is_loading and not self._is_ready(request, now):
+        if request in builder.held or not self._may_continue(request, now):
             return
-        known = request.chain.num_tokens - request.num_computed
+        first = request.num_scheduled
+        known = request.num_known - first
         count = min(known, builder.budget)
         if not count:
             return
-        # Drafts are optional, so no request is preempted to make room for drafts.
-        drafts = min(len(request.draft), builder.budget - count) if known == 1 else 0
+        # Drafts are optional, so no request is preempted to make room for drafts. They follow the last known token.
+        drafts = min(len(request.draft), builder.budget - count) if known == 1 and not request.in_flight else 0
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
-        if ahead and self.manager.allocate(_held(request), request.num_computed + count + ahead) is None:
+        if ahead and self.manager.allocate(_held(request), first + count + ahead) is None:
             builder.take(Row.of(request, count + drafts))
             return
         while True:
-            shortage = self.manager.allocate(_held(request), request.num_computed + count)
+            shortage = self.manager.allocate(_held(request), first + count)
             if shortage is None:
                 builder.take(Row.of(request, count))
                 return
+            if any(_may_help(other.chain, request, shortage) for other in self._leaving):
+                builder.is_full = True  # the results of the step in flight free blocks
+                return
             victim = self._victim(request, shortage)
+            if victim.in_flight:
+                builder.hold(victim)
+                return
             if victim is request and self._is_alone(request, shortage):
                 if self._end_prefetches(request, shortage):
                     continue
@@ -193,6 +254,20 @@ class Scheduler:
             self._preempt(victim, builder, now)
             if victim is request:
                 return
+
+    def _may_continue(self, request: Request, now: float) -> bool:
+        """True if the next row of a running request does not depend on results or loads that are in flight."""
+        if not request.in_flight:
+            return not _held(request).is_loading or self._is_ready(request, now)
+        row = request.in_flight[-1]
+        if row.num_draft or (row.wants_token and request.waits_for_token):
+            return False
+        return not self._is_complete(request, request.num_known)
+
+    def _is_complete(self, request: Request, num_tokens: int) -> bool:
+        """True if a request with `num_tokens` tokens has all its new tokens, or fills the context."""
+        is_full = num_tokens - request.num_prompt_tokens >= request.max_new_tokens
+        return is_full or num_tokens >= self.config.max_context
 
     def _admit(self, builder: _StepBuilder, now: float) -> None:
         """Admit waiting requests in order of priority and waiting time, up to the first request that does not fit.
@@ -280,8 +355,8 @@ class Scheduler:
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """True if a shortage would remain even if all other running requests ended."""
-        others = (other for other in self._running if other is not request)
+        """True if a shortage would remain even if all other requests ended."""
+        others = (other for other in (*self._running, *self._leaving) if other is not request)
         return not any(_may_help(other.chain, request, shortage) for other in others)
 
     def _is_moving(self, request: Request, shortage: Shortage) -> bool:
@@ -311,7 +386,7 @@ class Scheduler:
 
         Call this only if there are no other rows, because the waits would delay all rows of the step.
         """
-        for request in self._running:
+        for request in [request for request in self._running if not request.in_flight]:
             allocation = _held(request)
             loads = self.manager.overlap(allocation)
             count = min(request.chain.num_tokens - request.num_computed, builder.budget)
@@ -388,7 +463,11 @@ class Scheduler:
         builder.give_back(request)
 
     def _to_waiting(self, request: Request, now: float) -> None:
-        """Release the KV of a request and queue the request again. Published blocks stay in the cache."""
+        """Release the KV of a request and queue the request again. Published blocks stay in the cache.
+
+        The request has no row in flight: such a row would write to blocks that a load could fill at the same time.
+        """
+        assert not request.in_flight
         self.manager.abort(_held(request), now=now)
         self._running.remove(request)
         self._waiting.append(request)
@@ -409,21 +488,13 @@ class Scheduler:
             request.max_cached_tokens = max(request.max_cached_tokens, request.num_computed)
         request.draft = ()
         self.manager.publish(allocation, request.num_computed, now=now)
-        is_full = request.num_new_tokens >= request.max_new_tokens
-        if result.finished or is_full or request.chain.num_tokens >= self.config.max_context:
+        if result.finished or self._is_complete(request, request.chain.num_tokens):
             self._end(request, RequestState.FINISHED, now)
 
     def _end(self, request: Request, state: RequestState, now: float) -> bool:
         if request.state.is_over:
             return False
         if request.allocation is not None:
-            if state is RequestState.FINISHED:
-                is_full = request.num_new_tokens >= request.max_new_tokens
-                outcome = Outcome(request.num_new_tokens, "length" if is_full else "stop", request.hints)
-                self.manager.finish(request.allocation, now=now, outcome=outcome)
-            else:
-                self.manager.abort(request.allocation, now=now)
-            request.allocation = None
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
@@ -431,7 +502,21 @@ class Scheduler:
         else:
             raise StateError(f"{request!r} is not in this scheduler")
         request.state = state
+        if request.in_flight:
+            self._leaving.append(request)
+        elif request.allocation is not None:
+            self._release(request, now)
         return True
+
+    def _release(self, request: Request, now: float) -> None:
+        """Release the KV of a request that ended."""
+        if request.state is RequestState.FINISHED:
+            is_full = request.num_new_tokens >= request.max_new_tokens
+            outcome = Outcome(request.num_new_tokens, "length" if is_full else "stop", request.hints)
+            self.manager.finish(_held(request), now=now, outcome=outcome)
+        else:
+            self.manager.abort(_held(request), now=now)
+        request.allocation = None
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
@@ -456,8 +541,10 @@ class _StepBuilder:
         self.rows: list[Row] = []
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
+        self.held: list[Request] = []
+        """Requests in flight that are to be preempted. They get no row, so that the next step can preempt them."""
         self.is_full = False
-        """True if a running request has to wait until transfers in flight free room."""
+        """True if a running request has to wait until transfers or a step in flight free room."""
 
     def take(self, row: Row) -> None:
         self.rows.append(row)
@@ -466,6 +553,15 @@ class _StepBuilder:
     def give_back(self, request: Request) -> None:
         """Record a preempted request and remove its row."""
         self.preempted.append(request)
+        self._remove_row(request)
+
+    def hold(self, request: Request) -> None:
+        """Remove the row of a request in flight, so that it can be preempted in the next step."""
+        self.held.append(request)
+        self.is_full = True
+        self._remove_row(request)
+
+    def _remove_row(self, request: Request) -> None:
         for row in [row for row in self.rows if row.request is request]:
             self.rows.remove(row)
             self.budget += row.num_tokens

