@@ -7,6 +7,7 @@ python -m benchmarks.router --trace FILE          Mooncake's conversation trace
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 
@@ -16,11 +17,21 @@ from kvtier.replay import read_trace
 from kvtier.replay.curves import Accesses, index_hits
 from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, FleetTrace, replica_costs
 from kvtier.replay.hardware import GpuSpec, ModelSpec, preset
-from kvtier.router import EventBatch, FeedState, PlacementIndex, ReplicaFeed, Router, RouterConfig, hashes_of
+from kvtier.router import (
+    EventBatch,
+    FeedState,
+    PlacementIndex,
+    ReplicaFeed,
+    RouteDecision,
+    Router,
+    RouterConfig,
+    hashes_of,
+)
 
 REPLICAS, BLOCK_TOKENS, PROMPT_TOKENS = 64, 16, 8192
 NUM_PROMPTS, SYSTEM_BLOCKS = 400, 128
 PER_ROUND, ROUNDS = 100, 40
+IN_FLIGHT = 1024  # 16 requests per replica; half of them have no token yet
 FLEET, FLEET_BLOCKS = 16, 4000
 
 
@@ -54,15 +65,24 @@ def decisions() -> tuple[list[Row], list[Bar]]:
         for copy in range(3):
             router.index.store((number + 7 * copy) % REPLICAS, number % 3, hashes[: int(rng.integers(100, 512))])
     at = 0
+    waiting: deque[RouteDecision] = deque()
+    generating: deque[RouteDecision] = deque()
 
     def route() -> None:
         nonlocal at
         for _ in range(PER_ROUND):
             decision = router.route(prompts[at % NUM_PROMPTS][1], PROMPT_TOKENS)
             assert decision is not None
-            router.on_first_token(decision)
-            router.on_finish(decision)
+            waiting.append(decision)
+            if len(waiting) > IN_FLIGHT // 2:
+                router.on_first_token(waiting[0])
+                generating.append(waiting.popleft())
+            if len(generating) > IN_FLIGHT // 2:
+                router.on_finish(generating.popleft())
             at += 1
+
+    for _ in range(2 * IN_FLIGHT // PER_ROUND):
+        route()
 
     def hash_keys() -> None:
         for number in range(PER_ROUND):
@@ -74,6 +94,7 @@ def decisions() -> tuple[list[Row], list[Bar]]:
     row = {
         "replicas": REPLICAS,
         "prompt tokens": PROMPT_TOKENS,
+        "requests in flight": len(waiting) + len(generating),
         "us per decision": seconds["route"] * 1e6,
         "us of key hashing": seconds["hash"] * 1e6,
         "bytes per block": num_bytes,

@@ -19,7 +19,7 @@ MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Write a trace file and a model file. Return command line arguments that name them and a 4 GiB cache."""
+    """Write a trace file and a model file. Return command line arguments for these files and a cache of 4 GiB."""
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]

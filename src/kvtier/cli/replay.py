@@ -107,7 +107,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def _plan_fleet(options: argparse.Namespace, trace: Trace, setup: Deployment) -> int:
     """Simulate all replicas with cache-aware routing and round robin, and print what the router costs."""
-    from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, FleetTrace, replica_costs
+    from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetTrace, replica_costs, simulate_fleets
 
     if options.html:
         raise ArgumentError("--copies has no HTML report; use --json")
@@ -115,11 +115,10 @@ def _plan_fleet(options: argparse.Namespace, trace: Trace, setup: Deployment) ->
     num_blocks = setup.kv_bytes // (setup.model.token_bytes * block_tokens)
     costs = replica_costs(setup.model, setup.gpu, block_tokens)
     users = FleetTrace(trace.requests, options.copies, seed=options.seed)
-    summaries = {}
-    for routing in FleetRouting:
-        config = FleetConfig(setup.replicas, num_blocks, costs, routing, setup.policy)
-        with _progress(routing.value) as update:
-            summaries[routing.value] = FleetSimulation(config, block_tokens).run(users, update)
+    configs = [FleetConfig(setup.replicas, num_blocks, costs, routing, setup.policy) for routing in FleetRouting]
+    with _progress(FleetRouting.CACHE.value) as update:
+        results = simulate_fleets(configs, users, block_tokens, jobs=options.jobs, progress=update)
+    summaries = {config.routing.value: summary for config, summary in zip(configs, results, strict=True)}
     cache = summaries[FleetRouting.CACHE.value]
     seconds = max(1e-3, (trace.requests[-1].timestamp_ms - trace.requests[0].timestamp_ms) / 1000)
     rate, capacity = len(users) / seconds, 1 / max(1e-9, cache.decision_seconds)

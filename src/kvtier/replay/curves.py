@@ -3,7 +3,7 @@
 The cache has one tier of blocks and serves one request at a time. The full blocks before the first miss are hits.
 
 lru       Stack distances yield the hits of all capacities at once, because a cache of C blocks holds the C blocks that
-          were used last. Within a request, the last block counts as used first.
+          were used last. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
           The blocks of a running request must fit, as in any engine.
 others    The real index is run once per capacity. Runs are spread over processes.
@@ -119,7 +119,7 @@ def stack_distances(accesses: Accesses) -> I64:
 
     The distance is the number of positions in (p, s), minus the positions whose next use is before s.
     """
-    # Within a request, the last block counts as used first.
+    # Within a request, the last block counts as the least recently used.
     lengths = np.diff(accesses.starts)
     begin = np.repeat(accesses.starts[:-1], lengths)
     place = begin + np.repeat(accesses.starts[1:], lengths) - 1 - np.arange(len(accesses.paths))

@@ -23,6 +23,7 @@ from kvtier.index import BlockPool, BlocksRemoved, BlocksStored, Chain, Event, N
 from kvtier.index.policies import make_policy
 from kvtier.replay.cost import Roofline, Work
 from kvtier.replay.hardware import GpuSpec, ModelSpec
+from kvtier.replay.processes import jobs_here, spread
 from kvtier.replay.trace import MAX_TOKEN, TraceRequest, number_paths
 from kvtier.router import ReplicaCosts, RouteDecision, Router, RouterConfig, hashes_of
 from kvtier.router.feed import DEVICE
@@ -34,7 +35,7 @@ class FleetRouting(Enum):
     """Assignment of requests to the replicas of a fleet."""
 
     CACHE = "cache"
-    """By expected time to the first token, from events of the replicas."""
+    """Send a request to the replica with the shortest expected time to first token, based on KV events."""
     ROUND_ROBIN = "round robin"
 
 
@@ -96,7 +97,7 @@ class FleetTrace:
     """Copies of a trace: the same users several times, each copy with prompts and arrival times of its own.
 
     Iterates over (arrival in seconds, path number of each full block, prompt tokens) in order of time. The prompts are
-    made while it iterates, so that a hundred copies of a one-hour trace fit into memory.
+    generated during the iteration, so that a hundred copies of a one-hour trace fit into memory.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], copies: int = 1, *, seed: int = 0) -> None:
@@ -222,3 +223,21 @@ class FleetSimulation:
         costs = self.config.costs
         attended = num_computed * (prompt_tokens - num_computed / 2)
         return costs.step_seconds + costs.token_seconds * num_computed + costs.attended_seconds * attended
+
+
+def simulate_fleets(
+    configs: Sequence[FleetConfig],
+    trace: FleetTrace,
+    block_tokens: int,
+    *,
+    jobs: int = 1,
+    progress: Callable[[float], None] | None = None,
+) -> list[FleetSummary]:
+    """Run a trace on several fleets, in up to `jobs` processes. `progress` gets the share of the first fleet."""
+
+    def run(number: int) -> FleetSummary:
+        simulation = FleetSimulation(configs[number], block_tokens)
+        return simulation.run(trace, progress if number == 0 else None)
+
+    summaries = dict(spread(run, range(len(configs)), jobs_here(jobs)))
+    return [summaries[number] for number in range(len(configs))]

@@ -122,7 +122,7 @@ class Recorder:
         )
 
     def _hints(self, request: Request) -> dict[str, Any]:
-        """Return the end of a request and the hints of its client, as fields of a log line."""
+        """Return the finish reason of a request and the hints of its client, as fields of a log line."""
         hints = request.hints
         record: dict[str, Any] = {}
         if request.state is RequestState.FINISHED:

@@ -69,7 +69,7 @@ class StepCoalescer:
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """Return the share of the time after which the share `done` of the prompts is computed, in whole steps."""
+        """Return the share of the merged step's time after which the share `done` of its prompt tokens is computed."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -85,7 +85,7 @@ class StepCoalescer:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """Result of one request. Times are seconds from the first arrival; None if the request did not get so far."""
+    """Result of one request. Times are seconds from the first arrival; None if the request ended before that point."""
 
     arrival: float
     scheduled_at: float | None

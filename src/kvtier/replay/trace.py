@@ -46,11 +46,11 @@ class TraceRequest:
     finish_reason: str = ""
     hints: Hints = NO_HINTS
     closed_at_ms: float | None = None
-    """Time at which the session of this request was closed, if this was the last request before."""
+    """Time at which the session was closed. Set only in the last request of the session before that time."""
 
     @property
     def outcome(self) -> Outcome:
-        """What a server knows at the end of the request."""
+        """Information that a server has at the end of the request."""
         return Outcome(self.output_tokens, self.finish_reason, self.hints)
 
     @property
@@ -206,7 +206,7 @@ def _with_hints(request: TraceRequest, record: dict[str, Any]) -> TraceRequest |
 
 
 def _closed(requests: list[TraceRequest], closes: list[SessionClose]) -> list[TraceRequest]:
-    """Add the times at which sessions were closed to the last request before each. `requests` are sorted by time."""
+    """Record each close in the last request of the session before it. `requests` must be sorted by time."""
     if not closes:
         return requests
     ends = [(request.timestamp_ms, 0, number) for number, request in enumerate(requests) if request.hints.session_id]

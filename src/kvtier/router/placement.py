@@ -114,7 +114,7 @@ class PlacementIndex:
         self._free(held)
 
     def match(self, blocks: U64 | Found) -> Counts:
-        """Return, for each tier and replica, how many blocks of the longest held prefix this tier provides.
+        """Return the length of the prefix that each replica holds, in blocks, divided by tier.
 
         A block that several tiers of a replica hold counts for the fastest of them. The shape is [tiers, replicas].
         """
@@ -166,15 +166,17 @@ class PlacementIndex:
         self._num_overflowed = 0
 
     def _current(self, blocks: U64 | Found) -> Found:
-        """Return blocks with valid slots. A block that was removed and added since the lookup may count as unknown."""
+        """Return blocks with their present slots. Looks them up again if one was added or removed since."""
         if not isinstance(blocks, Found):
             return self.find(blocks)
         if blocks.version != self._version:
             return self.find(blocks.hashes)
         if blocks.num_changes == self._num_changes:
             return blocks
-        is_valid = self._keys.reshape(-1)[blocks.slots] == blocks.hashes
-        return Found(blocks.hashes, np.where(is_valid, blocks.slots, -1), self._version, self._num_changes)
+        is_valid = (blocks.slots >= 0) & (self._keys.reshape(-1)[blocks.slots] == blocks.hashes)
+        if not is_valid.all():
+            return self.find(blocks.hashes)
+        return Found(blocks.hashes, blocks.slots, self._version, self._num_changes)
 
     def _bit(self, replica: int, tier: int) -> tuple[int, np.uint64]:
         if not (0 <= replica < self.num_replicas and 0 <= tier < self.num_tiers):

@@ -90,10 +90,9 @@ class RouterConfig:
     block_tokens: int = 16
     max_replicas: int = 64
     duplicate_cost: float = 1.0
-    """Cost of a token that a replica computes although another one has it, as a share of the time to compute it.
-
-    The copy evicts a block that has to be computed again. Conversation trace, 16 replicas of 4,000 blocks, 2026-11-18:
-    hit rates of .352, .354, .356 and .361 with 0, 0.3, 1 and 3; TTFT p50 92, 93, 94 and 94 ms.
+    """Extra cost of computing a token that another replica has cached, as a share of the time to compute the token.
+    The second copy of a block takes the slot of another block. Conversation trace, 16 replicas of 4,000 blocks,
+    2026-11-18: hit rates of .352, .354, .356 and .361 with 0, 0.3, 1 and 3; TTFT p50 92, 93, 94 and 94 ms.
     """
 
     def __post_init__(self) -> None:
@@ -107,6 +106,8 @@ class RouterConfig:
 class RouteDecision:
     """Chosen replica, and the estimate for it. Pass it to `Router.on_first_token` and `Router.on_finish`."""
 
+    id: int
+    """Unique within the router."""
     replica: str
     number: int
     """Number of the replica in the index."""
@@ -122,8 +123,8 @@ class RouteDecision:
 class Router:
     """Replicas, their blocks and their queues. All methods except `check` mutate it. Not thread-safe.
 
-    Blocks of a prompt that was sent to a replica count as `expected` there until the prompt ends, so that prompts with
-    the same prefix follow it before the first event arrives.
+    Blocks of a prompt that was sent to a replica count as `expected` there until the request ends, so that prompts with
+    the same prefix are sent to the same replica even before its first event arrives.
     """
 
     def __init__(self, config: RouterConfig | None = None) -> None:
@@ -134,8 +135,11 @@ class Router:
         self._feeds: dict[str, ReplicaFeed] = {}
         self._queue: F64 = np.full(size, np.inf)  # inf: not available
         self._costs: F64 = np.zeros((5, size))
-        self._num_new: F64 = np.zeros(size)  # blocks of prompts that were not cached, plus one per prompt
+        self._num_new: F64 = np.zeros(size)  # uncached blocks that were sent to each replica, plus one per prompt
+        self._num_decisions = 0
         self._open: dict[int, RouteDecision] = {}  # decisions without a first token, by id
+        # Sums of the queues in whole nanoseconds: floats would keep the rounding errors of earlier requests.
+        self._waiting_ns = [0] * size
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -161,6 +165,7 @@ class Router:
         del self._feeds[name]
         self._names[number] = None
         self._queue[number] = np.inf
+        self._waiting_ns[number] = 0
         self.index.clear(number)
         self._open = {key: each for key, each in self._open.items() if each.replica != name}
 
@@ -204,19 +209,20 @@ class Router:
         expected = self.index.store(number, EXPECTED, found.after(sum(num_blocks[:EXPECTED])))
         self._num_new[number] += 1 + len(expected)
         blocks = dict(zip(TIERS, num_blocks, strict=True))
-        decision = RouteDecision(name, number, float(queue[number]), float(start[number]), blocks, expected)
-        self._queue[number] += decision.start_seconds
-        self._open[id(decision)] = decision
+        self._num_decisions += 1
+        queued, starts = float(queue[number]), float(start[number])
+        decision = RouteDecision(self._num_decisions, name, number, queued, starts, blocks, expected)
+        self._open[decision.id] = decision
+        self._add_waiting(number, _nanoseconds(decision))
         return decision
 
     def on_first_token(self, decision: RouteDecision) -> None:
         """Remove a prompt from the queue of its replica. Idempotent."""
-        if self._open.pop(id(decision), None) is not None:
-            waiting = [each.start_seconds for each in self._open.values() if each.number == decision.number]
-            self._queue[decision.number] = sum(waiting)  # a sum without rounding errors of earlier requests
+        if self._open.pop(decision.id, None) is not None:
+            self._add_waiting(decision.number, -_nanoseconds(decision))
 
     def on_finish(self, decision: RouteDecision) -> None:
-        """End a request, also one that failed. Its blocks are no longer expected; events report what is cached."""
+        """End a request, even if it failed. Its blocks are no longer expected; events report the cached blocks."""
         self.on_first_token(decision)
         if len(decision.expected) and self._names[decision.number] == decision.replica:
             self.index.remove(decision.number, EXPECTED, decision.expected)
@@ -228,11 +234,19 @@ class Router:
         if names != set(self._feeds):
             raise StateError(f"the names {names} differ from the feeds {set(self._feeds)}")
         for number, name in enumerate(self._names):
-            waiting = sum(each.start_seconds for each in self._open.values() if each.number == number)
+            waiting_ns = sum(_nanoseconds(each) for each in self._open.values() if each.number == number)
             if (name is None) != (self._queue[number] == np.inf):
                 raise StateError(f"place {number} has the name {name} and the queue {self._queue[number]}")
-            if name is not None and abs(self._queue[number] - waiting) > 1e-6 * (1 + waiting):
-                raise StateError(f"the queue of {name} is {self._queue[number]} s, but its prompts take {waiting} s")
+            if self._waiting_ns[number] != waiting_ns:
+                raise StateError(
+                    f"the queue of place {number} is {self._waiting_ns[number]} ns, its prompts take {waiting_ns} ns"
+                )
+            if name is not None and self._queue[number] != waiting_ns / 1e9:
+                raise StateError(f"the queue of {name} is {self._queue[number]} s, but its sum is {waiting_ns} ns")
+
+    def _add_waiting(self, number: int, nanoseconds: int) -> None:
+        self._waiting_ns[number] += nanoseconds
+        self._queue[number] = self._waiting_ns[number] / 1e9
 
     def _start_seconds(self, counts: Counts, num_tokens: int) -> F64:
         """Return, for each replica, the time to load the cached prefix or to compute it, and to compute the rest."""
@@ -259,3 +273,7 @@ class Router:
         if name not in self._feeds:
             raise ArgumentError(f"there is no replica {name!r}; the replicas are {', '.join(self._feeds) or 'none'}")
         return self._names.index(name)
+
+
+def _nanoseconds(decision: RouteDecision) -> int:
+    return round(decision.start_seconds * 1e9)

@@ -1,4 +1,4 @@
-"""Compare sweeps with the index, the optimum with an exhaustive search, and hit rates with reference hit rates."""
+"""Hit-rate curves agree with the index, with an exhaustive search for the optimum, and with reference hit rates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def exhaustive_optimum(requests: list[tuple[int, ...]], capacity: int) -> int:
             if len(own) > capacity:
                 reachable = [held]
             else:
-                # a running request holds its own blocks, and other blocks can fill the remaining capacity
+                # A running request holds its own blocks. Other blocks can fill the remaining capacity.
                 others = sorted(held - set(own))
                 room = capacity - len(own)
                 reachable = [frozenset(some) | set(own) for some in subsets(others, room)]

@@ -1,6 +1,9 @@
-"""Check the simulation of a fleet: hits of one replica, hits and balance by routing, and the roofline costs."""
+"""The simulation of a fleet: hits of one replica, hits and balance under each routing, and roofline costs."""
 
 from __future__ import annotations
+
+import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +13,7 @@ from kvtier.errors import RangeError
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Roofline, Work
 from kvtier.replay.curves import Accesses, index_hits
-from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, FleetTrace, replica_costs
+from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetSimulation, FleetTrace, replica_costs, simulate_fleets
 from kvtier.replay.hardware import GpuSpec, ModelSpec
 from kvtier.router import ReplicaCosts
 
@@ -35,7 +38,7 @@ def run(requests, num_replicas, num_blocks, routing=FleetRouting.CACHE):
 
 @given(requests=REQUESTS, num_blocks=st.integers(1, 30), routing=st.sampled_from(FleetRouting))
 @settings(deadline=None)
-def test_fleet_of_one_replica_has_the_hits_of_the_index(requests, num_blocks, routing):
+def test_fleet_of_one_replica_has_same_hits_as_index(requests, num_blocks, routing):
     requests.sort(key=lambda request: request.timestamp_ms)
     accesses = Accesses(requests)
     summary = run(requests, 1, num_blocks, routing)
@@ -64,6 +67,17 @@ def test_cache_routing_finds_more_hits_than_round_robin():
     assert cache.hit_rate > 1.5 * rotation.hit_rate
     assert cache.num_index_blocks <= 8 * 400
     assert cache.ttft["p50"] <= rotation.ttft["p50"]
+
+
+def test_fleets_in_several_processes_have_equal_results(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # with torch loaded, all fleets run in this process
+    trace = FleetTrace(list(generate(SyntheticTrace(sessions=20, seed=1))), 2)
+    configs = [FleetConfig(3, 50, COSTS, routing) for routing in FleetRouting]
+    alone, spread = (simulate_fleets(configs, trace, 512, jobs=jobs) for jobs in (1, 2))
+    assert [replace(each, decision_seconds=0.0) for each in spread] == [
+        replace(each, decision_seconds=0.0) for each in alone
+    ]
+    assert alone[0].hit_rate != alone[1].hit_rate
 
 
 def test_replica_costs_equal_the_roofline_for_long_prompts():

@@ -1,4 +1,4 @@
-"""Check hardware specs from presets, from files and from the output of kvtier doctor. Invalid specs raise errors."""
+"""Hardware specs from presets, files and the output of `kvtier doctor`. Invalid specs raise errors."""
 
 from __future__ import annotations
 

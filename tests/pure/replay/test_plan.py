@@ -1,4 +1,4 @@
-"""Check the setups that the planner simulates and chooses, and the texts of its advice."""
+"""The deployments that the planner simulates, the one that it chooses, and the text of its advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.replay.report import advice_text, plan_result, size_text
 
 TRACE = tuple(generate(SyntheticTrace(sessions=25, session_rate=0.5)))
 SETUP = Deployment(
-    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # with this much KV per token, a small trace needs several GiB
+    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # much KV per token, so that a small trace needs several GiB
     preset(GpuSpec, "h100"),
     device_bytes=4 * GIB,
     disk=preset(DiskSpec, "nvme-gen4"),
@@ -73,7 +73,7 @@ def test_unreachable_target_reports_nearest_setup(found):
 
 
 def test_plan_does_not_choose_setup_that_refuses_requests():
-    """A refused request has no TTFT, so the percentiles do not include the longest prompts."""
+    """A refused request has no TTFT. Therefore the percentiles would ignore the longest prompts."""
     longest = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)

@@ -1,4 +1,4 @@
-"""The log of a run can be read as a trace, reproduces the hits of the run, and contains no text of prompts."""
+"""The log of a run can be read as a trace, reproduces the hits of the run, and contains no prompt text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated times equal manual calculations, hits equal the hits in a plain LRU cache, and totals are consistent."""
+"""Simulated times equal manual calculations, hits equal those of a plain LRU cache, and totals are consistent."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ def test_duration_of_simulated_load_depends_on_link_speed():
 
 
 def test_simulated_layer_waits_only_for_its_part_of_load():
-    """100 s of compute hide a load of 8 s. After a load of 200 s, the last of 10 layers remains to be computed."""
+    """Compute of 100 s hides a load of 8 s.
+
+    After a load of 200 s, only the last of 10 layers remains to be computed.
+    """
     earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
     again = replace(earlier[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
     for link, ttft in ((0.5, 100), (0.02, 200 + 10)):
@@ -114,7 +117,7 @@ def test_simulator_recomputes_blocks_behind_slow_link():
 
 
 def test_measured_transfer_times_exclude_wait_for_link():
-    """Four requests queue for the disk. Their measured times must not include the wait in the queue."""
+    """Four requests queue for the disk. The measured times must not include the time in the queue."""
     earlier = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
     again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in earlier[:4]]
     ours = simulator(20, 21, 100, link=0.5, always_load=False)
@@ -136,7 +139,7 @@ def test_oversized_request_is_refused_and_counted():
 
 
 def test_hit_rate_excludes_refused_requests():
-    """The second request hits its prefix but is refused later, when its answer fills the memory."""
+    """The second request hits its prefix, but is refused later, when its answer has filled the memory."""
     run = simulator(4).run([request(0, 1, 2), request(10_000, 1, 2, answer=2000), request(20_000, 1, 2)])
     assert [each.is_refused for each in run.requests] == [False, True, False]
     assert [each.tokens_from["device"] for each in run.requests] == [0, 1024, 1024]

@@ -1,4 +1,4 @@
-"""Check trace files, logs, synthetic traces and routing. Compare hit rates of the index with a plain LRU cache."""
+"""Trace files, logs, synthetic traces and routing. Hit rates of the index equal those of a plain LRU cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINE = {"timestamp": 5, "input_length": 1000, "output_length": 7, "hash_ids": [3
 
 
 def lru_hits(requests, num_slots: int) -> tuple[int, int]:
-    """Return the hits in a plain LRU cache and the number of full blocks. A request uses its last block first."""
+    """Return the hits in a plain LRU cache and the number of full blocks. A request touches its last block first."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     hits = total = 0
     for request in requests:
@@ -127,7 +127,7 @@ def test_log_is_read_as_trace_that_includes_answers():
 
 
 def test_block_filled_by_answer_is_shared_with_next_turn():
-    """The answer fills the second block. Therefore both requests have the same 16 tokens in this block."""
+    """The answer fills the second block, so both requests have the same 16 tokens in this block."""
     first = {**LOGGED, "prompt_tokens": 29, "answer_tokens": 3, "keys": ["aa", "bb"]}
     then = {**LOGGED, "prompt_tokens": 40, "answer_tokens": 10}
     one, two = read_lines(json.dumps(first), json.dumps(then)).requests

@@ -1,4 +1,4 @@
-"""Check the feed of a replica: lost, late, repeated and unknown events, and restarts of the replica."""
+"""The event feed of a replica: lost, late, repeated and unknown events, and restarts of the replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def as_map(event):
 
 
 def served(num_requests, seed):
-    """Serve random prompts from a small tree. Return the batches of events and the keys that the tree holds."""
+    """Serve random prompts from a small tree.
+
+    Return the batches of events, and the keys that the tree holds at the end.
+    """
     rng, batches, events = random.Random(seed), [], []
     pool = BlockPool("device", 40)
     tree = RadixTree(NAMESPACE, [Tier(0, pool, lambda: make_policy("lru"))], listener=events.append)
@@ -59,7 +62,7 @@ def blocks_of(index, replica=0):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_feed_with_all_events_equals_the_replica(seed):
+def test_feed_with_all_events_equals_blocks_of_replica(seed):
     batches, held = served(300, seed)
     index = PlacementIndex(4, 3)
     feed = ReplicaFeed(index, 2)
@@ -69,8 +72,8 @@ def test_feed_with_all_events_equals_the_replica(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_feed_after_lost_batches_and_a_replay_equals_the_replica(seed):
-    """Lose some batches, deliver others twice, and replay from the first missing number, sometimes much later."""
+def test_feed_after_lost_batches_and_replay_equals_replica(seed):
+    """Lose some batches and deliver others twice. Replay from the first missing number, sometimes much later."""
     batches, held = served(400, seed)
     rng = random.Random(seed)
     index = PlacementIndex(4, 1)
@@ -92,7 +95,7 @@ def test_feed_after_lost_batches_and_a_replay_equals_the_replica(seed):
     assert blocks_of(index) == held
 
 
-def test_feed_without_replay_forgets_the_replica():
+def test_feed_without_replay_forgets_blocks_of_replica():
     index = PlacementIndex(4, 1)
     feed = ReplicaFeed(index, 0)
     stored = [{"type": "BlockStored", "block_hashes": [number], "medium": "GPU"} for number in range(1, 6)]
@@ -138,16 +141,16 @@ def test_feed_counts_malformed_events_and_skips_them(events):
     assert index.holds(0, 2, np.array([5, 2**64 - 1], np.uint64)).all()
 
 
-def test_batch_that_clears_the_index_fills_a_gap():
+def test_replayed_batch_that_clears_index_closes_gap():
     index = PlacementIndex(4, 1)
     feed = ReplicaFeed(index, 0)
 
     def stored(*hashes):
         return {"type": "BlockStored", "block_hashes": hashes, "medium": "GPU"}
 
-    assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LATE  # numbers do not begin at 0
+    assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LATE  # the batches before 1,000 are unknown
     assert feed.apply(EventBatch(999, 2.0, [{"type": "AllBlocksCleared"}, stored(2)])) is FeedState.GAP
-    assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LIVE  # the replay repeats newer batches
+    assert feed.apply(EventBatch(1_000, 1.0, [stored(1)])) is FeedState.LIVE  # repeated by the replay
     assert blocks_of(index) == {1, 2}
     assert feed.apply(EventBatch(1_010, 3.0, [stored(3)])) is FeedState.GAP
     assert feed.next_number == 1_001

@@ -26,7 +26,7 @@ def as_array(hashes):
 
 
 def leading(held, hashes, replica):
-    """Return the blocks of the longest prefix that a replica holds, by the fastest tier."""
+    """Return the blocks of the longest prefix that a replica holds, counted by their fastest tier."""
     counts = [0] * TIERS
     for each in hashes:
         tiers = [tier for tier in range(TIERS) if max(each, 1) in held[replica, tier]]
@@ -80,7 +80,10 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), replica=st.integers(0, 129), tier=st.integers(0, TIERS - 1))
     def store_earlier_result(self, data, replica, tier):
-        """Slots of an earlier lookup may be outdated by removals and rebuilds. No other block may change."""
+        """Removals and rebuilds can invalidate the slots of an earlier lookup.
+
+        Using them must not change other blocks.
+        """
         if self.found:
             replica %= self.num_replicas
             found = data.draw(st.sampled_from(self.found))
@@ -96,21 +99,21 @@ class PlacementMachine(RuleBasedStateMachine):
         assert self.index.num_blocks == len(set().union(*self.held.values()))
 
 
-def test_placement_machine_agrees_with_sets():
+def test_placement_index_equals_sets_after_random_calls():
     run_state_machine_as_test(
         PlacementMachine, settings=settings(max_examples=40 * SOAK, stateful_step_count=30, deadline=None)
     )
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=64))
-def test_hashes_of_keys_are_those_of_events(tokens):
+def test_hashes_of_keys_equal_hashes_in_events(tokens):
     chain = Chain(Namespace("model", block_tokens=4), tokens)
     keys = chain.keys()
     expected = [int.from_bytes(keys[at + 24 : at + 32], "big") for at in range(0, len(keys), 32)]
     assert hashes_of(keys).tolist() == expected
 
 
-def test_removed_block_keeps_entries_of_others_in_its_slot():
+def test_second_removal_of_block_keeps_new_block_in_its_slot():
     index = PlacementIndex(1, 2)
     buckets = index._buckets(as_array(range(1000)))
     other = int(np.flatnonzero(buckets == buckets[5])[-1])
@@ -122,10 +125,26 @@ def test_removed_block_keeps_entries_of_others_in_its_slot():
     index.check()
 
 
-def test_blocks_of_a_full_bucket_go_to_the_next_one():
+def test_store_with_an_outdated_lookup_adds_a_block_once():
+    """Another block takes the slot of the lookup, and the block itself is added again in the next slot."""
+    index = PlacementIndex(1, 1)
+    buckets = index._buckets(as_array(range(1000)))
+    other = int(np.flatnonzero(buckets == buckets[5])[-1])
+    found = index.store(0, 0, as_array([5]))
+    index.remove(0, 0, as_array([5]))
+    index.store(0, 0, as_array([other]))
+    index.store(0, 0, as_array([5]))
+    index.store(0, 0, found)
+    index.check()
+    assert index.num_blocks == 2
+    index.remove(0, 0, found)
+    assert index.holds(0, 0, as_array([other, 5])).tolist() == [True, False]
+
+
+def test_blocks_of_full_bucket_move_to_next_bucket():
     index = PlacementIndex(1, 1)
     many = np.arange(1, 100_000, dtype=np.uint64)
-    hashes = many[index._buckets(many) == 127][:30]  # the last bucket: the next one is the first
+    hashes = many[index._buckets(many) == 127][:30]  # in the last bucket; the first bucket follows it
     index.store(0, 0, hashes)
     index.check()
     index.remove(0, 0, hashes[:8])

@@ -1,4 +1,4 @@
-"""Check the choices of the router against estimates by hand, and its queues under random requests."""
+"""Choices of the router equal manual estimates, and its queues stay consistent under random requests."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_router_prefers_the_replica_with_the_longest_prefix():
     router = new_router()
     stored(router, "a", PROMPT[:10])
     stored(router, "b", PROMPT[:20])
-    stored(router, "c", PROMPT[5:])  # without its first blocks a prompt cannot use the rest
+    stored(router, "c", PROMPT[5:])  # useless without the first blocks of the prompt
     decision = router.route(PROMPT, TOKENS)
     assert (decision.replica, decision.num_blocks) == ("b", {"device": 20, "host": 0, "store": 0, "expected": 0})
     assert decision.start_seconds == pytest.approx(0.01 + (TOKENS - 20 * SIZE) * 0.001)
 
 
 def test_router_weighs_tiers_by_measured_costs():
-    """Loading a host block takes 2 ms, a store block 20 ms, and computing a block 16 ms."""
+    """Loading takes 2 ms per host block and 20 ms per store block. Computing a block takes 16 ms."""
     router = new_router()
     stored(router, "a", PROMPT, "STORAGE")
     stored(router, "b", PROMPT[:16], "CPU")
@@ -69,24 +69,24 @@ def test_router_weighs_tiers_by_measured_costs():
     assert decision.start_seconds == pytest.approx(0.01 + TOKENS * 0.001)  # computing is faster than the store
 
 
-def test_router_leaves_a_replica_whose_queue_is_too_long():
+def test_router_avoids_replica_with_too_long_queue():
     router = new_router("ab")
     stored(router, "a", PROMPT)
     names = [router.route(PROMPT[:20], 20 * SIZE + 1).replica for _ in range(40)]
-    assert names[:20] == ["a"] * 20  # 11 ms each there, 331 ms on the other replica
+    assert names[:20] == ["a"] * 20  # a prompt takes 11 ms on replica a, and 331 ms on replica b
     assert "b" in names[20:]
 
 
 @pytest.mark.parametrize(("duplicate_cost", "num_before"), [(0.0, 331 // 11), (1.0, 651 // 11)])
-def test_router_charges_for_blocks_that_another_replica_has(duplicate_cost, num_before):
-    """The prompt takes 11 ms on its replica. The other one takes 331 ms, and 320 ms more if duplicates are charged."""
+def test_router_charges_for_blocks_of_another_replica(duplicate_cost, num_before):
+    """A prompt takes 11 ms on replica a, which has its blocks, and 331 ms on b. Charging for duplicates adds 320 ms."""
     router = new_router("ab", duplicate_cost=duplicate_cost)
     stored(router, "a", PROMPT)
     names = [router.route(PROMPT[:20], 20 * SIZE + 1).replica for _ in range(80)]
     assert names.index("b") == num_before
 
 
-def test_prompts_with_one_prefix_follow_each_other_before_events():
+def test_router_sends_equal_prefixes_to_one_replica():
     router = new_router()
     router.route(PROMPT[:4], 4 * SIZE + 1)
     first = router.route(PROMPT[8:], 24 * SIZE + 1)
@@ -108,7 +108,7 @@ def test_router_without_available_replicas_returns_none():
     assert router.route(PROMPT, TOKENS) is None
     router.on_finish(open_decision)
     router.add("b")
-    router.on_finish(open_decision)  # must not change the replica that took the place
+    router.on_finish(open_decision)  # must not change replica b, which took the place of a
     router.check()
     assert router.route(PROMPT, TOKENS).replica == "b"
 
@@ -130,7 +130,7 @@ def test_router_with_bad_arguments_raises():
         RouterConfig(0)
 
 
-def test_costs_of_a_model_reproduce_its_predictions():
+def test_replica_costs_reproduce_cost_model_predictions():
     model = CostModel()
     assert ReplicaCosts.of(model, SIZE) == ReplicaCosts.guess(SIZE)
     for count, context in ((64, 0), (128, 500), (512, 0), (1, 2000), (256, 4000), (32, 100)) * 10:
