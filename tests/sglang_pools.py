@@ -1,8 +1,8 @@
-"""Host pools for tests of the SGLang backend: SGLang's own, from a snapshot of its sources, and a small stand-in.
+"""Host pools for tests of the SGLang backend: SGLang's own pools and a small replacement.
 
-SGLang needs CUDA packages. Its storage interface, file and simulation backends, host pools and cache controller are
-plain Python over torch: they are loaded from the folder KVTIER_SGLANG (SGLang's `python` folder), and every other
-module of SGLang is replaced by a stub whose functions return False.
+SGLang cannot be installed here, because it needs CUDA packages. Its storage interface, file and simulation backends,
+host pools and cache controller need only torch. They are loaded from the folder KVTIER_SGLANG (SGLang's `python`
+folder). Stubs replace all other modules of SGLang; the functions of a stub return False.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 class _StubModule(types.ModuleType):
-    """A module with any name: a class if the name is capitalised, otherwise a function that returns False."""
+    """A module with every attribute: capitalised names are classes, other names are functions that return False."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -73,7 +73,7 @@ def load_sglang() -> None:
 
 
 def make_pool(layout: str, *, is_mla: bool = False, num_pages: int = 12, page_size: int = 4, **options: Any) -> Any:
-    """Return one of SGLang's host pools on the CPU. Its device pool is only a description."""
+    """Return one of SGLang's host pools on the CPU. Its device pool is a stub with sizes but without memory."""
     dtype = options.pop("dtype", torch.float16)
     shape = {"layer_num": 3, "start_layer": 0, "end_layer": 3, "device": "cpu", "store_dtype": dtype}
     shape |= {"layer_shard_enabled": False, **options}
@@ -92,7 +92,7 @@ def make_pool(layout: str, *, is_mla: bool = False, num_pages: int = 12, page_si
 
 
 def make_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Return a HiCacheStorageConfig of one rank."""
+    """Return the HiCacheStorageConfig of a single rank."""
     module = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
     values = {
         "tp_rank": 0,
@@ -111,7 +111,10 @@ def make_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
 
 
 class PlainPool:
-    """A host pool with SGLang's attributes for tests without SGLang: keys and values [2, page, bytes of a page]."""
+    """A host pool for tests without SGLang.
+
+    It has the same attributes; its memory is [2 (K, V), page, bytes per page].
+    """
 
     def __init__(self, layout: str = "page_first", *, num_pages: int = 16, page_size: int = 4, pieces: int = 2) -> None:
         self.layout, self.page_size, self.layer_num = layout, page_size, 3

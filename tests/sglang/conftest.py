@@ -16,5 +16,5 @@ class SkippedModule(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skip all modules of this folder without the sources, because their imports would fail."""
+    """Skip every module of this folder if SGLang's sources are missing, because its imports would fail."""
     return None if SNAPSHOT else SkippedModule.from_parent(parent, path=module_path)

@@ -1,4 +1,4 @@
-"""The backend gives the answers of SGLang's own file and simulation backends."""
+"""The backend returns the same results as SGLang's own file and simulation backends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kvtier(tmp_path):
 
 
 class Trio:
-    """Our backend, HiCacheFile and SimHiCacheStorage, each with pools of its own that start with equal bytes."""
+    """Our backend, HiCacheFile and SimHiCacheStorage. Each has its own pools; all pools start with equal bytes."""
 
     def __init__(self, ours, folder, layout, *, is_mla, seed):
         folder.mkdir()
@@ -69,7 +69,7 @@ class Trio:
         self.refill()
 
     def refill(self):
-        """Give all pools new bytes, equal in all backends."""
+        """Fill all pools with new bytes. The bytes are equal in all backends."""
         self.generation += 1
         for (_, name), pool in self.pools.items():
             fill(pool, self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name))
@@ -137,7 +137,7 @@ class Trio:
             keys, pages = self.draw()
             indices = indices_of(pages)
             if self.random.random() < 0.1:
-                indices = indices[:-1]  # a mismatch is a failure, not an exception
+                indices = indices[:-1]  # wrong number of indices: must return False, not raise
             policy = self.random.choice(list(PoolHitPolicy))
             made.append(PoolTransfer(name=name, host_indices=indices, keys=keys, hit_policy=policy))
         return made
@@ -166,7 +166,7 @@ class Trio:
 @pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_backend_random_calls_equal_sglang_backends(kvtier, tmp_path, layout, is_mla):
-    """Compare all results, and all bytes of all pools, over random calls of the three interface generations."""
+    """Compare all results and all bytes of all pools over random calls of the v0, v1 and v2 interfaces."""
     for seed in range(2 * SOAK):
         trio = Trio(
             kvtier(f"kv-{seed}", is_mla_model=is_mla), tmp_path / f"file-{seed}", layout, is_mla=is_mla, seed=seed
@@ -175,11 +175,11 @@ def test_backend_random_calls_equal_sglang_backends(kvtier, tmp_path, layout, is
         for _ in range(150):
             trio.random.choice((*calls, trio.lookup_v2, trio.refill, trio.clear))()
             trio.same_bytes()
-        assert not trio.ours.pages.errors.keys() - {"ArgumentError"}  # mismatched indices
+        assert not trio.ours.pages.errors.keys() - {"ArgumentError"}  # from wrong numbers of indices
 
 
-def test_backend_other_identities_never_hit(kvtier):
-    """Pages of another model, revision, dtype, layout, page size, rank or pool are not found in the same store."""
+def test_backend_with_other_settings_never_hits(kvtier):
+    """Pages of another model, revision, dtype, layout, page size, layer range or attention kind are not found."""
     keys = ["a" * 64]
     base = {"layout": "page_first"}
     cases = {
@@ -204,14 +204,14 @@ def test_backend_other_identities_never_hit(kvtier):
     assert found == dict.fromkeys(cases, (0, False))
     again = kvtier()
     again.register_mem_pool_host(make_pool(**base))
-    assert again.batch_exists(keys) == 1  # the same identity finds its page after a restart
+    assert again.batch_exists(keys) == 1  # the same settings find the page after a restart
 
 
 @pytest.mark.parametrize(
     "fields", [{"tp_rank": 1}, {"pp_rank": 1, "pp_size": 2}, {"attn_cp_rank": 1, "attn_cp_size": 2}]
 )
-def test_backend_ranks_have_pages_of_their_own(kvtier, fields):
-    """Ranks open folders of their own below one URL, and never share pages."""
+def test_backend_ranks_do_not_share_pages(kvtier, fields):
+    """Each rank opens its own folder below one URL, and ranks never share pages."""
     ranks = [
         kvtier(tp_size=2, **each)
         for each in ({**fields, **dict.fromkeys((k for k in fields if "rank" in k), 0)}, fields)
@@ -225,7 +225,7 @@ def test_backend_ranks_have_pages_of_their_own(kvtier, fields):
 
 
 def test_backend_draft_pages_differ_from_target_pages(kvtier):
-    """Draft pages come as flat tensors with the suffix .draft, also in v1 mode."""
+    """Draft pages arrive as flat tensors under keys with the suffix .draft, even if target pages use interface v1."""
     backend = kvtier()
     pool, draft = make_pool("page_first"), make_pool("page_first", layer_num=1, end_layer=1)
     fill(pool, 1), fill(draft, 2)
@@ -240,7 +240,7 @@ def test_backend_draft_pages_differ_from_target_pages(kvtier):
 
 
 def controller_of(backend, pool):
-    """Return a controller with only the parts that the page functions use."""
+    """Return a controller with only those attributes that its page functions use."""
     module = importlib.import_module("sglang.srt.managers.cache_controller")
     controller = object.__new__(module.HiCacheController)
     controller.storage_backend, controller.mem_pool_host, controller.page_size = backend, pool, PAGE
@@ -260,7 +260,7 @@ class Operation:
 
 
 def test_controller_backs_up_and_prefetches_pages(kvtier):
-    """Run SGLang's own controller functions over the backend: all pages, then one that is missing."""
+    """Run SGLang's own controller functions with the backend, first with all pages stored, then with a missing page."""
     backend, pool = kvtier(), make_pool("page_first_direct")
     fill(pool, 3)
     before = pool.kv_buffer.clone()
@@ -277,7 +277,7 @@ def test_controller_backs_up_and_prefetches_pages(kvtier):
 
 
 def test_controller_survives_a_closed_store(kvtier):
-    """After an error, the controller's functions return; an exception would end SGLang's thread."""
+    """The controller's functions must return after an error, because an exception would end SGLang's thread."""
     backend, pool = kvtier(), make_pool("page_first")
     backend.register_mem_pool_host(pool)
     backend.close()
@@ -290,7 +290,7 @@ def test_controller_survives_a_closed_store(kvtier):
 
 
 def test_backend_logical_pool_stores_nothing(kvtier):
-    """DeepSeek-V4's KV pool has no memory. Its pages exist if the side pools have them."""
+    """DeepSeek-V4's KV pool has no memory of its own. A page exists if the side pools have it."""
     backend, pool, side = kvtier(), make_pool("page_first"), make_pool("page_first")
     pool.kv_buffer = None
     backend.register_mem_pool_host(pool)
@@ -304,7 +304,7 @@ def test_backend_logical_pool_stores_nothing(kvtier):
     assert backend.batch_get_v1(keys, indices_of([0, 1])) == [True, True]
 
 
-def test_backend_metrics_are_drained(kvtier):
+def test_backend_take_transfers_empties_the_list(kvtier):
     backend = kvtier(enable_storage_metrics=True)
     backend.register_mem_pool_host(make_pool("page_first"))
     backend.batch_set_v1(["a", "b"], indices_of([0, 1]))

@@ -1,4 +1,4 @@
-"""The pages of the SGLang backend without SGLang: round trips, faults, deadlines, identities and settings."""
+"""The page store of the SGLang backend, tested without SGLang: round trips, faults, deadlines, ranks and settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from kvtier.errors import ArgumentError, StoreInUseError
+from kvtier.errors import ArgumentError
 from kvtier.integrations.sglang.config import HiCacheSettings, RankIdentity
 from kvtier.integrations.sglang.page_store import PageStore
 from kvtier.storage import Breaker, DiskStore, MemoryStore
@@ -29,7 +29,7 @@ def make_pages(store=None, pool=None, rank=None, clock=time.monotonic, **setting
 
 
 def call_all(pages: PageStore, hashes=HASHES, count=8) -> list[object]:
-    """Call every method that SGLang's threads call."""
+    """Call each method that SGLang's threads use. Return the results."""
     indices, flat = indices_of(PAGES[:count]), [torch.zeros(800, dtype=torch.uint8) for _ in hashes]
     return [
         pages.exists(hashes),
@@ -49,7 +49,7 @@ NOTHING = [[False] * 8, 0, [False] * 8, [False] * 8, [False] * 8, [None] * 8, [F
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 
-def test_pages_dead_store_answers_nothing():
+def test_pages_of_raising_store_are_missing():
     """Every call to the store raises."""
 
     class Dead:
@@ -64,14 +64,14 @@ def test_pages_dead_store_answers_nothing():
     pages.close()
 
 
-def test_pages_failing_store_answers_nothing():
+def test_pages_of_failing_store_are_missing():
     pages = make_pages(FaultyStore(MemoryStore(1 << 22), [Fault(error="no space")] * 100))
     assert call_all(pages) == NOTHING
     assert pages.errors["failed"] > 0
 
 
-def test_pages_hanging_store_stays_within_the_deadline():
-    """Each call ends by its deadline, although a write first looks up the pages."""
+def test_pages_calls_to_hanging_store_end_before_deadline():
+    """Each call ends some time before its deadline, even a write, which makes two calls to the store."""
     clock = Clock()
     hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
     pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)
@@ -80,12 +80,12 @@ def test_pages_hanging_store_stays_within_the_deadline():
     for call in (lambda: pages.exists(HASHES), lambda: pages.set(HASHES, indices), lambda: pages.get(HASHES, indices)):
         begin = clock.now
         assert call() == [False] * 8
-        assert TIMEOUT <= clock.now - begin <= deadline + 1e-9
+        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * deadline
     assert pages.errors["failed"] >= 24
 
 
-def test_pages_hanging_disk_returns_and_writes_nothing_later(tmp_path):
-    """A read that hangs in the kernel returns at its deadline. The page is not written when the disk answers."""
+def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
+    """A read that hangs in the kernel returns at its deadline. When the disk answers later, the pool is not changed."""
     disk, gate = SimulatedDisk(), threading.Event()
     store = DiskStore(
         tmp_path, 1 << 22, files=disk, min_free_bytes=0, segment_bytes=1 << 20, breaker=Breaker(retry_s=60)
@@ -105,8 +105,8 @@ def test_pages_hanging_disk_returns_and_writes_nothing_later(tmp_path):
     assert not pool.kv_buffer.any()
 
 
-def test_pages_slow_objects_fail_alone():
-    """A page that the store does not deliver in time is not found; the others are."""
+def test_pages_with_slow_objects_are_missing_alone():
+    """Only the pages that the store does not return in time are missing."""
     store = MemoryStore(1 << 22)
     pages = make_pages(store)
     assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
@@ -118,8 +118,8 @@ def test_pages_slow_objects_fail_alone():
 
 
 @pytest.mark.parametrize("fault", [Fault(flip_bit=77), Fault(cut_to=10)])
-def test_pages_corrupt_objects_are_not_found(fault):
-    """Damaged bytes never reach the pool, and the page can be stored again."""
+def test_pages_of_corrupt_objects_are_missing(fault):
+    """Damaged bytes never reach the pool, and damaged pages can be stored again."""
     store, pool = MemoryStore(1 << 22), PlainPool()
     fill(pool, 2)
     before = pool.kv_buffer.clone()
@@ -135,8 +135,8 @@ def test_pages_corrupt_objects_are_not_found(fault):
     assert pages.get(HASHES, indices_of(PAGES)) == [True] * 8
 
 
-def test_pages_wrong_arguments_answer_nothing():
-    """Indices and keys of unequal length, other pools and wrong tensors are failures, not exceptions."""
+def test_pages_calls_with_wrong_arguments_fail():
+    """Calls with unequal numbers of indices and keys, unknown pools or invalid tensors fail without an exception."""
     pages = make_pages()
     assert pages.set(HASHES, indices_of(PAGES[:3])) == [False] * 8
     assert pages.get(HASHES, None) == [False] * 8
@@ -154,7 +154,7 @@ def test_pages_wrong_arguments_answer_nothing():
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 6])
-def test_pages_round_trip_in_pieces(pieces):
+def test_pages_in_several_pieces_round_trip(pieces):
     pool = PlainPool("layer_first" if pieces == 6 else "page_first", pieces=pieces)
     fill(pool, 3)
     before, pages = pool.kv_buffer.clone(), make_pages(pool=pool)
@@ -174,8 +174,8 @@ def test_pages_existing_page_is_not_written_again():
     assert store.stats.writes.num_done == 3
 
 
-def test_pages_replicated_ranks_share_pages_but_not_states():
-    """With MLA, all ranks read the pages of rank 0, but the states of Mamba layers belong to one rank."""
+def test_replicated_ranks_share_pages_but_not_mamba_states():
+    """With MLA, all ranks share the pages of rank 0. The states of Mamba layers belong to a single rank."""
     store = MemoryStore(1 << 22)
     ranks = [make_pages(store, rank=RankIdentity("m", (rank, 2), is_replicated=True)) for rank in range(2)]
     for rank in ranks:
@@ -214,7 +214,7 @@ def test_settings_invalid_values_raise(values, message):
         HiCacheSettings.parse(values)
 
 
-def test_settings_unknown_revision_of_persistent_store_raises(tmp_path):
+def test_persistent_store_with_unknown_revision_raises(tmp_path):
     url = f"disk:{tmp_path}/kv?bytes=4MiB&free=0"
     with pytest.raises(ArgumentError, match='set "revision"'):
         PageStore(HiCacheSettings((url,)), RankIdentity("org/model"))
@@ -227,13 +227,24 @@ def test_settings_unknown_revision_of_persistent_store_raises(tmp_path):
     assert HiCacheSettings(("memory:",)).revision_of("org/model") == "unknown"
 
 
-def test_pages_folder_has_one_owner_per_rank(tmp_path):
-    """Ranks have folders of their own. Ranks that share pages cannot use a folder, and neither can two servers."""
+def test_pages_of_each_rank_are_in_a_separate_folder(tmp_path):
+    """A second server can use the same folders at the same time."""
     settings = HiCacheSettings((f"disk:{tmp_path}/kv?bytes=8MiB&free=0",), revision="1")
-    ranks = [PageStore(settings, RankIdentity("model", (rank, 2))) for rank in range(2)]
-    with pytest.raises(StoreInUseError):
-        PageStore(settings, RankIdentity("model", (0, 2)))
+    ranks = [PageStore(settings, RankIdentity("model", (rank, 2))) for rank in (0, 1, 0)]
     for rank in ranks:
         rank.close()
-    with pytest.raises(ArgumentError, match="only one process can open a folder"):
-        PageStore(settings, RankIdentity("model", (0, 2), is_replicated=True))
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["shard-0-of-2", "shard-1-of-2"]
+
+
+def test_pages_of_replicated_ranks_are_in_one_folder(tmp_path):
+    settings = HiCacheSettings((f"disk:{tmp_path}/kv?bytes=8MiB&free=0",), revision="1")
+    pools = [PlainPool() for _ in range(2)]
+    ranks = [PageStore(settings, RankIdentity("model", (rank, 2), is_replicated=True)) for rank in range(2)]
+    for rank, pool in zip(ranks, pools, strict=True):
+        rank.add_pool(pool)
+    fill(pools[0], 1)
+    assert ranks[0].set(HASHES, indices_of(PAGES)) == [True] * 8
+    assert ranks[1].get(HASHES, indices_of(PAGES)) == [True] * 8
+    assert torch.equal(pools[0].kv_buffer[:, :8], pools[1].kv_buffer[:, :8])
+    for rank in ranks:
+        rank.close()

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvtier.errors import ArgumentError
-from kvtier.integrations.vllm.chains import files_digest
+from kvtier.fingerprint import files_digest
 
 # Settings of SGLang in the same table. SGLang removes its prefetch settings before it passes the table on.
 _OF_SGLANG = (
@@ -109,13 +109,10 @@ class RankIdentity:
         )
 
     @property
-    def num_processes(self) -> int:
-        return self.tp[1] * self.pp[1] * self.cp[1]
-
-    @property
-    def process(self) -> int:
-        """Index of this rank among all processes. It selects the rank's folder in a disk store."""
-        return (self.pp[0] * self.cp[1] + self.cp[0]) * self.tp[1] + self.tp[0]
+    def part(self) -> tuple[int, int]:
+        """Index of this rank's folder in a disk store, and the number of folders. Ranks with the same KV share one."""
+        tp = (0, 1) if self.is_replicated else self.tp
+        return (self.pp[0] * self.cp[1] + self.cp[0]) * tp[1] + tp[0], tp[1] * self.pp[1] * self.cp[1]
 
     def describe(self, *, is_sharded: bool) -> str:
         """Return the parts of the identity that the bytes of a pool depend on."""

@@ -16,13 +16,17 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError
 from kvtier.index import Namespace
 from kvtier.integrations.sglang.config import RankIdentity
+from kvtier.storage import Scattered
 
-Views = list[memoryview]
+Views = Sequence[memoryview]
+_FEW = 4
+"""Up to this number of pieces, a list of views takes less time than arrays of offsets."""
 
 _ATTRIBUTES = (
     *("layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "kv_cache_dim"),
@@ -63,12 +67,25 @@ class HostPool:
                 f"{num_pages} pages of pool {self.name} need {num_pages * self.page_size} host indices, got {given}"
             )
         addresses, sizes = self.pool.get_page_buffer_meta(indices)
-        count = len(addresses) // num_pages if num_pages else 0
-        views = [self._view(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
-        pages = [views[at : at + count] for at in range(0, len(views), count or 1)]
-        if self._layout == "layer_first" and count == 2 * self._num_layers:
-            return [page[::2] + page[1::2] for page in pages]  # all keys, then all values, as in a flat page
-        return pages
+        if not num_pages:
+            return []
+        starts = np.array(addresses, np.int64).reshape(num_pages, -1) - self._start
+        nbytes = np.array(sizes, np.int64).reshape(starts.shape)
+        count = starts.shape[1]
+        if (
+            self._layout == "layer_first" and count == 2 * self._num_layers
+        ):  # all keys, then all values, as in a flat page
+            order = np.arange(count).reshape(-1, 2).T.ravel()
+            starts, nbytes = starts[:, order], nbytes[:, order]
+        if (
+            count > _FEW
+            and self.memory is not None
+            and starts.min() >= 0
+            and (starts + nbytes).max() <= len(self.memory)
+        ):
+            return [Scattered(self.memory, *each) for each in zip(starts, nbytes, strict=True)]
+        pairs = [zip(*each, strict=True) for each in zip(starts.tolist(), nbytes.tolist(), strict=True)]
+        return [[self._view(self._start + start, size) for start, size in each] for each in pairs]
 
     @property
     def has_addresses(self) -> bool:

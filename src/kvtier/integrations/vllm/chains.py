@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.fingerprint import canonical, files_digest, model_files
 from kvtier.index import Chain, Namespace
 
 ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 """vLLM's generate_block_hash_extra_keys(request, first token, end token, first media item)."""
 
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 64
 _MAX_ADAPTERS = 4096
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 class ChainBuilder:
@@ -48,7 +46,7 @@ class ChainBuilder:
             keys, item = self._extra_keys(request, first, first + block_tokens, item)
             own = [key for key in keys or () if not (isinstance(key, tuple) and key[0] in ("lora", "cache_salt"))]
             if own:
-                extras[block] = hashlib.sha256(_canonical(own)).digest()
+                extras[block] = hashlib.sha256(canonical(own)).digest()
         return extras
 
     def _adapter(self, lora: Any) -> bytes:
@@ -60,55 +58,17 @@ class ChainBuilder:
         state = _state_of(folder)
         known = self._adapters.get(key)
         if known is None or known[0] != state:
-            content = files_digest(folder) if state else hashlib.sha256(self._nonce + _canonical([*key])).digest()
+            content = files_digest(folder) if state else hashlib.sha256(self._nonce + canonical([*key])).digest()
             if len(self._adapters) >= _MAX_ADAPTERS:
                 self._adapters.pop(next(iter(self._adapters)))
             self._adapters[key] = known = state, lora.lora_name.encode() + b"\0" + content
         return known[1]
 
 
-def files_digest(folder: Path) -> bytes:
-    """Return a digest of a model's or adapter's files: their names and sizes, configurations, and samples of weights.
-
-    A sample is enough, because training changes nearly every element of a matrix. Whole files would take minutes.
-    """
-    digest = hashlib.sha256()
-    for path in _files(folder):
-        size = path.stat().st_size
-        digest.update(_canonical([path.name, size]))
-        with path.open("rb") as file:
-            if path.suffix == ".json":
-                digest.update(file.read())
-            else:
-                digest.update(file.read(1 << 16))  # safetensors: names, types and shapes of the tensors
-                for number in range(_NUM_SAMPLES):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _files(folder: Path) -> Sequence[Path]:
-    """Return the weight and config files of a folder, or only `folder` if it is a file."""
-    if folder.is_file():
-        return [folder]
-    names = ("config.json", "adapter_config.json")
-    found = [path for path in folder.glob("*") if path.suffix in _WEIGHT_FILES or path.name in names]
-    return sorted(path for path in found if path.is_file())
-
-
 def _state_of(folder: Path) -> object:
     """Return a value that changes if a file of the folder is replaced; empty if there are no files."""
     try:
-        stats = [(path.name, os.stat(path)) for path in _files(folder)]
+        stats = [(path.name, os.stat(path)) for path in model_files(folder)]
     except OSError:
         return ()
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-
-
-def _canonical(value: Any) -> bytes:
-    """Encode nested sequences of strings, bytes and numbers, so that different values give different bytes."""
-    if isinstance(value, tuple | list):
-        parts = [_canonical(each) for each in value]
-        return b"(" + b"".join(len(part).to_bytes(8, "little") + part for part in parts) + b")"
-    data = value if isinstance(value, bytes) else repr(value).encode()
-    return type(value).__name__.encode() + b":" + data
