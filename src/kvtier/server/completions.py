@@ -18,6 +18,7 @@ from kvtier.engine.params import FinishReason, Output, SamplingParams
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError
 from kvtier.server.admission import Admission
+from kvtier.server.completion_format import AnswerFormat, CompletionFormat, Usage, with_usage
 from kvtier.server.config import Limits, Tenant, salt_of, tenant_name
 from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.errors import ApiError, from_engine
@@ -31,7 +32,6 @@ from kvtier.server.prepare import Prepared
 from kvtier.server.prompt_report import PromptReport
 from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from kvtier.server.request_log import RequestLog, RequestRecord
-from kvtier.server.responses import AnswerFormat, CompletionFormat, Usage, with_usage
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.responses_format import ResponsesFormat
 from kvtier.server.schema_cache import SchemaChecks

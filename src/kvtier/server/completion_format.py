@@ -267,7 +267,7 @@ class CompletionFormat:
         return event(error.body) + DONE
 
     def _with_prompt(self, index: int, output: Output) -> tuple[Output, list[ScoredToken]]:
-        """Return an output whose text begins with the echo of the prompt, and the prompt's tokens that it scores."""
+        """Put the echoed prompt before the text. Return the new output and the prompt tokens that it scores."""
         if self._prompt is None:
             return output, []
         if text := self._prompt.text(index):
