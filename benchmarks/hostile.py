@@ -62,7 +62,7 @@ class Held:
 
 
 class Server:
-    """`kvtier serve` with three tenants, in processes of its own."""
+    """`kvtier serve` with three tenants, in separate processes."""
 
     def __init__(self, folder: Path, model: Path, open_files: int = 0) -> None:
         config = folder / "tenants.toml"
@@ -83,7 +83,7 @@ class Server:
         self.before = self._settled()
 
     def target(self, tenant: str = "") -> Target:
-        """Where clients of this tenant connect."""
+        """Return the address and the key for the clients of a tenant."""
         return Target("127.0.0.1", int(self.url.rsplit(":", 1)[1]), self.model, KEYS.get(tenant, ""))
 
     def post(self, path: str, body: Mapping[str, Any], tenant: str) -> dict[str, Any]:
@@ -98,14 +98,14 @@ class Server:
         return Held(self.front.num_fds(), self.front.num_threads(), len(self.front.children(recursive=True)))
 
     def wait_until_released(self) -> Held:
-        """Wait until the counts are those from before, at most 30 s; return the last ones."""
+        """Wait up to 30 s until the counts are back at their earlier values. Return the last counts."""
         deadline = time.monotonic() + RETURN_S
         while self.leaked(now := self.held()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return now
 
     def leaked(self, now: Held) -> int:
-        """Return how many more files, threads and processes there are than before."""
+        """Return the increase in open files, threads and processes."""
         return sum(max(0, there - before) for there, before in zip(_values(now), _values(self.before), strict=True))
 
     def is_healthy(self) -> bool:
@@ -115,16 +115,16 @@ class Server:
         return False
 
     def reset_peak(self) -> None:
-        """Start the kernel's count of the front end's peak memory again."""
+        """Reset the kernel's record of the front end's peak memory."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def peak_mb(self) -> float:
-        """Return the peak of the front end's resident memory since then."""
+        """Return the peak resident memory of the front end since the last reset."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
 
     def stop(self) -> None:
-        """End the server, with SIGKILL if SIGTERM does not help within 20 s."""
+        """Stop the server. Use SIGKILL if SIGTERM has no effect within 20 s."""
         family = [self.front, *self.front.children(recursive=True)] if self.front.is_running() else []
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,7 +187,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_asks(server: Server) -> list[dict[str, Any]]:
-    """Ask for each answer once without any attack; the victim's streams must be the same."""
+    """Request each answer once without an attack. Under attack, the victim's streams must be the same."""
     asks = []
     for number in range(NUM_STREAMS):
         body = {"prompt": f"Once upon a time {number}", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "seed": number}
@@ -215,7 +215,7 @@ class Phase:
     outcomes: Mapping[str, int]
     engine_alive: bool
     others: float
-    """Cores that other processes used."""
+    """Number of cores that other processes used."""
 
 
 def measure(

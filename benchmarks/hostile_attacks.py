@@ -22,14 +22,14 @@ from typing import Any
 from benchmarks.hostile_clients import Target, wait_for_start
 
 PAUSE_S = 0.01
-BODY_BYTES = 4_100_000  # the server takes 4 MiB
+BODY_BYTES = 4_100_000  # the server accepts bodies of up to 4 MiB
 STREAM_BYTES = 800_000_000  # of endless headers or an endless URL, on one connection
 LATE_S = 1.0
 NONCE = b"@@nonce@"
 OTHER_ADDRESS, SAME_ADDRESS = "127.0.0.2", "127.0.0.1"
 
 Attempt = Callable[[], Awaitable[str]]
-"""Makes one attempt; returns the status, or how the connection ended."""
+"""Makes one attempt. Returns the status of the answer, or how the connection ended."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ class Attack:
     """One way to attack the server."""
 
     item: int
-    """Of issue 19."""
+    """Number of the attack in issue 19."""
     what: str
     prepare: Callable[[Target, str], Attempt]
-    """Takes the server and the attacker's own address."""
+    """Prepares the attempts for a server. The second argument is the attacker's own address."""
     connections: int = 1
-    """Attempts at the same time."""
+    """Number of concurrent attempts."""
     timeout_s: float = 10.0
-    """After which the attacker gives an attempt up and starts the next one."""
+    """Time after which the attacker abandons an attempt and starts the next one."""
     with_key: bool = True
     address: str = OTHER_ADDRESS
     open_files: int = 0
-    """RLIMIT_NOFILE of the server; 0 leaves it as it is."""
+    """RLIMIT_NOFILE of the server, or 0 to keep the default."""
 
 
 Body = Callable[[str], bytes]
-"""Takes the model's name; returns the body of a request."""
+"""Takes the name of the model. Returns the body of a request."""
 
 
 def posts(path: str, bodies: Sequence[Body]) -> Callable[[Target, str], Attempt]:
-    """Post one body after the other, each time with another nonce, so that a cache of answers does not help."""
+    """Post the bodies in turn. Each request has a new nonce, so that cached answers do not help the server."""
 
     def prepare(target: Target, address: str) -> Attempt:
         requests = itertools.cycle([target.request(path, body(target.model)) for body in bodies])
@@ -95,7 +95,7 @@ def endless(head: bytes, block: bytes) -> Callable[[Target, str], Attempt]:
                     await writer.drain()
                 return await answer
             except OSError:
-                return await answer  # what came before the connection was closed
+                return await answer  # the answer that arrived before the connection was closed
             finally:
                 answer.cancel()
                 writer.transport.abort()
@@ -106,7 +106,7 @@ def endless(head: bytes, block: bytes) -> Callable[[Target, str], Attempt]:
 
 
 def held(head: bytes, every_s: float) -> Callable[[Target, str], Attempt]:
-    """Send a head that is not complete, then another byte now and then, until the server answers or closes."""
+    """Send an incomplete head, then single bytes from time to time, until the server answers or closes."""
 
     def prepare(target: Target, address: str) -> Attempt:
         async def attempt() -> str:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.serve                       SmolLM2-135M in float32; 30 minutes on 2 cores
 python -m benchmarks.serve --quick               fewer, shorter conversations
+python -m benchmarks.serve --rules               LRU with an inclusive host tier against learned with an exclusive one
 
 16 users share a system prompt of 1,000 tokens: 8 turns of 150 tokens in and 24 out. A user sends the next turn when the
 answer to the last is complete, so that turns of other users come in between. The device holds a quarter of all blocks,
@@ -17,10 +18,14 @@ so each conversation is evicted between its turns. The same requests with:
 TTFT is from sending to the first token, queueing included; "in service" is the part after the queue. Cache off and
 transformers have no memory, so they can run every n-th request only (`--every n`), every n-th turn of each user. That
 is faster, and favours them: with two turns per user, as in the rows of 32 requests (n = 4), the queue is short.
+
+With `--rules`, device and host have half of the blocks of "+ host", so that some conversations leave both. The answers
+of both rules must be identical.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import tempfile
@@ -35,7 +40,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine_model import transformers_model
-from benchmarks.report import Bar, arguments, at_least, print_table, report
+from benchmarks.report import Bar, arguments, at_least, at_most, print_table, report
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
 from kvtier.scheduler import SchedulerConfig
@@ -72,7 +77,9 @@ QUICK = Load(system_tokens=300, users=6, turns=3)
 
 @dataclass(frozen=True)
 class Turn:
-    """Times of one request, in seconds from the start; `cached` has the cached tokens by tier."""
+    """One request: times in seconds from the start, cached tokens by tier, and the answer."""
+
+    user: int
 
     number: int
     sent: float
@@ -81,6 +88,7 @@ class Turn:
     waited: float
     prompt_tokens: int
     cached: dict[str, int]
+    answer: tuple[int, ...]
 
     @property
     def ttft(self) -> float:
@@ -118,13 +126,18 @@ class Users:
 def main() -> None:
     parser = arguments("Conversations with each tier, compared with transformers.")
     parser.add_argument("--quick", action="store_true", help="a trial")
+    parser.add_argument("--rules", action="store_true", help="compare the rules of eviction instead of the tiers")
+    parser.add_argument("--turns", type=int, default=Load.turns, help="turns of each user")
     parser.add_argument("--every", type=int, default=1, help="recompute every n-th request only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the disk tier")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    load, every = (QUICK, 2) if options.quick else (Load(), options.every)
+    load, every = (QUICK, 2) if options.quick else (Load(turns=options.turns), options.every)
     model = load_model()
+    if options.rules:
+        compare_rules(model, load, options)
+        return
     folder = Path(tempfile.mkdtemp(prefix="kvtier-serve-", dir=options.folder))
     try:
         played = {name: ours(model, load, config, folder, every) for name, config in caches(load).items()}
@@ -136,6 +149,34 @@ def main() -> None:
     for row in rows:
         row["threads"] = options.threads
     report("serve_quick" if options.quick else "serve", rows, bars(played, rows), options.results)
+
+
+def compare_rules(model: Model, load: Load, options: argparse.Namespace) -> None:
+    """Serve all turns with the old and with the new rules of eviction. Report throughput and answers."""
+    played = {name: ours(model, load, config, options.folder, 1) for name, config in rules(load).items()}
+    rows = [summary(name, turns, load) for name, turns in played.items()]
+    print_table(rows)
+    for row in rows:
+        row |= {"threads": options.threads, "turns": load.turns}
+    old, new = (float(str(row["tok/s out"])) for row in rows)
+    answers = [{(turn.user, turn.number): turn.answer for turn in turns} for turns in played.values()]
+    num_different = sum(answers[0][which] != answer for which, answer in answers[1].items())
+    result = [
+        at_least("throughput, learned + exclusive over lru + inclusive", new / old, 1.15),
+        at_most("different answers", num_different, 0),
+    ]
+    report("serve_rules_quick" if options.quick else "serve_rules", rows, result, options.results)
+
+
+def rules(load: Load) -> dict[str, CacheConfig]:
+    """Return the cache of each rule, with half of the blocks that "+ host" has on the device and on the host."""
+    default = caches(load)["+ host"]
+    assert default.host is not None
+    device, host = max(default.num_blocks // 2, load.num_user_blocks), default.host.num_blocks // 2
+    return {
+        "lru + inclusive": CacheConfig(device, host=HostConfig(host, "lru", exclusive=False)),
+        "learned + exclusive": CacheConfig(device, policy="learned", host=HostConfig(host, "learned")),
+    }
 
 
 def caches(load: Load) -> dict[str, CacheConfig]:
@@ -190,7 +231,8 @@ def serve(engine: Engine, load: Load, every: int) -> list[Turn]:
                 number, at = sent.pop(user)
                 explanation = engine.explain(output.request_id)
                 times = (at, first.pop(user), now, explanation.waited_seconds or 0.0)
-                turns.append(Turn(number, *times, explanation.num_prompt_tokens, explanation.tokens_from))
+                answer = tuple(answers[user])
+                turns.append(Turn(user, number, *times, explanation.num_prompt_tokens, explanation.tokens_from, answer))
                 send(user)
     return turns
 
@@ -208,7 +250,7 @@ def theirs(peer: Any, load: Load, every: int) -> list[Turn]:
         first: list[float] = []
         answer = generate(peer, prompt, load.tokens_out, lambda f=first: f.append(time.perf_counter() - begin))  # type: ignore[misc]
         done = time.perf_counter() - begin
-        turns.append(Turn(number, at, first[0], done, start - at, len(prompt), {}))
+        turns.append(Turn(user, number, at, first[0], done, start - at, len(prompt), {}, tuple(answer)))
         turn = users.next(user, answer)
         if turn is not None:
             waiting.append((user, turn, done))

@@ -63,7 +63,8 @@ def engine(case: str) -> Callable[[Rows], Cells]:
 
     def cells(rows: Rows) -> Cells:
         row = row_of(rows, case=case)
-        others = {name.removesuffix(" tok/s"): value for name, value in row.items() if name.endswith(" tok/s")}
+        rates = {name.removesuffix(" tok/s"): value for name, value in row.items() if name.endswith(" tok/s")}
+        others = {name: value for name, value in rates.items() if not isinstance(value, str)}  # without "not installed"
         ours = others.pop("kvtier")
         return Cells(f"{ours:.0f} tok/s", ", ".join(f"{name} {value:.0f}" for name, value in others.items()))
 
