@@ -47,7 +47,7 @@ def content(chain: Chain, block: int):
 
 
 class Worker:
-    """Memory and stores of one rank. `submit` queues the tasks of a plan, and `work` executes a task."""
+    """Simulates the memory and the stores of one rank. `submit` queues tasks; `work` executes one task."""
 
     def __init__(self, rank: int, stores: Sequence[str]) -> None:
         self.rank = rank
@@ -184,7 +184,7 @@ class Lab:
         raise AssertionError("the prefetch did not end")
 
     def start(self, chain: Chain, fetch: Prefetch | None = None, lose: Lose | None = None) -> Allocation:
-        """Allocate the blocks of a request, then load and verify its cached blocks. Fail if too few blocks are free."""
+        """Allocate the blocks of a request, load its cached blocks and verify them. Fail if too few blocks are free."""
         may_load = True
         while True:
             allocation = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)

@@ -32,7 +32,7 @@ SLOW_FOLDERS = ("server", "cpu/engine", "stores")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of each slow folder together, so that few test processes create the fixtures of a folder.
+    """Sort the tests of each slow folder together, so that few processes have to create the fixtures of a folder.
 
     Each process starts with a contiguous range of the list. The order within a folder stays random.
     """

@@ -123,7 +123,7 @@ class Hangs(MemoryStore):
 
 
 class Gate:
-    """Executes copies. A closed gate blocks only the next copy, until `open` is called."""
+    """Executes copies. After `close`, the next copy blocks until `open` is called; later copies do not block."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self.may_go = threading.Event()
@@ -156,7 +156,7 @@ class Call:
         self._thread.start()
 
     def must_wait(self) -> None:
-        """Check that the call blocks. A call that blocks passes this check even on a slow machine."""
+        """Check that the call blocks. On a slow machine the check may miss a call that returns late."""
         self._thread.join(0.1)
         assert self._thread.is_alive(), "the call returned"
 

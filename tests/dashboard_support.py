@@ -44,7 +44,10 @@ def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
 
 
 class Traffic:
-    """Clients that send prompts about a few texts until the `with` block ends. The first texts are used most often."""
+    """Clients that send prompts until the `with` block ends.
+
+    Each prompt contains one of the texts, mostly an early one.
+    """
 
     def __init__(self, server: ServerProcess, texts: Sequence[str], *, clients: int = 3, max_tokens: int = 12) -> None:
         self._server = server

@@ -119,7 +119,7 @@ def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options
 
 
 def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[int]]:
-    """Return prompts. Prompt i has `shared[i]` tokens that all prompts share, and then `lengths[i]` random tokens."""
+    """Return prompts. Prompt i starts with `shared[i]` common tokens, followed by `lengths[i]` random tokens."""
     random = np.random.default_rng(seed)
     common = random.integers(3, VOCAB, max(shared, default=0)).tolist()
     common_of = [*shared, *[0] * (len(lengths) - len(shared))]
@@ -130,7 +130,7 @@ def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[i
 
 
 def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """True if these tokens are the greedy continuation of the prompt according to the transformers model."""
+    """True if `tokens` is the greedy continuation of the prompt in the transformers model `oracle`."""
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(tokens)
@@ -163,7 +163,7 @@ class Recorder(Model):
         return found
 
     def _prefixes(self) -> list[tuple[int, ...]]:
-        """Return the tokens up to each row of logits. The block that a row writes to identifies the row's request."""
+        """Return the token prefix of each row of logits. The block that a row writes to identifies its request."""
         assert self.engine is not None
         assert self._batch is not None
         block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running

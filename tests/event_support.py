@@ -22,7 +22,7 @@ def free_address() -> str:
 
 
 def replayed(endpoint: str, first: int) -> list[tuple[int, bytes]]:
-    """Request all messages from a number on. Return their numbers and payloads."""
+    """Request all messages whose number is at least `first`. Return their numbers and payloads."""
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -39,7 +39,7 @@ def replayed(endpoint: str, first: int) -> list[tuple[int, bytes]]:
 
 
 class Router:
-    """Receives events over ZMQ and rebuilds the blocks of each medium. Requests messages that it misses."""
+    """Receives events over ZMQ and rebuilds the blocks of each medium. Requests missed messages again."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         import zmq
@@ -57,7 +57,10 @@ class Router:
         """Parent, tokens and extra keys of each block, by medium and hash."""
 
     def receive(self, *, milliseconds: int = 0, loses=lambda: False) -> None:
-        """Apply all messages that have arrived, except lost ones. Request what is missing."""
+        """Apply all messages that have arrived, except those for which `loses` returns True.
+
+        Then request missing messages.
+        """
         while self._socket.poll(milliseconds):
             _, number, payload = self._socket.recv_multipart()
             sequence = int.from_bytes(number, "big")
@@ -69,7 +72,7 @@ class Router:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """Request all messages from the next number on."""
+        """Request all messages that follow the last applied message."""
         for number, payload in replayed(self.replay_endpoint, self.next):
             self._apply(number, payload)
 
@@ -103,7 +106,7 @@ class Router:
 
 
 def contents_of(tree: RadixTree) -> Contents:
-    """Return the readable blocks of a tree as a Router with full keys has them."""
+    """Return the readable blocks of a tree in the form in which a Router with full keys stores them."""
     found: Contents = {}
     for node in tree.nodes():
         above = last_key(node.parent, tree.namespace) if node.parent.keys else None

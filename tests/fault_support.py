@@ -1,4 +1,4 @@
-"""Inject faults into single rows. Some requests ("victims") fail at one stage of a step. The others are unaffected."""
+"""Inject faults into single rows. Some requests ("victims") fail at one stage of a step; all others must succeed."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from kvtier.scheduler import SchedulerConfig
 from support import check_pipeline
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
-# Number of steps with a failing row in each stage. It is 2,000 in `make soak`, which sets KVTIER_SOAK to 20 by default.
+# Number of steps with a failing row per stage. `make soak` sets KVTIER_SOAK to 20 by default, which gives 2,000 steps.
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
 POISON = 197  # the only token that the broken tokenizer cannot decode; it is sampled only if a constraint forces it
 NUM_LIVE, NUM_VICTIMS = 4, 2
@@ -77,7 +77,7 @@ class BrokenConstraint:
 
 
 class BrokenPenalties:
-    """Raises when the sampler reads `repetition` more than `age` times."""
+    """Raises when the sampler reads `repetition` for the (`age` + 1)-th time."""
 
     presence = frequency = 0.0
 

@@ -35,7 +35,7 @@ def tree_of(*sizes: int, policy: str = "lru", **options) -> RadixTree:
 
 
 def tokens_of(blocks: Sequence[int]) -> list[int]:
-    """Return the tokens of one block for each number. All token ids in the block equal the number."""
+    """Return the tokens of all blocks. Every token id of a block equals the number of the block."""
     return [block for block in blocks for _ in range(BLOCK)]
 
 

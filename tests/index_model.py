@@ -34,7 +34,10 @@ def root_key(namespace: bytes, salt: bytes, adapter: bytes) -> bytes:
 def block_contents(
     tokens: Sequence[int], media: Iterable[tuple[int, int, bytes]] = (), block_tokens: int = BLOCK_TOKENS
 ) -> list[Content]:
-    """Return the tokens and the overlapping media items of each full block. Items have positions within the block."""
+    """Return the tokens and the overlapping media items of each full block.
+
+    Item positions are relative to the block.
+    """
     contents = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         span = set(range(start, start + block_tokens))
@@ -146,8 +149,8 @@ class Model:
         self.exact_lru = exact_lru
         self.exclusive = exclusive
         self.next_victims: list[dict[bytes | None, set[Name]]] = [{} for _ in sizes]
-        """For each tier: tenant, or None for any tenant -> names of the blocks that the tree has chosen to evict next.
-        The machine copies them from the tree before each eviction."""
+        """Names of the blocks that the tree will evict next, per tier and tenant. The key None stands for all tenants.
+        The machine copies these names from the tree before each eviction."""
         self.roots: dict[Domain, Block] = {}
         self.holders: list[Holder] = []
         self.reserved: list[dict[int, Domain]] = [{} for _ in sizes]
@@ -277,7 +280,10 @@ class Model:
         return [salt] * excess + [None] * (short - excess)
 
     def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[Name]) -> None:
-        """Evict all blocks of a tier except `left`. Check that evicting the oldest leaf first has the same result."""
+        """Evict all blocks of a tier except `left`.
+
+        Check that a valid eviction order removes exactly the other blocks.
+        """
         stayed = set(left)
         evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
         assert len(evicted) == len(tenants), (
@@ -326,12 +332,12 @@ class Model:
         return [block for block in leaves if block.low <= oldest or not self.exact_lru]
 
     def leaves(self, tier: int) -> list[Block]:
-        """Return the evictable blocks of a tier without evictable blocks below them."""
+        """Return the evictable blocks of a tier that have no evictable descendants."""
         candidates = frozenset(self.evictable(tier))
         return [block for block in candidates if not any(b in candidates for b in block.below() if b is not block)]
 
     def check_pulled(self, tier: int, pulled: set[Name]) -> None:
-        """Check that no leaf outside of the next victims is older than a leaf that was just chosen."""
+        """Check that no chosen leaf has a higher priority or a later use than a leaf that was not chosen."""
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}
         assert pulled <= evictable, "a leased block was chosen as the next victim"

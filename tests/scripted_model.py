@@ -15,9 +15,10 @@ _HIDDEN = 64
 def make_scripted_model(folder: Path, script: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Path:
     """Write a tiny model whose greedy answer to any chat is the texts of `script`, one token each.
 
-    A token's successor depends on this token only: attention and MLP add nothing, the embedding of token i of the
-    chain is the unit vector i, and row i + 1 of the output matrix is the same vector. The chain starts at the line feed
-    that ends the generation prompt.
+    Attention and MLP add nothing, so the next token depends only on the last token. The embedding of token i of the
+    script is the unit vector i, which is also row i + 1 of the output matrix. The line feed at the end of the
+    generation
+    prompt selects the first token of the script.
     """
     import tokenizers
     import torch

@@ -1,4 +1,4 @@
-"""Functions for several test files. They block host streams, stop processes and check pipelines."""
+"""Functions for several test files: block a host stream, stop a process, check the state of a pipeline."""
 
 import contextlib
 import os

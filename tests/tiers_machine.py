@@ -46,7 +46,7 @@ LAYERS, DIM = TINY.num_layers, TINY.head_dim
 
 
 def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
-    """Return the KV of the last token as [layer, K/V, head, dim]. The values are exact in float32."""
+    """Return the KV of the last token as a tensor [layer, K/V, head, dim]. All values are exact in float32."""
     return _kv_of(salt + tokens.astype("<i4").tobytes())
 
 
@@ -57,7 +57,7 @@ def _kv_of(data: bytes) -> torch.Tensor:
 
 
 class Faults:
-    """Yields random faults for store calls. They depend only on the seed, so that a failing example can be repeated."""
+    """Yields random faults for store calls. They depend only on the seed, so that a failing example is reproducible."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = random.Random(seed), share
@@ -169,7 +169,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        if len(self.requests) >= 6:  # not a precondition, because the available rules must not depend on the timing
+        if len(self.requests) >= 6:  # not a precondition: timing must not decide which rules can run
             return
         self.num_requests += 1
         chain = Chain(self.manager.namespace, tokens, salt=salt)
@@ -307,7 +307,7 @@ class TiersMachine(RuleBasedStateMachine):
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
     """Run a machine. Check that the examples together had enough steps and that every tier had hits.
 
-    Examples are random: if a tier had no hit by chance, the machine runs again, up to three times in all.
+    Examples are random, so a tier may have no hits by chance. Then the machine runs again, up to three runs in all.
     """
     limits = settings(
         max_examples=examples * SOAK,

@@ -1,4 +1,4 @@
-"""Layouts, caches with known bytes, expected bytes in numpy and waiting threads for tests of transfers."""
+"""Helpers for tests of transfers: layouts, caches with known bytes, expected bytes in numpy, and waiting threads."""
 
 import threading
 from concurrent.futures import Future
@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition for tests that must not notify a thread before the thread waits."""
+    """A condition for tests that must not notify a thread before the thread waits on the condition."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """Return a manager on the CPU, its mover, and the tensors of its cache. Each block is moved as one slice."""
+    """Return a CPU manager, its mover, and the tensors of its cache. Each slice of a transfer contains one block."""
     mover = SteppedMover()
     options = TransferConfig(
         **{"slice_bytes": SMALL.block_bytes, "max_in_flight_bytes": 2 * SMALL.block_bytes, **config}

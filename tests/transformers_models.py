@@ -31,7 +31,7 @@ KINDS = ("llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "mistral-sliding
 
 
 def make_model(kind: str = "llama", *, seed: int = 0, **settings: Any) -> Any:
-    """Return a model with 3 layers. Windows are shorter than most prompts of the tests."""
+    """Return a model with 3 layers. Its attention windows are shorter than most prompts of the tests."""
     given = {**_SMALL, **settings}
     makers = {
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**given)),
@@ -47,7 +47,7 @@ def make_model(kind: str = "llama", *, seed: int = 0, **settings: Any) -> Any:
     }
     torch.manual_seed(seed)
     model = makers[kind]().eval()
-    with torch.no_grad():  # the weights of a new model give nearly the same logits for all tokens
+    with torch.no_grad():  # default weights give all tokens nearly the same logits
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
     return model
@@ -95,7 +95,7 @@ class RandomCases:
         self.counts = Counts()
 
     def _prompt(self) -> list[int]:
-        """Return a prompt that starts like an earlier one, in half of the cases with a cut at a block."""
+        """Return a prompt that starts like an earlier prompt. Half of the common prefixes end at a block boundary."""
         rng = self._random
         tokens: list[int] = []
         if self._history and rng.random() < 0.8:
@@ -107,7 +107,7 @@ class RandomCases:
         return tokens + [rng.randrange(1, VOCABULARY) for _ in range(rng.choice((1, 1, 2, 5, rng.randint(1, 30))))]
 
     def run(self) -> None:
-        """Compare one batch: greedy or sampling, a dynamic or static cache, then perhaps a cut and another turn."""
+        """Run a random batch with and without the PrefixCache, sometimes call `_continue`, and compare the results."""
         rng = self._random
         prompts = [self._prompt() for _ in range(rng.choice((1, 1, 2, 3)))]
         inputs = padded(prompts)
@@ -129,7 +129,7 @@ class RandomCases:
             self._continue(cache, inputs, output.sequences)
 
     def _continue(self, cache: Any, inputs: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
-        """Remove some columns from the cache and generate from there with other tokens."""
+        """Remove the last columns of the cache and continue the generation with other tokens."""
         rng, past = self._random, int(cache.get_seq_length())
         longest = int(inputs["attention_mask"].sum(1).min())
         if not any(cache.is_sliding) and longest > 1:
@@ -151,7 +151,7 @@ class RandomCases:
         assert max(cache.hit_tokens) < max(map(len, prompts))
 
     def _compare(self, plain: Any, cached: Any) -> None:
-        """Require equal tokens. Rows may differ from a step on whose logits are a tie."""
+        """Require equal tokens in each row. At the first difference, the logits of the two tokens must be tied."""
         if torch.equal(plain.sequences, cached.sequences):
             return
         first = plain.sequences.shape[1] - len(plain.logits)

@@ -1,6 +1,6 @@
-"""KvtierConnector with faults, for `kv_connector_module_path`. Imported by vLLM processes only.
+"""A KvtierConnector with injected faults. vLLM processes import it through `kv_connector_module_path`.
 
-The environment variable KVTIER_FAULTS has the initial Faults as JSON; scenarios change them in a running process.
+The environment variable KVTIER_FAULTS contains the initial Faults as JSON. Scenarios change them in a running process.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Faults:
     """Faults of the copies between device and host."""
 
     fail_loads: int = 0
-    """Every n-th load raises. 0: none."""
+    """If n > 0, every n-th load raises an exception."""
     fail_saves: int = 0
     rank: int = -1
-    """Only on this rank. -1: on all."""
+    """The rank that the faults affect, or -1 for all ranks."""
     ready_slots: int = 0
-    """Host slots that are ready on that rank, as if its memory grew slowly. 0: all."""
+    """If greater than 0, the affected rank reports only this number of host slots as ready."""
     num_loads: int = 0
     num_saves: int = 0
     loads_may_run: threading.Event = field(default_factory=threading.Event)
     saves_may_run: threading.Event = field(default_factory=threading.Event)
-    """A copy waits for its event. Both are set at first."""
+    """A load or save waits until its event is set. Both events are set at first."""
 
     def __post_init__(self) -> None:
         self.loads_may_run.set()
@@ -44,7 +44,7 @@ class Faults:
 
 
 class SlowController(CacheController):
-    """A controller whose host memory grows so slowly that it stays at `ready_slots`."""
+    """A controller that never reports more than `ready_slots` host slots, like slowly growing host memory."""
 
     ready_slots = 0
 
@@ -54,7 +54,7 @@ class SlowController(CacheController):
 
 
 class FaultyConnector(KvtierConnector):
-    """KvtierConnector whose copies can fail or wait."""
+    """A KvtierConnector whose copies can fail or wait."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.faults = Faults(**json.loads(os.environ.get("KVTIER_FAULTS", "{}")))
@@ -82,7 +82,7 @@ class FaultyConnector(KvtierConnector):
             faults.num_saves += 1
             count, every, kind = faults.num_saves, faults.fail_saves, "save"
         if every and count % every == 0 and faults.rank in (-1, self._rank):
-            raise RuntimeError(f"{kind} {count} fails, as the test demands")
+            raise RuntimeError(f"{kind} {count} failed, as injected by the test")
         return run_path(path, context, pieces)
 
 

@@ -1,7 +1,7 @@
-"""A real vLLM in a process of its own, controlled over a connection. vllm_support starts it.
+"""A real vLLM engine in a separate process. The module vllm_support starts and controls the process.
 
-Importing vLLM takes 10 s. A template process imports it once; every engine is a fork of the template and is ready in
-about a second. With `executor="mp"` the engine starts a core process and workers as vLLM does in production.
+Importing vLLM takes 10 s. Therefore a template process imports vLLM once, and each engine is a fork of the template,
+which is ready in about a second. With `executor="mp"`, the engine starts a core process and workers, as in production.
 
     python -m vllm_driver ADDRESS
 """
@@ -38,13 +38,13 @@ ENGINE_ARGUMENTS = {
 
 @dataclass
 class Setup:
-    """What an engine is made from."""
+    """Settings of an engine."""
 
     model: str
     connector: dict[str, Any] | None
-    """Fields of KVTransferConfig. None: no connector."""
+    """Fields of KVTransferConfig, or None for an engine without a connector."""
     executor: str = "uni"
-    """uni: everything in one process; mp: core and workers are processes, forked; spawn: the same, not forked."""
+    """uni: one process; mp: the core and the workers are forked processes; spawn: they are spawned processes."""
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -57,14 +57,14 @@ class Answer:
     num_cached: int
     finish: str
     transfer: dict[str, Any] = field(default_factory=dict)
-    """kv_transfer_params of the response."""
+    """The field kv_transfer_params of the response."""
     others: tuple[tuple[int, ...], ...] = ()
-    """The samples 1, 2, .. of a request with n > 1."""
+    """Samples after the first, if the request has n > 1."""
     num_prompt_logprobs: int = 0
 
 
 class Driver:
-    """An engine and its requests. Scenarios get it as the first argument."""
+    """An engine and its requests. Scenarios receive the driver as their first argument."""
 
     def __init__(self, setup: Setup) -> None:
         os.environ.update(setup.environment)
@@ -85,7 +85,7 @@ class Driver:
         self.after_step: list[Callable[[], None]] = []
         self.count = 0
         self.kept: dict[str, Any] = {}
-        """State of scenarios."""
+        """Values that scenarios keep between calls."""
 
     @property
     def core(self) -> Any:
@@ -101,7 +101,7 @@ class Driver:
 
     @property
     def caches(self) -> list[Any]:
-        """The KV cache of every layer: [blocks, heads, tokens, content]."""
+        """The KV cache of each layer as a tensor [blocks, heads, tokens, content]."""
         return self.core.model_executor.driver_worker.worker.model_runner.kv_caches
 
     def add(
@@ -156,7 +156,7 @@ class Driver:
             check()
 
     def finish(self) -> None:
-        """Step until no request is left; in one process also until the connector has nothing more to do."""
+        """Run steps until no request is left. With executor uni, continue until the connector has no work either."""
         while self.waiting or (self.is_local and self.scheduler.has_requests()):
             self.step()
 
@@ -165,7 +165,7 @@ class Driver:
         self.engine.abort_request(list(names))
 
     def state(self, name: str) -> str:
-        """Return the state of a request in the scheduler, or `gone`."""
+        """Return the state of a request in the scheduler, or `gone` if the scheduler does not have the request."""
         for internal, request in self.scheduler.requests.items():
             if internal == name or internal.startswith(f"{name}-"):
                 return request.status.name
@@ -176,7 +176,7 @@ class Driver:
             if condition():
                 return
             self.step()
-        raise AssertionError(f"{limit} steps did not lead to: {what}")
+        raise AssertionError(f"{limit} steps ran, but this did not happen: {what}")
 
     # ---- calls of tests
 
@@ -196,7 +196,7 @@ class Driver:
         return [self.answers.pop(name) for name in names]
 
     def metrics(self) -> dict[str, float]:
-        """Return vLLM's counters and gauges. Labels other than model and engine are part of the name."""
+        """Return vLLM's counters and gauges. Each name includes all labels except model and engine."""
         found: dict[str, float] = {}
         for metric in self.engine.get_metrics():
             value = getattr(metric, "value", None)
@@ -207,7 +207,7 @@ class Driver:
         return found
 
     def reset(self, *, connector: bool = False, running: bool = False) -> bool:
-        """Empty the device cache, and with `connector` also what the connector has in memory."""
+        """Empty the device cache. With `connector`, also empty the host memory of the connector."""
         return self.engine.reset_prefix_cache(running, connector)
 
 
@@ -228,7 +228,7 @@ def _quiet(log: str) -> Iterator[None]:
 
 
 def _serve(connection: Connection) -> None:
-    """Make the engine that the first message describes; then run functions until the connection ends."""
+    """Create the engine that the first message describes. Then run functions until the connection ends."""
     setup, log = connection.recv()
     with _quiet(log):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -257,7 +257,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _import_everything() -> None:
-    """Import what an engine imports, so that forks need not."""
+    """Import the modules that an engine needs, so that a fork does not have to import them."""
     import vllm.distributed.kv_transfer.kv_connector.v1.example_connector
     import vllm.distributed.kv_transfer.kv_connector.v1.multi_connector
     import vllm.lora.punica_wrapper.punica_cpu
@@ -269,7 +269,7 @@ def _import_everything() -> None:
     from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    # vLLM examines a model class that is given by name in a process that imports vLLM again.
+    # vLLM inspects a model class that is given by name in another process, which would import vLLM again.
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     with contextlib.suppress(ImportError):
         import kvtier.integrations.vllm  # noqa: F401
@@ -279,7 +279,7 @@ def main() -> None:
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     listener = Listener(f"{sys.argv[1]}.new", "AF_UNIX", backlog=16)
-    os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # the address exists when connections are accepted
+    os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # the address appears when the listener is ready
     _import_everything()
     gc.collect()
     gc.freeze()
@@ -295,7 +295,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its real name, so that pickled functions and classes are the same here and in the test.
+    # Run under the real module name, so that functions and classes pickled by the test are found here.
     import vllm_driver
 
     vllm_driver.main()

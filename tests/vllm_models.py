@@ -1,4 +1,4 @@
-"""Model folders for tests of the vLLM connector: tiny random models, LoRA adapters of one, and SmolLM2."""
+"""Model folders for tests of the vLLM connector: tiny random models, LoRA adapters and SmolLM2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Any], name: s
 
 
 def make_llama(folder: Path, seed: int = 0) -> Path:
-    """Write a random Llama of 3 MB without a tokenizer. Weights of this scale give varied tokens."""
+    """Write a random Llama of 3 MB without a tokenizer. The weights are scaled so that the sampled tokens vary."""
     import torch
 
     draws = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
-    """Write a LoRA adapter of the k and v projections that changes the tokens of the tiny Llama."""
+    """Write a LoRA adapter for the k and v projections. It changes the tokens that the tiny Llama generates."""
     import torch
 
     draws = torch.Generator().manual_seed(seed)
@@ -92,13 +92,13 @@ def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
 
 
 AUDIO_TOKEN, AUDIO_TOKENS, SAMPLES = 500, 25, 16_000
-"""The token that stands for a second of audio, and the number of tokens that vLLM puts in its place."""
+"""The token that represents one second of audio, the tokens that vLLM inserts for it, and its number of samples."""
 
 
 def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
-    """Write a random Qwen2-Audio of 3 MB: the sizes of the tiny Llama, two layers for audio, and a processor.
+    """Write a random Qwen2-Audio of 3 MB: a text model like the tiny Llama, two audio layers, and a processor.
 
-    vLLM's models for images need torchvision, which has no build for CPUs here.
+    Audio is used because vLLM's image models need torchvision, which has no CPU build here.
     """
     import torch
     from safetensors.torch import load_file
@@ -138,9 +138,9 @@ def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.2)
-        model.model.multi_modal_projector.linear.weight.normal_(std=1.0)  # so that sounds change the tokens
+        model.model.multi_modal_projector.linear.weight.normal_(std=1.0)  # so that the audio changes the tokens
     model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")  # with one `model.` more than vLLM and Qwen's own files have
+    tensors = load_file(folder / "model.safetensors")  # the names have one `model.` too many for vLLM
     tensors = {key.replace("language_model.model.model.", "language_model.model."): tensors[key] for key in tensors}
     _save(folder, json.loads((folder / "config.json").read_text()), tensors)
     special = {AUDIO_TOKEN: "<|AUDIO|>", AUDIO_TOKEN + 1: "<|audio_bos|>", AUDIO_TOKEN + 2: "<|audio_eos|>"}
@@ -189,7 +189,7 @@ def make_smollm2(folder: Path) -> Path:
 
 
 def scale_weights(source: Path, folder: Path, factor: float) -> Path:
-    """Write a copy of a model whose weights are multiplied by a number."""
+    """Write a copy of a model with all weights multiplied by `factor`."""
     from safetensors.torch import load_file
 
     tensors = {key: value * factor for key, value in load_file(source / "model.safetensors").items()}

@@ -1,4 +1,4 @@
-"""Functions that run inside a vLLM process (Vllm.run), with checks that need vLLM's objects."""
+"""Functions that Vllm.run executes inside a vLLM process, because they need vLLM's objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm_driver import Answer, Driver
 
 
 class Ledger:
-    """Compares the bytes of every loaded block with the bytes of the block when vLLM computed it.
+    """Compares the bytes of every loaded block with the bytes that vLLM computed for the same block.
 
-    It identifies blocks by vLLM's own block hashes and learns of loads from the calls that vLLM makes. It uses nothing
-    of kvtier. The same block may be computed several times with different rounding; every result is valid.
+    The Ledger is independent of kvtier: it identifies blocks by vLLM's block hashes, and observes loads through the
+    calls that vLLM makes. A block may be computed several times with different rounding; every result is valid.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -24,9 +24,9 @@ class Ledger:
         self._computed: dict[Any, set[int]] = {}
         self._local: dict[str, int] = {}
         self._loads: dict[str, tuple[int, int]] = {}
-        """Request -> first and end of the blocks that were loaded for it and not compared yet."""
+        """Request -> range of its loaded blocks that have not been compared yet."""
         self._done: dict[str, int] = {}
-        """Request -> blocks that need no more attention: local hits, loaded or recorded."""
+        """Request -> number of leading blocks that are done: local hits, compared or recorded."""
         self._failed: set[int] = set()
         self.num_compared = 0
         driver.after_step.append(self._after_step)
@@ -70,7 +70,7 @@ class Ledger:
             self._done[request.request_id] = stop
 
     def _finished(self, request: Any, block_ids: Sequence[int]) -> None:
-        # An aborted request may still load. What it has computed was recorded after the last step.
+        # An aborted request may still be loading. Its computed blocks were recorded after the last step.
         if request.status.name != "FINISHED_ABORTED":
             self._look(request, list(block_ids))
         for kept in (self._local, self._loads, self._done):
@@ -86,7 +86,7 @@ class Ledger:
         num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_tokens
         first, stop = self._loads.pop(name, (0, 0))
         for block in range(first, stop):
-            if table[block] in self._failed:  # computed again from here
+            if table[block] in self._failed:  # vLLM computes the blocks from here on again
                 self._failed.difference_update(table[first:stop])
                 self._done[name] = block
                 break
@@ -101,7 +101,7 @@ class Ledger:
         self._done[name] = max(self._done.get(name, 0), num_full)
 
     def _describe(self, block: int, checksum: int) -> str:
-        """Say what a wrong block contains."""
+        """Describe the content of a wrong block."""
         poisoned = [layer for layer, cache in enumerate(self._driver.caches) if bool((cache[block] == POISON).any())]
         others = sum(checksum in known for known in self._computed.values())
         return f"poison in layers {poisoned}, equal to {others} other blocks"
@@ -123,14 +123,15 @@ def num_compared(driver: Driver) -> int:
 
 
 POISON = 1e30
-"""Not NaN: vLLM's attention on CPUs multiplies the values behind the end of a sequence by 0, which keeps NaN."""
+"""Not NaN: vLLM's CPU attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
 
 
 def poison_free_blocks(driver: Driver) -> None:
-    """Fill a device block with POISON when its content is given up.
+    """Fill a device block with POISON when vLLM discards its content.
 
-    That is when it is freed without being in vLLM's prefix cache, or given to another request. A save that reads a
-    block without a reference then saves POISON, and a request that runs before its load has arrived reads POISON.
+    vLLM discards the content when it frees a block that is not in its prefix cache, or assigns the block to another
+    request. If a save holds no reference to its block, it saves POISON. If a request runs before its load, it reads
+    POISON.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
@@ -154,7 +155,7 @@ def poison_free_blocks(driver: Driver) -> None:
 
 
 def conversations(driver: Driver, prompts: Sequence[Sequence[int]], seed: int, **options: Any) -> dict[int, Answer]:
-    """Answer prompts that arrive at random moments, up to 6 at a time."""
+    """Answer prompts that arrive at random times, up to 6 concurrently."""
     draws, names, left = random.Random(seed), {}, list(enumerate(prompts))
     while left or driver.waiting:
         while left and len(driver.waiting) < 6 and draws.random() < 0.7:
@@ -167,7 +168,7 @@ def conversations(driver: Driver, prompts: Sequence[Sequence[int]], seed: int, *
 
 
 def check_idle(driver: Driver) -> None:
-    """Raise AssertionError if a finished engine still holds requests, device blocks or blocks of the connector."""
+    """Raise AssertionError if an idle engine still has requests, used device blocks or leases of the connector."""
     driver.finish()
     assert not driver.scheduler.requests, f"requests are left: {list(driver.scheduler.requests)}"
     used = {each.block_id: each.ref_cnt for each in driver.pool.blocks if each.ref_cnt and not each.is_null}
@@ -183,13 +184,13 @@ def check_idle(driver: Driver) -> None:
 
 
 def connectors(driver: Driver) -> list[Any]:
-    """Return the scheduler sides of kvtier, also those inside a MultiConnector."""
+    """Return kvtier's scheduler sides, including those inside a MultiConnector."""
     top = driver.scheduler.connector
     return [each for each in getattr(top, "_connectors", [top]) if hasattr(each, "make_worker")]
 
 
 def overwrite_cached_block(driver: Driver, target: int, source: int) -> None:
-    """Replace the KV of one of the device blocks in vLLM's prefix cache by the KV of another."""
+    """Overwrite the KV of a device block in vLLM's prefix cache with the KV of another block in it."""
     cached = [each.block_id for each in driver.pool.blocks if each.block_hash is not None]
     for cache in driver.caches:
         cache[cached[target]] = cache[cached[source]]
@@ -199,7 +200,7 @@ def overwrite_cached_block(driver: Driver, target: int, source: int) -> None:
 
 
 def abort_while_loading(driver: Driver, prompt: Sequence[int]) -> str:
-    """Abort a request whose load is in flight. Return its state before."""
+    """Abort a request whose load is in flight. Return the state of the request before the abort."""
     faults = _faults()
     faults.loads_may_run.clear()
     name = driver.add(prompt)
@@ -214,7 +215,7 @@ def abort_while_loading(driver: Driver, prompt: Sequence[int]) -> str:
 
 
 def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
-    """Abort a request whose saves are in flight. Return the number of device blocks that the saves hold then."""
+    """Abort a request whose saves are in flight. Return the number of device blocks that the saves still hold."""
     faults = _faults()
     faults.saves_may_run.clear()
     name = driver.add(prompt, max_tokens=64)
@@ -230,9 +231,9 @@ def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
 
 
 def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, has_run: bool) -> None:
-    """Abort a loading request after the connector has forgotten its blocks: none of them may be saved, they are empty.
+    """Abort a loading request after the connector was reset. Its blocks are empty, so none of them may be saved.
 
-    With `has_run`, the request was computed and then preempted, and loads its own blocks.
+    With `has_run`, the request was computed, preempted, and loads its own blocks again.
     """
     faults = _faults()
     if has_run:
@@ -255,7 +256,7 @@ def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, ha
 
 
 def check_offers(driver: Driver) -> None:
-    """Check after every step that no waiting request holds host blocks that it was only offered."""
+    """Check after every step that no waiting request holds host blocks of an offer that was not accepted."""
 
     def check() -> None:
         for each in connectors(driver):
@@ -266,7 +267,7 @@ def check_offers(driver: Driver) -> None:
 
 
 def random_aborts(driver: Driver, prompts: Sequence[Sequence[int]], seed: int) -> set[str]:
-    """Run requests of which some are aborted at random moments, also while copies wait. Return the states of those."""
+    """Run requests and abort some at random times, also during copies. Return the states in which they were aborted."""
     draws, faults, states, left = random.Random(seed), _faults(), set(), list(prompts)
     while left or driver.waiting:
         if left and len(driver.waiting) < 6 and draws.random() < 0.3:
@@ -290,7 +291,7 @@ def random_aborts(driver: Driver, prompts: Sequence[Sequence[int]], seed: int) -
 
 
 def reset_while_loading(driver: Driver, prompt: Sequence[int]) -> Answer:
-    """Reset the connector while a request loads. Return the request's answer."""
+    """Reset the connector while a request loads. Return the answer to the request."""
     faults = _faults()
     faults.loads_may_run.clear()
     name = driver.add(prompt)
@@ -304,7 +305,7 @@ def reset_while_loading(driver: Driver, prompt: Sequence[int]) -> Answer:
 
 
 def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) -> Answer:
-    """Reset the connector while a request is computed and its saves wait. Return the request's answer."""
+    """Reset the connector while a request runs and its saves wait. Return the answer to the request."""
     faults = _faults()
     faults.saves_may_run.clear()
     name = driver.add(prompt, max_tokens=40)
@@ -321,7 +322,7 @@ def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) 
 
 
 def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> None:
-    """Pause the core with requests under way and empty the caches, then resume. Forget the requests."""
+    """Pause the core while requests run, empty the caches, and resume. Abandon the requests."""
     for prompt in prompts:
         driver.add(prompt, max_tokens=30)
     for _ in range(num_steps):
@@ -333,9 +334,9 @@ def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps
 
 
 def sleep(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> bool:
-    """Let the engine sleep with requests under way, and wake it up. Forget the requests. Return whether it slept.
+    """Put the engine to sleep while requests run, then wake it up. Abandon the requests. Return True if it slept.
 
-    On CPUs vLLM keeps the memory, but empties its cache and the connector's as it does on GPUs.
+    On a CPU, vLLM keeps its memory during sleep. It empties its own cache and the connector's, as on a GPU.
     """
     for prompt in prompts:
         driver.add(prompt, max_tokens=30)
@@ -363,7 +364,7 @@ def _faults() -> Any:
 
 
 def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> None:
-    """Let a request finish before its saves run, and let others use all device blocks that are free meanwhile."""
+    """Delay the saves of a request until it has finished and other requests have used all free device blocks."""
     faults = _faults()
     faults.saves_may_run.clear()
     for each in (prompt, *others):
@@ -375,7 +376,7 @@ def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Seq
 
 
 def slow_copies(driver: Driver, num_steps: int) -> None:
-    """Let copies run only in every n-th step, so that several steps run between a copy's start and its end."""
+    """Allow copies only in every n-th step, so that each copy lasts several steps."""
     faults, count = _faults(), [0]
 
     def change() -> None:
@@ -390,7 +391,10 @@ def slow_copies(driver: Driver, num_steps: int) -> None:
 
 
 def settle_stores(driver: Driver) -> None:
-    """Run steps until every saved block is in the stores. A short request that is never cached makes vLLM step."""
+    """Run steps until the stores contain every saved block.
+
+    vLLM steps only for requests, so add short uncached ones.
+    """
     from kvtier.messages import Route
 
     manager = connectors(driver)[0].scheduler.manager
@@ -404,9 +408,9 @@ def settle_stores(driver: Driver) -> None:
 
 
 def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Answer requests one after the other, and wait after each one until its blocks are in the stores.
+    """Answer requests one after the other. After each request, wait until its blocks are in the stores.
 
-    Host memory with blocks that a slow store is still writing has no room for the blocks of the next request.
+    Without the wait, blocks that a slow store still writes would leave no free host slots for the next request.
     """
     answers = []
     for prompt in prompts:
@@ -416,14 +420,17 @@ def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answ
 
 
 def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
-    """Overwrite every host block. With `is_scrubbed`, wait until the scrubber has found them. Return their number."""
+    """Overwrite every host block. With `is_scrubbed`, wait until the scrubber reports them.
+
+    Return the number of blocks.
+    """
     import ctypes
 
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     controller = get_kv_transfer_group().worker.controller
     scrubber, (host,) = controller._scrubber, controller._hosts
-    while scrubber._new:  # checksums of the intact blocks
+    while scrubber._new:  # wait for the checksums of the intact blocks
         scrubber._verify_some()
     slots = sorted(scrubber._sums)
     for slot in slots:
@@ -435,7 +442,7 @@ def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
 
 
 def metric_after(driver: Driver, name: str, at_least: float = 1.0) -> float:
-    """Return a metric of the connector once it has this value. vLLM sends it at most once a second, with a step."""
+    """Wait until a connector metric reaches `at_least`. vLLM updates it at most once per second, after a step."""
     for _ in range(5000):
         value = driver.metrics().get(name, 0.0)
         if value >= at_least:
@@ -454,14 +461,14 @@ def _embeddings(seed: int, num_tokens: int) -> Any:
 
 
 def ask_with_embeddings(driver: Driver, seed: int, num_tokens: int) -> Answer:
-    """Ask with random embeddings in place of tokens, with an empty device cache."""
+    """Empty the device cache, then send a request with random embeddings instead of tokens."""
     assert driver.reset()
     (answer,) = driver.ask([{"prompt_embeds": _embeddings(seed, num_tokens)}])
     return answer
 
 
 def ask_with_audio(driver: Driver, prompt: Sequence[int], num_samples: int, pitches: Sequence[int]) -> list[Answer]:
-    """Ask once with each tone, with an empty device cache. The prompt has one token in the place of the tone."""
+    """Send the prompt once per tone, each time with an empty device cache. One prompt token stands for the tone."""
     import numpy as np
 
     answers = []
@@ -473,7 +480,7 @@ def ask_with_audio(driver: Driver, prompt: Sequence[int], num_samples: int, pitc
 
 
 def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_examples: int) -> tuple[int, int]:
-    """Check that blocks of two random requests have equal keys iff vLLM's hashes are equal. Return how many were."""
+    """Check that two random requests have equal block keys iff vLLM's hashes are equal. Return both counts."""
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
     from vllm.utils.hashing import sha256
@@ -520,7 +527,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
 
 
 def _request(hasher: Any, adapters: Sequence[str], **drawn: Any) -> Any:
-    """Return a Request of vLLM. Media do not overlap, as in vLLM."""
+    """Return a vLLM Request. Its media items do not overlap, as in vLLM."""
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
@@ -558,9 +565,9 @@ def num_loaded(driver: Driver) -> int:
 
 
 def soak_round(driver: Driver, prompts: Sequence[Sequence[int]], seed: int, seconds: float) -> dict[str, int]:
-    """Run random requests, aborts, resets and faults for some seconds; then check that nothing is left.
+    """Run random requests, aborts, resets and faults for some seconds. Then check that the engine is idle.
 
-    Return how often things happened and the memory of this process in KiB.
+    Return the number of events of each kind, and the memory of this process in KiB.
     """
     import ctypes
     import time
@@ -587,7 +594,7 @@ def soak_round(driver: Driver, prompts: Sequence[Sequence[int]], seed: int, seco
     counts["errors"] = sum(answer.finish not in ("length", "stop") for answer in driver.answers.values())
     driver.answers.clear()
     ledger = driver.kept["ledger"]
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc keeps is no growth
+    ctypes.CDLL(None).malloc_trim(0)  # do not count freed memory that malloc keeps
     return counts | {"compared": ledger.num_compared, "KiB": psutil.Process().memory_info().rss >> 10}
 
 

@@ -1,9 +1,9 @@
-"""A long run of vLLM with random requests, aborts, preemptions, faults and resets (`make soak-vllm`).
+"""Run vLLM for a long time with random requests, aborts, preemptions, faults and resets (`make soak-vllm`).
 
     python -m vllm_soak --seconds 600
 
-After every round nothing may be left: requests, references to device blocks, leases, transfers. The bytes of all loaded
-blocks are compared, tokens are compared with vLLM alone, and the memory of the process must not grow.
+Every round must end without requests, references to device blocks, leases or transfers. Each round compares the bytes
+of all loaded blocks, and the tokens with those of vLLM alone. The memory of the process must not grow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_support import Oracle, Template, connector, prompt_of
 
 ROUND_SECONDS = 20.0
 MAX_GROWTH = 1.1
-"""Largest ratio of the memory at the end to that after a third of the rounds."""
+"""Maximum ratio of the memory after the last round to the memory after a third of the rounds."""
 
 
 def soak(template: Template, folder: Path, seconds: float) -> None:

@@ -1,10 +1,11 @@
-"""vLLM's schedulers with kvtier's scheduler side and simulated workers: no model, no threads, no clock.
+"""vLLM's schedulers with kvtier's scheduler side and simulated workers. It needs no model, threads or clock.
 
     SteppedEngine      vLLM's EngineCore loop: schedule, execute, update, with one or two batches in flight
-    SimulatedWorker    a rank: device and host memory, transfers that end when the test says so, a memory store
+    SimulatedWorker    a rank: device and host memory, a memory store, and transfers that the test ends
 
-The KV of a position is a digest of the salt and of all tokens up to the position. A worker checks every position that a
-step reads, on every rank, so a load, a save or a block reference in the wrong place fails the test at its first use.
+The KV of a position is a digest of the salt and of all tokens up to the position. In each step, every rank checks the
+KV
+of every position that it reads. A wrong load, save or block reference therefore fails the test when it is first read.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class EngineSetup:
     max_step_tokens: int = 12
     num_drafts: int = 0
     window: int = 0
-    """Sliding window of all layers in tokens; 0: full attention."""
+    """Sliding window of all layers in tokens, or 0 for full attention."""
     policy: str = "fcfs"
     caches_prefixes: bool = True
     extra: tuple[tuple[str, Any], ...] = ()
@@ -79,7 +80,7 @@ def kv_of(salt: str, tokens: tuple[int, ...]) -> int:
 
 @dataclass
 class Conversation:
-    """The only correct tokens of a request: each one depends on all tokens before."""
+    """The expected tokens of a request. Each token depends on all tokens before it."""
 
     prompt: tuple[int, ...]
     salt: str
@@ -88,7 +89,7 @@ class Conversation:
     kv: list[int] = field(default_factory=list)
 
     def extend(self, count: int) -> None:
-        """Compute the KV of `count` positions and one token more."""
+        """Compute the KV of `count` more positions, and the token after them."""
         if not self.tokens:
             self.tokens = list(self.prompt)
         while len(self.kv) < count:
@@ -97,7 +98,7 @@ class Conversation:
                 self.tokens.append(self.kv[-1] % VOCABULARY)
 
     def change_weights(self, version: int, sampled: list[int]) -> None:
-        """From now on, compute all KV with other weights. The tokens sampled so far stay."""
+        """Compute all KV with other weights from now on. The tokens sampled so far stay the same."""
         self.version = version
         self.tokens, self.kv = [*self.prompt, *sampled], []
 
@@ -107,7 +108,7 @@ class Conversation:
 
 
 class Garbage:
-    """Contents that no computation produces."""
+    """Creates values that no computation produces."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -130,7 +131,7 @@ class PendingCopy:
 
 
 class SimulatedWorker:
-    """One rank. Copies are in flight until `finish`."""
+    """One rank. A copy stays in flight until the test calls `finish`."""
 
     def __init__(self, rank: int, setup: EngineSetup, namespace: bytes, *, fails_requests: bool) -> None:
         self.rank, self._namespace = rank, namespace
@@ -155,7 +156,7 @@ class SimulatedWorker:
         self._epoch = 0
 
     def begin_step(self, step: StepPlan) -> None:
-        """Start the loads of a step. A load makes its target blocks invalid until it ends."""
+        """Start the loads of a step. The target blocks of a load are invalid until the load ends."""
         if step.namespace:
             self._namespace = step.namespace
         for transfer in step.plan.transfers:
@@ -165,7 +166,7 @@ class SimulatedWorker:
                     self.garbage.fill(self.device, block)
 
     def end_step(self, step: StepPlan) -> None:
-        """Start the other transfers of a step."""
+        """Start the other transfers of a step, after its loads."""
         plan = step.plan
         self._epoch = plan.epoch
         for drop in plan.drops:
@@ -181,7 +182,7 @@ class SimulatedWorker:
                 self.copies.append(PendingCopy(transfer, None, self._namespace))
 
     def finish(self, copy: PendingCopy, failing: set[int]) -> None:
-        """End a transfer; the blocks with the numbers in `failing` do not arrive."""
+        """End a transfer. The blocks whose numbers are in `failing` do not arrive."""
         self.copies.remove(copy)
         transfer = copy.request
         arrived = bytearray(
@@ -199,7 +200,7 @@ class SimulatedWorker:
                 self._failed |= failed_blocks(copy.load, result)
 
     def _copy_block(self, transfer: TransferRequest, number: int, namespace: bytes) -> int:
-        """Copy one block. Return 0 if its source is damaged or absent."""
+        """Copy one block. Return 0 if the source block is damaged or missing."""
         route = transfer.route
         if route is Route.DEVICE_TO_HOST:
             slot = int(transfer.targets[number])
@@ -238,7 +239,7 @@ class SimulatedWorker:
         self._new_damage.add(slot)
 
     def output(self) -> KVConnectorOutput:
-        """Return the results since the last call, as the connector's worker side does."""
+        """Return the results since the last call, in the form of the connector's worker side."""
         damaged = np.array(sorted(self._new_damage & self.damaged), "<i4").tobytes()
         parts = tuple(self._results), tuple(self._lookups), self._grown, damaged
         reports = (Report(self._epoch, self.rank, *parts),) if any(parts) else ()
@@ -261,13 +262,13 @@ class RunningRow:
     table: list[int]
     num_computed: int
     num_known: int
-    """Number of tokens that the prompt and the sampler have produced."""
+    """Number of tokens of the prompt plus the sampled tokens."""
     drafts: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Batch:
-    """A scheduled step; `output` is set after its execution."""
+    """A scheduled step. `output` is set when the step has been executed."""
 
     scheduled: Any
     output: ModelRunnerOutput | None = None
@@ -293,7 +294,7 @@ def _base_config(model: Path, num_drafts: int, policy: str, caches_prefixes: boo
 
 
 class SteppedEngine:
-    """vLLM's scheduler and the simulated workers, advanced by the test."""
+    """vLLM's scheduler with simulated workers. The test advances it step by step."""
 
     def __init__(self, model: Path, setup: EngineSetup) -> None:
         self.setup = setup
@@ -340,7 +341,7 @@ class SteppedEngine:
         self.batches: deque[Batch] = deque()
         self.counts: Counter[str] = Counter()
         self.guesses_right = lambda: True
-        """Return True if a draft token is to be correct."""
+        """Returns True if the next draft token should be correct."""
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -380,7 +381,10 @@ class SteppedEngine:
         return self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
-        """Reset vLLM's prefix cache, and with `is_deep` kvtier's. vLLM cannot preempt while device blocks are held."""
+        """Reset vLLM's prefix cache, and kvtier's too if `is_deep`.
+
+        vLLM cannot preempt while device blocks are held.
+        """
         while self.batches and not self.setup.is_async:
             self.execute()
             self.update()
@@ -401,7 +405,10 @@ class SteppedEngine:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> bool:
-        """Schedule a batch, as EngineCore does if there are requests and a free place in its queue."""
+        """Schedule a batch if there are requests and the queue of EngineCore has a free place.
+
+        Return True if it did.
+        """
         if len(self.batches) > self.setup.is_async or not self.scheduler.has_requests():
             return False
         self.batches.append(Batch(self.scheduler.schedule()))
@@ -409,7 +416,7 @@ class SteppedEngine:
         return True
 
     def execute(self) -> bool:
-        """Execute the oldest batch that was not executed."""
+        """Execute the oldest batch that has not been executed yet."""
         batch = next((each for each in self.batches if each.output is None), None)
         if batch is None:
             return False
@@ -437,7 +444,7 @@ class SteppedEngine:
         return True
 
     def update(self) -> bool:
-        """Update the scheduler with the oldest batch if it was executed."""
+        """Update the scheduler with the result of the oldest batch, if this batch has been executed."""
         if not self.batches or self.batches[0].output is None:
             return False
         batch = self.batches.popleft()
@@ -452,14 +459,14 @@ class SteppedEngine:
         return True
 
     def step(self) -> bool:
-        """Run one step: schedule if possible, else finish the oldest batch. Return False if there is nothing to do."""
+        """Schedule a batch if possible; otherwise finish the oldest batch. Return False if there is nothing to do."""
         if self.schedule():
             return True
         self.execute()
         return self.update()
 
     def _update_rows(self, scheduled: Any) -> None:
-        """Update the rows, as the model runner does, from the scheduler's messages only."""
+        """Update the rows from the scheduler's output alone, as the model runner does."""
         for name in scheduled.finished_req_ids:
             self._rows.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
@@ -487,7 +494,7 @@ class SteppedEngine:
         conversation, first, stop = row.conversation, row.num_computed, row.num_computed + count
         conversation.extend(stop + 1)
         self._check_reads(name, row)
-        # Positions from num_known on are drafts. The KV of the first wrong draft and of all later ones is wrong.
+        # Positions from num_known on hold draft tokens. From the first wrong draft token on, their KV is wrong.
         num_right = min(stop, row.num_known)
         while num_right < stop and row.drafts[num_right - row.num_known :][:1] == [conversation.tokens[num_right]]:
             num_right += 1
@@ -516,7 +523,7 @@ class SteppedEngine:
                 )
 
     def _draft(self, names: list[str]) -> DraftTokenIds | None:
-        """Propose tokens for the requests of a step."""
+        """Propose draft tokens for the requests of a step."""
         if not self.setup.num_drafts:
             return None
         for name in names:
@@ -530,7 +537,7 @@ class SteppedEngine:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise unless the invariants hold: of kvtier, of vLLM's block references, and of the tokens so far."""
+        """Check the invariants of kvtier, the references to vLLM's blocks, and the tokens generated so far."""
         self.side.check()
         pool = self.scheduler.kv_cache_manager.block_pool
         expected: Counter[int] = Counter()
@@ -555,7 +562,7 @@ class SteppedEngine:
                 worker.finish(each, set())
 
     def end_copies(self, draws: random.Random, ending: float, failing: float) -> None:
-        """End each transfer on each rank with one probability. Each of its blocks fails with another."""
+        """End each transfer of each rank with probability `ending`. Each block fails with probability `failing`."""
         for worker in self.workers:
             for each in list(worker.copies):
                 if draws.random() < ending:
@@ -563,7 +570,7 @@ class SteppedEngine:
                     worker.finish(each, {block for block in blocks if draws.random() < failing})
 
     def drain(self, max_steps: int = 2000) -> None:
-        """Run all requests to their end, finish all transfers, and check that nothing is left."""
+        """Finish all requests and transfers. Check that no block is still in use."""
         for _ in range(max_steps):
             self.finish_copies()
             self.now += 1.0
@@ -571,7 +578,7 @@ class SteppedEngine:
                 break
         else:
             statuses = {name: str(self.requests[name].status) for name in self.unfinished}
-            raise AssertionError(f"the engine does not come to rest: {statuses}, work: {self.side.has_work}")
+            raise AssertionError(f"the engine still has work: {statuses}, work: {self.side.has_work}")
         assert not self.unfinished, self.unfinished
         self.check()
         side, scheduler = self.side, self.scheduler
@@ -584,7 +591,7 @@ class SteppedEngine:
         assert pool.get_num_free_blocks() == len(pool.blocks) - 1
 
     def totals(self) -> Counter[str]:
-        """Return counts of events, to check that a test has covered them."""
+        """Return counts of events. A test checks with them that it covered the events."""
         for route, stats in self.side.manager.transfers.counts.items():
             self.counts[route.value] += stats.num_blocks
             self.counts[f"{route.value} failed"] += stats.num_failed

@@ -1,4 +1,4 @@
-"""Start and control real vLLM processes in tests (vllm_driver is their side of the connection)."""
+"""Start and control real vLLM processes in tests. The module vllm_driver runs inside these processes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ENVIRONMENT = {
 }
 TIMEOUT_S = 600.0
 BLOCK = 32
-"""Tokens of a block (vllm_driver.ENGINE_ARGUMENTS)."""
+"""Tokens per block, as in vllm_driver.ENGINE_ARGUMENTS."""
 
 
 class VllmError(Exception):
-    """vLLM raised, died or did not answer; the message has the end of its log."""
+    """vLLM raised an exception, died or did not answer. The message contains the end of its log."""
 
 
 def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
-    """Return the settings of vLLM that a user writes for kvtier.
+    """Return the vLLM setting that loads the kvtier connector, as a user writes it.
 
-    Saves may hold more device blocks than by default, so that no block is skipped on a slow machine.
+    The limit on device blocks held by saves is above the default, so that no save is skipped on a slow machine.
     """
     policy = settings.pop("load_failure_policy", "recompute")
     extra = {"host_bytes": "64MiB", "max_saving_blocks": 64} | settings
@@ -62,12 +62,15 @@ class Vllm:
         self.pid = self._receive()
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run function(driver, ...) in the process and return its result. Functions must be importable there."""
+        """Call `function(driver, ...)` in the process and return the result.
+
+        The process must be able to import `function`.
+        """
         self.send(function, *arguments, **options)
         return self._receive()
 
     def send(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Start a function without waiting for its result; `receive` returns it."""
+        """Start a function without waiting for its result. `receive` returns the result."""
         try:
             self._connection.send((function, arguments, options))
         except OSError as error:
@@ -81,7 +84,7 @@ class Vllm:
         return self.run(Driver.ask, prompts, **options)
 
     def ask_together(self, prompts: Sequence[Any], **options: Any) -> list[Answer]:
-        """Answer requests at the same time."""
+        """Answer requests concurrently."""
         return self.run(Driver.ask_together, prompts, **options)
 
     def tokens(self, prompts: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
@@ -94,7 +97,7 @@ class Vllm:
         return self.run(Driver.reset, **options)
 
     def processes(self) -> list[psutil.Process]:
-        """Return the process of the engine and its children: the core and the workers with `mp`."""
+        """Return the engine process and its children. With executor mp, the children are the core and the workers."""
         try:
             own = psutil.Process(self.pid)
             return [own, *own.children(recursive=True)]
@@ -102,13 +105,16 @@ class Vllm:
             return []
 
     def wait(self, seconds: float) -> None:
-        """Wait until the running function has a result, at most `seconds`."""
+        """Wait at most `seconds` for the result of the running function."""
         self._connection.poll(seconds)
 
     def kill_some(self, victim: str) -> None:
-        """Kill the `worker`s, the `core` or `all` processes with SIGKILL. Needs the executor mp."""
+        """Kill the processes named by `victim` with SIGKILL: `worker`, `core` or `all`.
+
+        The engine needs the executor mp.
+        """
         processes = self.processes()
-        names = {"worker": "VLLM::Worker", "core": "VLLM::EngineCor"}  # the kernel keeps 15 characters
+        names = {"worker": "VLLM::Worker", "core": "VLLM::EngineCor"}  # the kernel truncates names to 15 characters
         chosen = [each for each in processes if victim == "all" or each.name().startswith(names[victim])]
         if not chosen:
             raise VllmError(f"no {victim} among {processes}")
@@ -125,7 +131,7 @@ class Vllm:
         self._connection.close()
 
     def close(self) -> None:
-        """End the engine as vLLM ends: the connector's shutdown runs."""
+        """Shut the engine down in the regular way, so that the connector's `shutdown` runs."""
         processes = self.processes()
         self._connection.close()
         _, alive = psutil.wait_procs(processes, timeout=180)
@@ -155,7 +161,7 @@ class Vllm:
 
 
 class Template:
-    """The process that has imported vLLM and forks an engine for every test that needs one."""
+    """A process that has imported vLLM. It forks an engine for each test that needs one."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
@@ -173,7 +179,7 @@ class Template:
     def start(
         self, connector: dict[str, Any] | None, *, executor: str = "uni", model: Path | None = None, **arguments: Any
     ) -> Iterator[Vllm]:
-        """Start an engine. Keywords in capitals are environment variables, others arguments of vLLM."""
+        """Start an engine. Upper-case options are environment variables, all others are arguments of vLLM."""
         environment = {key: arguments.pop(key) for key in list(arguments) if key.isupper()}
         self._count += 1
         setup = Setup(str(model or self.model), connector, executor, arguments, environment)
@@ -191,7 +197,7 @@ class Template:
 
 
 class Oracle:
-    """Tokens of vLLM without a connector, one request at a time. Answers are kept."""
+    """Returns the tokens of vLLM without a connector. It answers one request at a time and caches the answers."""
 
     def __init__(self, engine: Vllm) -> None:
         self._engine = engine
@@ -208,11 +214,11 @@ class Oracle:
 
 
 def prompt_of(number: int, num_tokens: int = 300) -> list[int]:
-    """Return a prompt that shares no block with those of other numbers. A longer one continues a shorter one."""
+    """Return a prompt that shares no block with the prompts of other numbers. Longer prompts extend shorter ones."""
     draws = random.Random(number)
     return [draws.randrange(3, 500) for _ in range(num_tokens)]
 
 
 def blocks_of(num_tokens: int) -> int:
-    """Return the tokens in full blocks of a prompt that a cache can provide: one token is always computed."""
+    """Return the most tokens that a cache can provide: full blocks, because one token must always be computed."""
     return (num_tokens - 1) // BLOCK * BLOCK

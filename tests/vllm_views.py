@@ -14,16 +14,20 @@ from kvtier.integrations.vllm.worker_side import Load, StepPlan
 from kvtier.messages import Plan, Route, TransferRequest, slot_bytes
 
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""Names of vLLM's layouts: the axes layer, block, head, token and content, outermost first."""
+"""Names of vLLM's layouts. A name lists the axes from the outermost to the innermost."""
 STEPS = Path(__file__).parent / "data" / "vllm_steps.jsonl"
-"""Transfers of 40 random conversations with 4 preemptions (vLLM 0.32 on a CPU, 40 device blocks, 128 host slots)."""
+"""Transfers of 40 random conversations with 4 preemptions, recorded with vLLM 0.32 (CPU, 40 device blocks, 128 host
+slots)."""
 NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS = 40, 128
 
 
 def cache_views(
     layout: str, sizes: dict[str, int], dtype: torch.dtype, device: str | torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return a view [block, head, token, content] of each layer, over one allocation in the order of `layout`."""
+    """Return one view [block, head, token, content] per layer.
+
+    All views share one allocation in the order of `layout`.
+    """
     shape = [sizes[axis] for axis in layout]
     nbytes = math.prod(shape) * dtype.itemsize
     whole = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device).view(dtype).view(shape)
@@ -32,7 +36,7 @@ def cache_views(
 
 
 def recorded_steps() -> Iterator[StepPlan]:
-    """Yield the recorded steps. Every load belongs to a request of its own."""
+    """Yield the recorded steps. Every load belongs to a different request."""
     for number, line in enumerate(STEPS.read_text().splitlines(), 1):
         transfers, loads = [], {}
         for transfer_id, name, sources, targets in json.loads(line):

@@ -17,7 +17,7 @@ KvtierError
 │   └── TransferTimeoutError (TimeoutError)  a transfer or the wait for a transfer timed out
 │       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
 ├── StoreError (RuntimeError)        a store could not be opened or closed
-│   └── StoreInUseError              another process has the store open
+│   └── StoreInUseError              a process that does not answer has the store open
 ├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version
@@ -91,7 +91,8 @@ class StoreError(KvtierError, RuntimeError):
 
 
 class StoreInUseError(StoreError):
-    """Another process, or another store of this process, has the folder open."""
+    """A process has locked the folder, but this process cannot connect to it: it runs an earlier version of kvtier, on
+    another machine, or its disk hangs."""
 
 
 class CheckpointError(KvtierError, ValueError):

@@ -27,7 +27,7 @@ def cache_dir() -> Path:
 
 
 def distrust(path: Path) -> str:
-    """Return the reason to distrust a path that other users could have changed. Empty if the path is trusted.
+    """Return how another user could have changed a path, or an empty string if no other user could.
 
     The path and all parent folders must belong to this user or root, and only the owner may have write permission. A
     parent folder with the sticky bit, such as /tmp, may be writable, because users cannot replace each other's entries

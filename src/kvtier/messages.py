@@ -34,7 +34,7 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Request to copy blocks between tiers, from the i-th source to the i-th target. Stores have keys, not slots."""
+    """Request to copy blocks between tiers, from the i-th source to the i-th target. A store has no slots."""
 
     id: int
     route: Route
@@ -127,7 +127,8 @@ class TransferResult:
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """One byte per block, which is 1 if the block arrived. Empty if all blocks arrived (`ok`) or if none arrived."""
+    """One byte per block: 1 if the block arrived, otherwise 0. May be empty if all blocks arrived (`ok`) or none
+    did."""
 
 
 @dataclass(frozen=True, slots=True)

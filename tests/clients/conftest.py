@@ -1,6 +1,6 @@
-"""Start servers for the clients, which are in an environment of their own (make test-clients).
+"""Start servers for tests of clients. `make test-clients` installs the clients in a separate environment.
 
-A server runs in the environment of kvtier: .venv, or the interpreter in the variable KVTIER_PYTHON.
+The server runs in the environment of kvtier: in .venv, or with the interpreter given by KVTIER_PYTHON.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("KVTIER_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
-# This model answers with one sentence, and with the first possible call if a call is forced. Its tokens are bytes, so
-# that the tools of some clients need a long context.
+# The model answers with one sentence. If a call is forced, it answers with the first valid call. Its tokens are bytes,
+# so
+# the tool descriptions of some clients need a long context.
 _MAKE_SCRIPTED = """
 import json, sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _serve(folder: Path) -> Iterator[str]:
-    """Serve a model until the end of the with statement. Yields the address."""
+    """Serve a model inside a `with` statement. Yield the address of the server."""
     command = [PYTHON, "-m", "kvtier", "serve", "--port", "0", "--json", "--model", str(folder), "--threads", "1"]
     with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -83,7 +84,7 @@ def random_server(random_model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def transformers_scores(random_model: Path) -> Callable[[Sequence[tuple[list[int], list[int]]]], list[float]]:
-    """Return a function: log-likelihoods of continuations, computed by transformers from the same weights."""
+    """Return a function that computes log-likelihoods of continuations with transformers and the same weights."""
     script = """
 import json, sys, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()

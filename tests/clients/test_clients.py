@@ -1,4 +1,4 @@
-"""Clients and agent frameworks complete a tool loop of two turns: a forced call, its result, and an answer."""
+"""Clients and agent frameworks complete a tool loop of two turns: a forced call with its result, then an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 class Weather(BaseModel):
     """A question about the weather in a city."""
 
-    model_config = ConfigDict(extra="forbid")  # otherwise a small model adds fields without end
+    model_config = ConfigDict(extra="forbid")  # otherwise the model keeps adding fields
     city: Literal["Paris", "Rome"]
 
 

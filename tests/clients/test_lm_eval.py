@@ -1,4 +1,4 @@
-"""lm-evaluation-harness scores a local task with the log-likelihoods that transformers computes."""
+"""The scores of lm-evaluation-harness for a local task equal the log-likelihoods that transformers computes."""
 
 from __future__ import annotations
 

@@ -25,17 +25,17 @@ def placement(request: pytest.FixtureRequest) -> Placement:
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Buffer]:
-    """`make(placement, array, dtype=None, size=None)` returns a new Buffer with the bytes of `array`.
+    """Return a function `make(placement, array, dtype=None, size=None)` that copies `array` into a new Buffer.
 
-    `dtype` defaults to the dtype of the array, and `size` to the number of elements that fit into the bytes. Pass
-    `size` if the elements of a packed type end inside the last byte.
+    `dtype` defaults to the dtype of the array, and `size` to the number of elements that fit into the bytes. `size` is
+    needed if the elements of a packed type end inside the last byte.
     """
     return _make
 
 
 @pytest.fixture(scope="session")
 def read() -> Callable[[Buffer], Bytes]:
-    """`read(buffer)` synchronizes with the GPU and returns a uint8 copy of the bytes."""
+    """Return a function `read(buffer)` that synchronizes with the GPU and returns a uint8 copy of the bytes."""
     return _read
 
 

@@ -27,14 +27,14 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 class Pool:
-    """Has an allocator that gets memory from torch, and records each allocation and deallocation."""
+    """Has an allocator that gets its memory from torch, and records every allocation and deallocation."""
 
     def __init__(self, placement: Placement = CPU) -> None:
         self.placement = placement
         self.live: dict[int, torch.Tensor] = {}
         self.requested: list[int] = []
         self.returned: list[bytes] = []
-        """The bytes that each block of memory contained when it was freed."""
+        """The bytes of each memory block at the time when it was freed."""
         self.allocator = Allocator(placement, self._allocate, self._deallocate)
 
     def _allocate(self, nbytes: int) -> int:
@@ -406,7 +406,7 @@ def test_memory_used_by_stream_is_freed_after_event():
 
 
 def test_memory_used_by_failed_stream_is_freed(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", bool)  # ignore a report of the error, because only the memory is tested
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # ignore the reported error
     pool = Pool()
 
     def fail() -> None:
@@ -497,7 +497,7 @@ def test_allocator_repr_shows_counters():
 
 
 class StatisticsMachine(RuleBasedStateMachine):
-    """Allocate, export and drop buffers at random. The model contains the sizes of all referenced buffers."""
+    """Allocates, exports and drops buffers at random. The model contains the sizes of all referenced buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -541,7 +541,8 @@ class StatisticsMachine(RuleBasedStateMachine):
     def counters_match_model(self) -> None:
         stats = self.pool.allocator.stats
         sizes = [size for size, owners in self.held if owners]
-        # an export of zero bytes holds no reference to the allocation, which can therefore be freed before the export
+        # An export of zero bytes holds no reference to its allocation, so the allocation can be freed before the
+        # export.
         assert stats.allocated_bytes == sum(sizes)
         assert stats.num_live <= len(sizes)
         assert stats.num_live >= sum(size > 0 for size in sizes)

@@ -429,7 +429,7 @@ def test_dependent_copies_in_one_buffer_keep_order(placement, make, read, data):
 
 
 class BatchMachine(RuleBasedStateMachine):
-    """Add random copies between three buffers to a batch, run the batch, and compare the bytes with numpy arrays."""
+    """Adds random copies between three buffers to a batch, runs the batch, and compares the bytes with numpy arrays."""
 
     SIZE = 60
 

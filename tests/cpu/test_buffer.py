@@ -569,7 +569,7 @@ def test_closing_borrowed_buffer_leaves_owner_open(placement, make):
 
 @dataclass(frozen=True)
 class Oracle:
-    """Reference for an element type. Converts bit patterns (lowest bit first) to values with numpy."""
+    """Reference for an element type. It converts bit patterns (lowest bit first) to values with numpy."""
 
     name: str
 
@@ -760,7 +760,7 @@ def test_fill_with_non_number_raises(name, value):
 
 @dataclass(frozen=True)
 class Window:
-    """A Buffer, and the bits of the memory under test that the Buffer covers."""
+    """A Buffer, and the range of bits in the tested memory that it covers."""
 
     buffer: Buffer
     start: int

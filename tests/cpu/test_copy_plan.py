@@ -1,4 +1,4 @@
-"""Running the pieces of a copy plan has the same result as running the entries one after another."""
+"""Running the pieces of a copy plan has the same result as running its entries one after another."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def run_entries(entries_in_order, memory):
 
 
 def check(plan, entries):
-    """Check that each entry occurs once, merges stay within a scope, and the pieces of a wave are independent."""
+    """Check that each entry occurs once, that merges stay within a scope, and that pieces of a wave are independent."""
     seen = [plan.caller_entry(part) for piece in range(plan.num_pieces) for part in plan.parts(piece)]
     assert sorted(seen) == list(range(entries[0].shape[1]))
     assert plan.first_entries().tolist() == [plan.caller_entry(plan.parts(k)[0]) for k in range(plan.num_pieces)]

@@ -1,4 +1,4 @@
-"""In benchmarks.hostile, each attack is a complete request, and the clients report wrong answers of a server."""
+"""benchmarks.hostile: each attack is a complete request, and the clients report wrong answers of a server."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def event(text):
 
 
 async def serve_once(reply, client):
-    """Serve `reply` to one connection while the client runs. Return the client's result and the request body."""
+    """Send `reply` to one connection while the client runs. Return the client's result and the body of its request."""
     bodies = [b""]
 
     async def answer(reader, writer):
@@ -60,7 +60,7 @@ def test_stream_client_reports_refused_request():
     assert asyncio.run(serve_once("HTTP/1.1 429 Too Many Requests\r\n\r\n", client))[0] == "status 429"
 
 
-def test_stream_client_counts_unfinished_last_gap():
+def test_stream_client_counts_gap_after_last_token():
     report = StreamReport()
     stream = Stream(Target("127.0.0.1", 1, "m"), Ask({}, ""), report)
     stream._count()
@@ -86,7 +86,7 @@ def test_probe_counts_answers_that_are_not_200(reply, failures):
     assert len(report.seconds) == 1
 
 
-def test_corrected_adds_gaps_of_tokens_due_during_long_gap():
+def test_corrected_adds_gaps_of_tokens_delayed_by_long_gap():
     assert corrected([0.1, 0.35], 0.1) == pytest.approx([0.1, 0.35, 0.25, 0.15, 0.05])
     assert np.percentile(corrected([0.1] * 100 + [10.0], 0.1), 99) > 9
 

@@ -1,4 +1,4 @@
-"""`make mutate` generates the expected mutants, and reports the outcome of each mutant of a small project."""
+"""`make mutate` generates the expected mutants of a small project, and reports the outcome of each mutant."""
 
 import ast
 import json
@@ -111,7 +111,8 @@ def test_mutate_reports_every_outcome(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, row = json.loads(done.stdout.splitlines()[-1])["rows"]
-    # `continue` in place of `break` times out; `while False` survives, because the loop breaks immediately
+    # With `continue` instead of `break`, the loop times out. `while False` survives, because the loop breaks
+    # immediately.
     counts = {name: row[name] for name in ("mutants", "killed", "timeout", "survived", "equivalent", "gpu")}
     assert counts == {"mutants": 19, "killed": 7, "timeout": 1, "survived": 1, "equivalent": 1, "gpu": 9}
     assert "+ while False:" in done.stdout

@@ -1,4 +1,4 @@
-"""The pipeline: order of ops and rows, request life cycle, failures, and random runs that are checked by counting."""
+"""The pipeline: order of ops and rows, life cycle of requests, failures, and random runs with a reference count."""
 
 import json
 import threading
@@ -89,7 +89,7 @@ class Counter(Module):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
             if not ticket.is_running:
-                continue  # ended requests are not checked: a failed step may have changed the State
+                continue  # a failed step may have changed the State of ended requests
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 
@@ -99,7 +99,7 @@ class Counter(Module):
 
 
 class SeededExecutor:
-    """Runs batches on the calling thread, at random moments that depend only on the seed."""
+    """Runs batches on the calling thread at random times. The times depend only on the seed."""
 
     def __init__(self, work, seed):
         self._work, self._random = work, Random(seed)
@@ -460,7 +460,7 @@ def test_pipeline_without_phase_raises(phases):
 
 
 class PipelineMachine(RuleBasedStateMachine):
-    """Add, step, preempt, finish, cancel and fail requests at random. Each request must end exactly once."""
+    """Adds, steps, preempts, finishes, cancels and fails requests at random. Each request must end exactly once."""
 
     @initialize(phases=st.integers(1, 3), seed=st.integers(0, 99))
     def start(self, phases, seed):

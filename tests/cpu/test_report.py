@@ -1,4 +1,4 @@
-"""The HTML report in an offline browser: plots that match the JSON, no errors, keyboard access and dark mode."""
+"""The HTML report in an offline browser: plots equal the JSON result, no errors, keyboard access and dark mode."""
 
 from __future__ import annotations
 

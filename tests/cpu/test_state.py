@@ -1,4 +1,4 @@
-"""State, warp and append are compared with numpy on every available placement. RowMap is compared with a dictionary."""
+"""State, warp and append agree with numpy on every available placement. RowMap agrees with a dictionary."""
 
 import numpy as np
 import pytest
@@ -153,7 +153,7 @@ def test_warp_in_place_copies_only_moved_rows():
     here = tensor([[k] for k in range(6)], Placement("cpu"))
     with BatchCopy() as batch:
         warp(here, Permutation([0, 2, 1, 3, 4, 5], 6), here, batch, in_place=True)
-    assert batch.result.num_calls == 4  # each of two rows is copied to scratch memory and back
+    assert batch.result.num_calls == 4  # two rows, each copied to scratch memory and back
     with BatchCopy() as batch:
         warp(here, Permutation.identity(6), here, batch, in_place=True)
     assert batch.result.num_calls == 0
@@ -321,7 +321,7 @@ def test_state_without_rows_raises():
 
 
 class RowMapMachine(RuleBasedStateMachine):
-    """Add, remove and reorder sequences at random. Each sequence must keep its assigned row."""
+    """Adds, removes and reorders sequences at random. Each sequence must keep its assigned row."""
 
     CAPACITY = 9
 

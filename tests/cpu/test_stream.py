@@ -466,7 +466,7 @@ def test_stream_on_missing_gpu_raises():
 
 @dataclasses.dataclass
 class Place:
-    """Models the current end of a stream, or the position of an event in a stream."""
+    """Models a position in a stream: its current end, or the position of an event."""
 
     completed: frozenset[int] = frozenset()
     """Tasks that must have run before this position is reached."""
@@ -480,10 +480,11 @@ class Place:
 
 
 class StreamsMachine(RuleBasedStateMachine):
-    """Drive up to three streams from one thread, so that the model can predict order and errors.
+    """Drives up to three streams from one thread, so that the model can predict order and errors.
 
-    Each task checks that all tasks before it in the model have run and that all gates before it are open. Then the task
-    appends its number to the log.
+    In the model, each task knows the tasks and gates before it. When it runs, it checks that all these tasks have run
+    and
+    that all these gates are open. Then it appends its number to the log.
     """
 
     def __init__(self) -> None:

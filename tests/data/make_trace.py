@@ -1,4 +1,4 @@
-"""Write trace.jsonl, the committed trace, and hits.json, the number of hits of simple caches with this trace.
+"""Write the committed trace trace.jsonl, and hits.json with the number of hits of simple caches on this trace.
 
 PYTHONPATH=tests python tests/data/make_trace.py
 
@@ -49,8 +49,9 @@ def num_found(blocks: list[Block], held: Container[Block]) -> int:
 def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> int:
     """Return the number of hits of an LRU cache (if `refresh`) or of a FIFO cache.
 
-    The last block of a request is evicted before the first block. FIFO moves the blocks of a request to the end of the
-    queue only if the request adds a block, so that no block is evicted before the blocks that follow it in a prompt.
+    The blocks of a request are evicted from its last block to its first. FIFO moves the blocks of a request to the end
+    of
+    the queue only if the request adds a block. This way, a block is never evicted before its successors in a prompt.
     """
     held: dict[Block, None] = {}
     hits = 0

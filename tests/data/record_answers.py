@@ -2,8 +2,8 @@
 
 python tests/data/record_answers.py    writes tests/data/answers.jsonl (about 10 minutes on two x86-64 cores)
 
-The model is small and often writes calls that are incomplete, invalid or embedded in text, which is the purpose. A line
-has the form of the calls, the tools, and the answer as the list of texts that the engine returned, one per token.
+The model is small, so its calls are often incomplete, invalid or embedded in text. The parser must handle such calls.
+Each line contains the call format, the tools, and the answer as a list of texts, one per token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ LLAMA = (
 
 
 class Case(NamedTuple):
-    """A prompt, and the form in which its answer is parsed. The answer starts with `begin`, which is in the prompt."""
+    """A prompt, and the format in which its answer is parsed.
+
+    The prompt already contains `begin`, the answer's start.
+    """
 
     form: str
     tools: list[str]

@@ -37,7 +37,7 @@ MIXES = {
     "one prompt": [(0, 300)],
     "decode": [(0, 1), (15, 1), (16, 1), (1000, 1), (37, 1)],
     "chunks and decode": [(0, 130), (100, 1), (64, 64), (511, 200), (3, 2)],
-    "long prefixes": [(9000, 40), (700, 3), (0, 5), (2047, 33)],  # the kernel also splits the keys
+    "long prefixes": [(9000, 40), (700, 3), (0, 5), (2047, 33)],  # long enough for the kernel to split the keys
 }
 SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 128), ((5, 1), 48)]
 BLOCK_SIZES = (16, 4, 64)

@@ -53,7 +53,7 @@ def test_every_path_and_direction_copies_the_same_bytes(src_place, dst_place, pa
     uniform = data.draw(st.booleans())
     lengths = np.full(count, random.integers(1, 64)) if uniform else random.integers(0, 64, count)
     src_at, dst_at = (random.integers(0, size - lengths + 1) for _ in range(2))
-    if data.draw(st.booleans()):  # pieces aligned to 16 bytes use the widest loads
+    if data.draw(st.booleans()):  # with 16-byte alignment, the kernel uses its widest loads
         lengths, src_at, dst_at = (array // 16 * 16 for array in (lengths, src_at, dst_at))
     expected = dst_values.copy()
     for x, y, n in zip(src_at, dst_at, lengths, strict=True):

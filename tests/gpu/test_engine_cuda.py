@@ -78,7 +78,10 @@ def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
 
 
 def test_pinned_copier_does_not_overwrite_unread_memory():
-    """Send more data on a busy stream than the copier can keep. Data must not be overwritten before it is read."""
+    """Send more data on a busy stream than the copier can buffer.
+
+    The copier must not overwrite data that is still unread.
+    """
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, device, random_ = PinnedCopier(), torch.device("cuda"), np.random.default_rng(0)
@@ -89,7 +92,7 @@ def test_pinned_copier_does_not_overwrite_unread_memory():
         data = random_.integers(0, 256, 8 * int(random_.integers(0, 40_000)), dtype=np.uint8)
         expected.append(data.copy())
         sent.append(copies.to_device(data, device))
-        data[:] = 0  # the caller is allowed to change the data after the call
+        data[:] = 0  # the caller may change the data after the call
     for data, copied in zip(expected, sent, strict=True):
         assert np.array_equal(copied.cpu().numpy(), data)
     for count in (1, 64, 5000, 3):

@@ -1,4 +1,4 @@
-"""A faulty row on CUDA ends only its own request, and is detected without an extra synchronization."""
+"""A faulty row on CUDA fails only its own request. Detecting the fault needs no extra synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names existing files, functions and classes, and its diagram shows the import contract."""
+"""ARCHITECTURE.md names existing files, functions and classes. Its diagram equals the import contract."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The compose file, the Kubernetes manifest and the Helm chart are valid and use options that the server has.
 
-Helm itself is not installed here. The chart uses only values, `quote` and `if`, which the function `render` implements.
+Helm is not installed here. The chart uses only values, `quote` and `if`, which the function `render` implements.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def options_of_serve() -> set[str]:
 @pytest.mark.parametrize("name", OBJECTS)
 def test_kubernetes_objects_fit_the_schema(name):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the validator and its dependencies
+        warnings.simplefilter("ignore")  # from the validator and its dependencies
         validator = pytest.importorskip("kubernetes_validate")
         for each in OBJECTS[name]:
             validator.validate(each, validator.latest_version(), strict=True)

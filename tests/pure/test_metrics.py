@@ -1,4 +1,4 @@
-"""Metrics: the values that a registry collects."""
+"""The values that a metrics registry collects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that src is within its size limits. Class names are unique, functions are short, and imports have no cycle."""
+"""Size limits of src: files, lines, classes and functions. Class names are unique, and imports have no cycle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-# A commit that adds a capability may raise the next three limits if the commit message states the reason.
-MAX_FILES = 246
-MAX_LINES = 44_200
-MAX_CLASSES = 537
+# A commit that adds a capability may raise the next three limits if its message states the reason.
+MAX_FILES = 250
+MAX_LINES = 45_400
+MAX_CLASSES = 543
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20
 

@@ -1,4 +1,4 @@
-"""Parsing of answers does not depend on how the text is split."""
+"""The parser of answers returns the same parts, no matter how the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ANSWERS = [make_answer(random.Random(seed)) for seed in range(200)]
 
 
 @pytest.mark.parametrize("first", range(0, 200, 40))
-def test_parser_gives_the_same_parts_for_every_split(first):
+def test_parser_returns_same_parts_for_every_split(first):
     for syntax, text, expected in ANSWERS[first : first + 40]:
         assert parse(syntax, [text]) == expected, text
         assert parse(syntax, text) == expected, text
@@ -82,7 +82,7 @@ def test_parser_gives_the_same_parts_for_every_split(first):
 
 
 @given(st.integers(0, 199), st.lists(st.integers(0, 400), max_size=20))
-def test_parser_gives_the_same_parts_for_random_splits(number, cuts):
+def test_parser_returns_same_parts_for_random_splits(number, cuts):
     syntax, text, expected = ANSWERS[number]
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert parse(syntax, [text[a:b] for a, b in itertools.pairwise(edges)]) == expected
@@ -94,7 +94,7 @@ RECORDED = [json.loads(line) for line in LINES]
 
 
 def merged(syntax, pieces):
-    """Return the parts of an answer in order. Neighbours of one kind are joined."""
+    """Return the parts of an answer in order. Adjacent parts of the same kind are merged."""
     parser, parts = AnswerParser(syntax, "call-"), []
     deltas = [*map(parser.feed, pieces), parser.finish()]
     for part in itertools.chain.from_iterable(delta.parts for delta in deltas):
@@ -121,7 +121,7 @@ def test_recordings_cover_all_forms_and_results():
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
-def test_parser_of_recordings_does_not_depend_on_the_split(first):
+def test_parser_of_recordings_returns_same_parts_for_every_split(first):
     for record in RECORDED[first : first + 50]:
         for has_reasoning in (False, True) if record["form"] in ("tagged", "bare") else (False,):
             syntax = AnswerSyntax(record["form"], tuple(record["tools"]), has_reasoning=has_reasoning)
@@ -134,7 +134,7 @@ def test_parser_of_recordings_does_not_depend_on_the_split(first):
 
 
 @given(st.integers(0, 199), st.lists(st.integers(0, 400), max_size=20))
-def test_parser_of_recordings_gives_same_parts_for_random_splits(number, cuts):
+def test_parser_of_recordings_ignores_random_splits(number, cuts):
     record = RECORDED[number]
     syntax, text = AnswerSyntax(record["form"], tuple(record["tools"])), "".join(record["pieces"])
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -155,13 +155,13 @@ ALPHABET = [
 
 
 @given(st.sampled_from([TAGGED, BARE, LIST]), st.lists(st.sampled_from([*ALPHABET, "\n", "a", "\\", "<", "[", ";"])))
-def test_parser_of_any_text_does_not_depend_on_the_split(syntax, pieces):
+def test_parser_of_any_text_ignores_the_split(syntax, pieces):
     text = "".join(pieces)
     assert parse(syntax, [text]) == parse(syntax, text) == parse(syntax, pieces)
 
 
 @given(st.text(alphabet="ab <>/{}\n\t"))
-def test_parser_passes_on_text_without_tags_unchanged(text):
+def test_parser_returns_text_without_tags_unchanged(text):
     assert parse(AnswerSyntax("tagged", NAMES), [text]) == (text, "", [])
 
 

@@ -216,7 +216,7 @@ def test_too_large_body_is_413_with_or_without_content_length(server):
     assert refused(answer, 413)["code"] == "body_too_large"
 
 
-def test_bytes_that_are_not_http_close_only_their_connection(server):
+def test_non_http_bytes_close_only_their_connection(server):
     address = urlsplit(server.url)
     for rubbish in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 100_000, b"\r\n\r\n"):
         with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
@@ -225,7 +225,7 @@ def test_bytes_that_are_not_http_close_only_their_connection(server):
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass
-            except OSError as error:  # a server that closes before it has read everything resets the connection
+            except OSError as error:  # the server closed before it had read all bytes
                 if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
                     raise
     assert server.get("/health").status_code == 200

@@ -1,4 +1,4 @@
-"""Completions over HTTP, read with OpenAI's own client, equal the outputs of the engine."""
+"""Completions read over HTTP with OpenAI's client equal the outputs of the engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_chat_completion_equals_the_engine_output(server, llm):
     assert answer.model == server.model == "tiny"
 
 
-def test_pieces_of_chat_stream_form_the_whole_answer(server, llm):
+def test_chat_stream_pieces_join_to_the_whole_answer(server, llm):
     options = {"model": server.model, "messages": HELLO, "temperature": 0, "max_tokens": 30}
     chunks = list(server.client().chat.completions.create(**options, stream=True, extra_body={"ignore_eos": True}))
     assert len({chunk.id for chunk in chunks}) == 1
@@ -209,7 +209,7 @@ def test_text_parts_are_joined_and_tool_calls_are_rendered(server):
     assert count(with_call) == count(empty) + len(rendered)
 
 
-def test_endpoints_other_than_completions_return_expected_values(server, llm):
+def test_other_endpoints_return_expected_values(server, llm):
     assert [model.id for model in server.client().models.list()] == ["tiny"]
     assert server.client().models.retrieve("tiny").max_model_len == CONTEXT
     assert server.post("/tokenize", {"prompt": "Grüße"}).json()["tokens"] == llm.tokenizer.encode("Grüße")

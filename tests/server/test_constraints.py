@@ -1,4 +1,4 @@
-"""The engine process compiles each schema once and on another thread, so that requests run during a compilation."""
+"""The engine process compiles each schema once. It uses another thread, so that requests run during a compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the control endpoints for the cache of a running server."""
+"""Control endpoints for the cache of a running server."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_pinned_prompt_survives_eviction_pressure(tiered):
     assert control(tiered, "unpin", {"name": "mine"}, 400)["error"]["message"]
 
 
-def test_request_that_does_not_fit_beside_pins_is_503(start):
+def test_request_without_room_next_to_pins_is_503(start):
     server = start("--blocks", "8")
     ask(server, prompt := fresh(112))
     assert control(server, "pin", {"name": "most", "prompt": prompt})["pinned_tokens"] == 112
@@ -135,7 +135,7 @@ def test_dropped_prompt_is_removed_from_all_tiers(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
-    assert ask(tiered, prompt) < 16  # less than a block. Other prompts can begin with the same letters
+    assert ask(tiered, prompt) < 16  # other prompts may share the first letters, but no block
 
 
 def test_control_prompt_can_be_tokens_or_messages_with_salt(tiered):

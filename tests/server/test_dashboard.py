@@ -1,4 +1,4 @@
-"""Open the dashboard of a real server in Chromium. It shows the state of the server and is accessible."""
+"""Open the dashboard of a real server in Chromium. Check that it shows the state of the server and is accessible."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Yield a function that opens a page. The page must log nothing and request only / and /state."""
+    """Yield a function that opens a page. The page must not log messages, and must request only / and /state."""
     contexts, messages, requested = [], [], []
 
     def open_page(url, *, may_log=False, **options):

@@ -1,4 +1,4 @@
-"""The files in deploy/ use metrics that a server has, and Prometheus accepts them."""
+"""The dashboard and the rules in deploy/ use only metrics that the server has, and Prometheus accepts both."""
 
 from __future__ import annotations
 
@@ -109,14 +109,17 @@ class Prometheus:
 
 
 class Load:
-    """Sends requests that use all tiers of a server, and some that fail."""
+    """Sends requests that use all tiers of a server. Some of the requests fail."""
 
     def __init__(self, server) -> None:
         self._server = server
         self._number = 0
 
     def run(self) -> None:
-        """Send one of four prompts, which change after twelve requests. Every fourth request is followed by a 503."""
+        """Send one of four prompts; after twelve requests, the four prompts change.
+
+        Every fourth call also causes a 503.
+        """
         prompt = f"{self._number // 12:04}{self._number % 4}" * 40
         body = {"model": self._server.model, "prompt": prompt, "max_tokens": 20, "temperature": 0}
         assert self._post("/v1/completions", body) == 200
@@ -133,11 +136,12 @@ class Load:
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (apt-get install prometheus)")
 def test_every_query_returns_data_from_a_real_prometheus(start, tmp_path):
     port = free_port()
-    # Four prompts of 13 blocks do not fit on the device, but in host memory: they are loaded and evicted.
+    # Four prompts of 13 blocks fit into host memory, but not on the device. Therefore, blocks are evicted and loaded.
     tiers = ("--blocks", "24", "--host-blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes-per-day", "1GiB")
     server = start(*tiers, "--metrics-port", str(port))
     load, prometheus = Load(server), Prometheus(tmp_path, port)
-    # An alert returns data only while it fires. The unit tests of the rules cover that; here, its value must exist.
+    # An alert returns data only while it fires, which the unit tests of the rules cover. Here, only its value must
+    # exist.
     alerts = [re.fullmatch(r"(.*) (?:==|>) [\d.]+", query)[1] for query in rule_queries()]
     queries = dashboard_queries() + alerts
     assert len(queries) > 25
@@ -145,7 +149,7 @@ def test_every_query_returns_data_from_a_real_prometheus(start, tmp_path):
     moving = [query for query in dashboard_queries() if "rate(" in query]
 
     def is_empty(query: str) -> bool:
-        """True if a query has no data yet, or is a rate on the dashboard that is still 0."""
+        """True if a query has no data yet, or if it is a rate on the dashboard and still 0."""
         values = prometheus.values(query)
         return not values or (query in moving and sum(values) <= 0)
 

@@ -1,4 +1,4 @@
-"""`kvtier serve --disk-secret` keeps one key per tenant, and a restarted server misses the blocks of a deleted key."""
+"""`kvtier serve --disk-secret` keeps one key per tenant. After a key is deleted, the server misses its blocks."""
 
 from __future__ import annotations
 

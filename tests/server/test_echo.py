@@ -1,4 +1,4 @@
-"""`echo`, `prompt_logprobs` and `return_token_ids` over HTTP equal transformers, for cached and uncached prompts."""
+"""`echo`, `prompt_logprobs` and `return_token_ids` over HTTP return the values of transformers, cached or not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(length=150):
 
 
 def test_echo_logprobs_of_cached_prompt_equal_transformers(server, oracle):
-    """lm-evaluation-harness sends these fields and compares chosen and top values."""
+    """Use the same fields as lm-evaluation-harness, which compares the chosen log-probabilities with the top ones."""
     text = text_of()
     tokens = tokens_of(server, text)
     complete(server, prompt=tokens)  # fills the cache
@@ -86,7 +86,7 @@ def test_echo_of_n_answers_repeats_prompt_in_each(server):
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_echo_streamed_equals_echo_at_once(server, logprobs, max_tokens):
+def test_streamed_echo_equals_echo_in_one_response(server, logprobs, max_tokens):
     fields = {"prompt": text_of(), "echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
     whole = complete(server, **fields)
     body = {"model": server.model, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
@@ -129,7 +129,7 @@ def test_chat_prompt_logprobs_are_in_the_response(server, oracle):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_streamed_token_ids_equal_those_at_once(server, path):
+def test_streamed_token_ids_equal_those_of_one_response(server, path):
     prompt = {"messages": [{"role": "user", "content": "Hé"}]} if path == CHAT else {"prompt": "Hé"}
     fields = {"model": server.model, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **prompt}
     whole = server.post(path, fields | {"ignore_eos": True}).json()

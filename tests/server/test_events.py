@@ -64,7 +64,7 @@ def test_routers_rebuild_the_index_from_events(published):
         closing(Router(*addresses)) as late,
     ):
         chance, number = random.Random(0), 0
-        while first.num_events < NUM_EVENTS:  # prompts of 4 to 9 blocks: more than both tiers hold
+        while first.num_events < NUM_EVENTS:  # prompts of 4 to 9 blocks, too many for both tiers
             ask(server, f"{number:04}" * (16 + number % 5 * 4), cache_salt=f"salt {number % 2}")
             first.receive()
             lossy.receive(loses=lambda: chance.random() < 0.3)
@@ -79,7 +79,7 @@ def test_routers_rebuild_the_index_from_events(published):
         assert not any(first.blocks.values())
 
 
-def test_router_notices_the_restart_of_a_server(start):
+def test_router_detects_restart_of_a_server(start):
     addresses = free_address(), free_address()
     options = ("--events", addresses[0], "--events-replay", addresses[1])
     server = start(*options)
@@ -95,14 +95,14 @@ def test_router_notices_the_restart_of_a_server(start):
         agree_on_device(server, router)
 
 
-def test_replay_address_without_events_is_refused(tiny_model):
+def test_replay_address_without_events_address_fails(tiny_model):
     command = [sys.executable, "-m", "kvtier", "serve", "--model", str(tiny_model), "--port", "0"]
     done = subprocess.run([*command, "--events-replay", free_address()], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "--events-replay needs --events" in done.stderr
 
 
-def test_events_address_in_use_is_reported(tiny_model):
+def test_events_address_in_use_fails_with_a_message(tiny_model):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

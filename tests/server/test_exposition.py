@@ -1,4 +1,4 @@
-"""Exposition: parse encoded metrics with prometheus-client, and compare with its own counters."""
+"""Parse the metrics page with prometheus-client, and compare its values with counters of prometheus-client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encode(registry: Registry, accept: str = "") -> tuple[str, str]:
 
 
 def samples(text: str, parse=parse_text) -> dict[tuple[str, frozenset[tuple[str, object]]], float]:
-    """Return the value of each sample by name and labels, with bounds as numbers."""
+    """Return the value of each sample by its name and labels. Bucket bounds are numbers."""
     return {
         (sample.name, frozenset((k, float(v) if k == "le" else v) for k, v in sample.labels.items())): sample.value
         for family in parse(text)
@@ -81,7 +81,7 @@ def test_both_formats_have_equal_values():
     assert len(samples(text)) == 2 + len(SECONDS) + 3
 
 
-def test_page_equals_one_of_prometheus_client_metrics():
+def test_page_equals_page_of_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
     observed = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)
@@ -104,7 +104,7 @@ def test_page_has_metrics_of_both_processes_and_of_the_gc():
     assert len(families["python_gc_collections"].samples) == 3
 
 
-def test_page_of_an_ended_engine_lacks_only_its_process():
+def test_page_after_engine_exit_lacks_engine_process():
     exposition = Exposition(lambda: 2**22 + 1)  # above the highest process id
     assert not [family for family in parse_text(exposition.encode("")[0].decode()) if "engine" in family.name]
 
@@ -113,6 +113,6 @@ def test_page_of_an_ended_engine_lacks_only_its_process():
     "accept",
     ["", ",", ";;", "application/openmetrics-text; version=x", "application/openmetrics-text;version=9;escaping=y"],
 )
-def test_any_accept_header_gets_one_of_two_types(accept):
+def test_any_accept_header_gets_text_or_openmetrics(accept):
     content_type = encode(Registry(), accept)[1]
     assert content_type in {encode(Registry(), "")[1], encode(Registry(), OPEN_METRICS)[1]}

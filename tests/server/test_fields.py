@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests are honoured, ignored with a header, or refused by name."""
+"""Request fields of OpenAI and vLLM are honoured, ignored and listed in a header, or rejected with their name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BODIES = {
 }
 PLACES = {CHAT: "c", TEXT: "t"}
 VALUES = {"store": True, "metadata": {"a": "b"}}
-"""Values of ignored fields that have a type. Any other ignored field accepts any value."""
+"""Values for those ignored fields that require a type. The other ignored fields accept any value."""
 
 
 def send(server, path: str, **fields) -> httpx.Response:
@@ -34,7 +34,7 @@ def events(answer: httpx.Response) -> list[dict]:
 
 
 @pytest.mark.parametrize(("path", "model"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
-def test_field_table_honoured_fields_are_those_of_the_model(path, model):
+def test_honoured_fields_equal_fields_of_the_model(path, model):
     honoured = {name for name in of_kind("honoured", path) if "." not in name}
     assert honoured == {name for name in model.model_fields if FIELDS[name].kind == "honoured"}
     assert {*model.model_fields} <= {*FIELDS}
@@ -66,7 +66,7 @@ def test_refused_field_with_neutral_value_is_accepted(server, path):
             assert (answer.status_code, HEADER in answer.headers) == (200, False), (name, value, answer.text)
 
 
-def test_field_outside_table_is_400_with_nearest_name(server):
+def test_unknown_field_is_400_with_nearest_name(server):
     error = send(server, CHAT, prompt_cache_kee="x").json()["error"]
     assert (error["param"], error["code"]) == ("prompt_cache_kee", "extra_forbidden")
     assert "did you mean prompt_cache_key?" in error["message"]
@@ -78,7 +78,7 @@ def test_field_of_other_endpoint_is_400(server):
     assert send(server, TEXT, tools=[]).json()["error"]["param"] == "tools"
 
 
-def test_ignored_fields_above_limit_of_fields_are_400(server):
+def test_too_many_ignored_fields_are_400(server):
     unknown = {f"field{number}": 1 for number in range(70)}
     answer = send(server, CHAT, verbosity="low", **unknown)
     assert answer.status_code == 400

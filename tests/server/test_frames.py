@@ -1,4 +1,4 @@
-"""Frames between the front end and the engine process: exact round trips, and invalid frames that end nothing."""
+"""Messages between front end and engine process. Invalid bodies are skipped; an invalid length ends the connection."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_message_decoded_equals_message_encoded(message):
+def test_decoded_message_equals_encoded_message(message):
     assert decode_message(encode_message(message)) == message
 
 
@@ -85,7 +85,7 @@ def test_error_in_reply_keeps_kind_and_text(error, kind, text):
     assert (found.id, type(found.error), str(found.error)) == (1, kind, text)
 
 
-def test_numbers_of_numpy_are_sent_as_numbers_of_python():
+def test_numpy_numbers_are_sent_as_python_numbers():
     np = pytest.importorskip("numpy")
     found = decode_message(encode_message(Reply(1, {"count": np.int64(3), "share": np.float32(0.5)})))
     assert found.value == {"count": 3, "share": 0.5}
@@ -161,7 +161,7 @@ def test_engine_process_skips_invalid_frames(served):
     assert next(events).outputs[0].request_id == "id"
 
 
-def test_engine_process_ends_at_a_frame_of_absurd_length(served):
+def test_engine_process_ends_after_frame_of_invalid_length(served):
     ours, _, serving = served
     ours.sendall(b"\xff\xff\xff\xff")
     serving.join(WAIT)
@@ -169,7 +169,7 @@ def test_engine_process_ends_at_a_frame_of_absurd_length(served):
 
 
 def test_front_end_skips_invalid_frames(caplog):
-    """The client is not started: `_read` gets the frames that an engine process might send."""
+    """The client is not started. Instead, `_read` receives frames that a broken engine process might send."""
 
     async def main():
         client = object.__new__(EngineClient)

@@ -20,7 +20,7 @@ def test_front_end_can_be_imported_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_lazy_names_of_engine_equal_its_typed_imports():
+def test_lazy_names_of_engine_equal_its_public_names():
     modules = {}
     for node in ast.walk(ast.parse(Path(kvtier.engine.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("kvtier."):

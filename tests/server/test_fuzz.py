@@ -1,4 +1,4 @@
-"""schemathesis sends valid and invalid requests from the OpenAPI spec. None gets a 5xx, and no traceback is logged."""
+"""Send valid and invalid requests that schemathesis generates from the OpenAPI spec. None may cause a 5xx status."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ def test_fuzzed_requests_never_get_5xx(spec, mode):
                 is_anthropic = case.path.startswith("/v1/messages")
                 assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
                 assert error["message"]
-                # A body that is no object, and a state of the server, have no field.
+                # Two kinds of errors name no field: a body that is not an object, and an error caused by the state of
+                # the server.
                 has_no_field = answer.status_code != 400 or "the body" in error["message"]
                 assert error["param"] or has_no_field, (case.as_curl_command(), error)
 
         try:
             send()
-        except Unsatisfiable:  # an operation without parameters has no invalid call
+        except Unsatisfiable:  # without parameters, there are no invalid calls
             assert mode == "negative"
     assert num_sent >= 3 * EXAMPLES

@@ -1,4 +1,4 @@
-"""Restrictions of the answer over HTTP: structured_outputs, guided_*, logit_bias, allowed_token_ids, bad_words."""
+"""Requests that restrict the answer: structured_outputs, guided_*, logit_bias, allowed_token_ids and bad_words."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_answers_fit_grammars_of_all_kinds(server, kind, value, fits):
             assert fits(text), text
 
 
-def test_every_odd_choice_can_be_forced(server):
+def test_guided_choice_can_force_any_text(server):
     for text in ODD_CHOICES:
         assert texts(server, guided_choice=[text]) == [text]
 
 
-def test_grammar_streamed_in_chat_fits(server):
+def test_streamed_chat_answer_fits_its_grammar(server):
     body = {"model": server.model, "messages": [{"role": "user", "content": "Hi"}], "guided_regex": "[ab]{5}"}
     lines = server.post(CHAT, {**body, "stream": True}).text.split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -120,10 +120,10 @@ def test_logit_bias_and_allowed_tokens_restrict_the_answer(server):
     assert text_of(**biased, frequency_penalty=0.5, temperature=0) == ["abababab"]
 
 
-def test_restrictions_that_exclude_each_other_are_400(server):
+def test_contradictory_restrictions_are_400(server):
     fields = {"guided_choice": ["yes", "no"], "bad_words": ["y", "n"]}
     answer = post(server, **fields)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_allowed"), answer.text
     stream = post(server, guided_choice=["yes", "you"], bad_words=["e", "o"], stream=True)
-    assert '"code":"no_token_allowed"' in stream.text  # an error event, or a 400 if the front end was slow
+    assert '"code":"no_token_allowed"' in stream.text  # an error event, or a 400 if it came first
     assert texts(server, guided_choice=["yes", "no"], bad_words=["y"]) == ["no"]

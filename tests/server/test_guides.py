@@ -1,4 +1,4 @@
-"""The commands on the page docs/tuning.md run in the order of the page. The example in docs/operating.md runs too."""
+"""The commands in docs/tuning.md run in the order of the page, and the example in docs/operating.md runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that are large or slow to process get a clear error, and the server serves the next request."""
+"""Bodies that are large or slow to process get a clear error, and the server still serves the next request."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_error_for_schema_above_a_limit_contains_the_count(server, schema, messa
     assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
-def test_schema_that_compiles_too_long_is_400(start):
+def test_schema_with_too_long_compilation_is_400(start):
     pytest.importorskip("llguidance")
     server = start("--prepare-seconds", "1", "--drain-seconds", "30")
     for prompt in ("x", "y"):  # the second error comes from the cache of schema checks
@@ -154,7 +154,7 @@ def test_schema_that_compiles_too_long_is_400(start):
     assert server.stop() == 0
 
 
-def test_stop_with_a_hung_worker_kills_the_worker(start):
+def test_stop_of_server_kills_a_hung_worker(start):
     pytest.importorskip("llguidance")
     server = start("--prepare-seconds", "500", "--drain-seconds", "1")
     outcomes = []
@@ -187,7 +187,7 @@ def test_workers_exit_after_front_end_is_killed(start):
         worker.wait(30)
 
 
-def test_no_request_is_lost_when_a_worker_is_killed(server):
+def test_request_succeeds_after_a_worker_is_killed(server):
     for pid in worker_pids(server):
         os.kill(pid, signal.SIGKILL)
     assert server.post("/tokenize", {"prompt": "é" * 1100}).json()["count"] == 2200

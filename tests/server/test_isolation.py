@@ -23,7 +23,7 @@ key = "victim-secret-key"
 name = "attacker"
 key = "attacker-secret-key"
 """
-# The model computes NaN for this text. Victims cannot generate it, because JSON contains no raw control characters.
+# The model computes NaN for this text. Victims generate JSON, which cannot contain this raw control character.
 NAN_TEXT = "\x00"
 SCHEMA = {"type": "string", "minLength": 100, "maxLength": 100}
 VICTIMS = [
@@ -66,7 +66,7 @@ def tenants(tiny_model, tmp_path_factory):
 
 
 def stream(server, options, begun):
-    """Run a victim's stream and set `begun` at the first line. Return text, offsets and finish reason of the stream."""
+    """Run the stream of a victim. Set `begun` at its first line. Return its text, token offsets and finish reason."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {"model": server.model, "prompt": "Once", "max_tokens": 700, "stream": True, "response_format": form}
     headers, chunks = {"Authorization": "Bearer victim-secret-key"}, []

@@ -1,4 +1,4 @@
-"""Check log-probabilities and text offsets in OpenAI's format, also for tokens that are only part of a character."""
+"""Log-probabilities and text offsets in OpenAI's format, including tokens that are only part of a character."""
 
 import json
 
@@ -7,7 +7,7 @@ import tokenizers
 
 from kvtier.engine import Tokenizer
 from kvtier.engine.params import FinishReason, Logprobs, Output
-from kvtier.server.responses import CompletionFormat, Usage
+from kvtier.server.completion_format import CompletionFormat, Usage
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
@@ -79,7 +79,7 @@ def test_completion_text_offset_counts_characters(tokenizer):
 
 @pytest.mark.parametrize("is_chat", [True, False])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_response_in_pieces_equals_response_at_once(tokenizer, is_chat, logprobs):
+def test_response_in_pieces_equals_whole_response(tokenizer, is_chat, logprobs):
     tokens, top = list(TEXT.encode()), [(0x41, -1.0), (0xE2, -2.0)]
     at_once, in_pieces = (
         whole(CompletionFormat("id", "m", 7, tokenizer, is_chat=is_chat, logprobs=logprobs), tokens, top, step)

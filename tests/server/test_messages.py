@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: translation, blocks, streams, errors and the billing line."""
+"""Anthropic's Messages API: translation to a chat, content blocks, streams, errors, and the billing line of clients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(server, **fields) -> httpx.Response:
 
 
 def events(answer: httpx.Response) -> list[dict]:
-    """Return the events of a stream. Their names equal the types of their bodies."""
+    """Return the events of a stream. Check that the name of each event equals the type in its body."""
     found = []
     for text in filter(None, answer.text.split("\n\n")):
         name, _, data = text.partition("\n")
@@ -58,7 +58,7 @@ def events(answer: httpx.Response) -> list[dict]:
 
 
 def joined(found: list[dict]) -> dict:
-    """Return the message of a stream, and check the order of its events."""
+    """Join the events of a stream to a message, and check the order of the events."""
     assert found[0]["type"] == "message_start"
     assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
     message, texts, is_open = found[0]["message"], {}, False
@@ -88,7 +88,7 @@ def without_ids(message: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory):
-    """Yield a server whose model reasons and calls a tool. It keeps billing lines."""
+    """Yield a server that keeps billing lines. Its model reasons and calls a tool."""
     from server_support import ServerProcess
 
     folder = tmp_path_factory.mktemp("scripted")
@@ -109,7 +109,7 @@ def test_message_has_blocks_of_thinking_text_and_tool_use(scripted):
     assert call["id"].startswith("toolu_")
 
 
-def test_streamed_message_equals_the_whole_one(scripted):
+def test_streamed_message_equals_whole_message(scripted):
     whole = without_ids(ask(scripted, tools=[WEATHER]).json())
     streamed = ask(scripted, tools=[WEATHER], stream=True)
     assert streamed.headers["content-type"].startswith("text/event-stream")
@@ -124,7 +124,7 @@ def test_stop_sequence_ends_the_message_and_is_reported(scripted):
     assert (streamed["stop_reason"], streamed["stop_sequence"]) == ("stop_sequence", "me")
 
 
-def test_max_tokens_is_the_stop_reason_of_a_cut_message(scripted):
+def test_cut_message_has_stop_reason_max_tokens(scripted):
     answer = ask(scripted, max_tokens=2).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
     assert answer["usage"]["output_tokens"] == 2
@@ -153,7 +153,7 @@ def test_usage_separates_cached_tokens_from_input_tokens(server):
     assert start["cache_read_input_tokens"] == second["cache_read_input_tokens"]
 
 
-def test_translated_conversation_has_the_tokens_of_the_chat(server):
+def test_translated_conversation_has_same_tokens_as_chat(server):
     call = {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "UTC"}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -183,8 +183,11 @@ def test_translated_conversation_has_the_tokens_of_the_chat(server):
     assert counted == {"input_tokens": server.post("/tokenize", {"messages": chat}).json()["count"]}
 
 
-def test_final_answer_of_the_assistant_is_continued(scripted):
-    """The scripted model continues after "\n", the end of a generation prompt. A continued prompt ends otherwise."""
+def test_final_assistant_message_is_continued(scripted):
+    """The scripted model starts its script after a line feed.
+
+    Therefore the message to continue ends with a line feed.
+    """
     turns = [USER, {"role": "assistant", "content": "It is\n"}]
     counts = [
         scripted.post(COUNT, {"model": scripted.model, "messages": messages}).json()["input_tokens"]
@@ -213,7 +216,7 @@ def test_billing_line_is_removed_unless_the_option_keeps_it(request, keeps):
     assert "billing line" in recent[answers[1].headers["request-id"]]
 
 
-def test_billing_line_of_other_requests_is_removed_too(server):
+def test_billing_line_in_chat_requests_is_removed(server):
     chat = [{"role": "system", "content": BILLING.format(1) + "\n\nBe kind."}, USER]
     answers = [
         server.post("/v1/chat/completions", {"model": server.model, "messages": messages, "max_tokens": 1}).json()
@@ -281,7 +284,7 @@ def test_tools_of_other_types_are_skipped_and_named(server):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(None, False), ("disabled", False), ("enabled", True)])
-def test_thinking_sets_the_variable_of_the_template(kind, expected):
+def test_thinking_sets_variable_of_chat_template(kind, expected):
     thinking = {"type": kind, "budget_tokens": 1024} if kind else None
     request = MessagesRequest(model="tiny", max_tokens=1, messages=[USER], thinking=thinking)
     assert request.to_chat().chat_template_kwargs == {"enable_thinking": expected}

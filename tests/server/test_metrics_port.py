@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, and the port for metrics that needs no key."""
+"""Metrics under vLLM's names, and the metrics port, which needs no API key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_support import VERIFY
 
 KEY = "key-of-the-admin"
-# Metrics that routers (llm-d, AIBrix, production-stack) and vLLM's dashboard read, without labels.
+# Metrics, without labels, that vLLM's dashboard and the routers llm-d, AIBrix and production-stack read.
 READ_BY_OTHERS = [
     "vllm:num_requests_waiting",
     "vllm:num_requests_running",
@@ -59,7 +59,7 @@ def samples(text: str) -> dict[str, list]:
 
 @pytest.fixture
 def guarded(start):
-    """Start a server with an admin's key and a port for metrics. Return the server and the address of the port."""
+    """Start a server with an admin key and a metrics port. Return the server and the address of the metrics port."""
     port = free_port()
     server = start("--metrics-port", str(port), env={"KVTIER_ADMIN_KEY": KEY})
     return server, f"http://127.0.0.1:{port}"
@@ -113,7 +113,7 @@ def test_metrics_port_serves_nothing_else(guarded):
     assert get(f"{address}/metrics", method="POST").status_code == 405
 
 
-def test_sleep_state_follows_the_engine(guarded):
+def test_sleep_state_metric_follows_the_engine(guarded):
     server, _ = guarded
 
     def states() -> dict[str, float]:
@@ -133,7 +133,7 @@ def test_server_with_metrics_port_stops_cleanly(guarded):
     assert "Traceback" not in server.log, server.log
 
 
-def test_metrics_port_in_use_is_reported(tiny_model):
+def test_metrics_port_in_use_fails_with_a_message(tiny_model):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -1,4 +1,7 @@
-"""Under random requests and control calls, a server with small tiers answers like a server that reuses no blocks."""
+"""Send random requests and control calls to a server with small tiers.
+
+Its answers equal those of an uncached server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check disconnects, an unresponsive engine, overload, API keys, tenants, quotas and priorities of a server."""
+"""Disconnects, an unresponsive engine, overload, API keys, tenants, quotas and priorities of a server."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_disconnect_before_first_token_cancels_the_request(server):
         server.wait_for(drained)
 
 
-# The client can leave a socket open if a stream is closed. The garbage collector then warns, also during the test.
+# The client may leave a socket open when a stream is closed. The garbage collector then warns at any later time.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_many_disconnects_free_all_blocks(server):
     before = server.state()
@@ -513,7 +513,7 @@ def test_tenant_above_block_quota_evicts_own_blocks_only(guarded):
     tiers = {tier["name"]: tier for tier in guarded.get("/control/tiers", "root-secret-key").json()["tiers"]}
     assert 0 < tiers["device"]["used_by"]["small"] <= 12
     assert 0 < tiers["host"]["used_by"]["small"] <= 8
-    # Many blocks are free, so other tenants have lost no blocks.
+    # Many device blocks are free, so the server has evicted no blocks of other tenants.
     assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2
     assert cached("small-secret-key", mine[5], cache_salt="part 1") == 64
     assert cached("small-secret-key", mine[0], cache_salt="part 0") == 0

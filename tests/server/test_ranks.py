@@ -1,4 +1,4 @@
-"""`kvtier serve --tensor-parallel 2` returns the answers of a single rank. If one process fails, all processes exit."""
+"""`kvtier serve --tensor-parallel 2` returns the same answers as one rank. If one process fails, all processes exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: translation, items, streams and errors."""
+"""OpenAI's Responses API: translation to a chat, output items, streams and errors."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_response_has_items_of_reasoning_text_and_call(scripted):
     ]
     assert (response.status, response.output_text, response.error) == ("completed", "Let me look.", None)
     usage = response.usage
-    assert usage.output_tokens_details.reasoning_tokens == 3  # without the first tag
+    assert usage.output_tokens_details.reasoning_tokens == 3  # without the opening tag
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert len({item.id for item in response.output}) == 3
 
 
-def test_streamed_response_equals_the_whole_one(scripted):
+def test_streamed_response_equals_whole_response(scripted):
     whole = ask(scripted, tools=[WEATHER])
     events = list(ask(scripted, tools=[WEATHER], stream=True))
     assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -122,7 +122,7 @@ def test_cut_response_is_incomplete(scripted):
         assert shown(response)[-1][1] == "incomplete"
 
 
-def test_stream_of_openais_client_gives_the_final_response(scripted):
+def test_stream_of_openai_client_returns_final_response(scripted):
     client = scripted.client()
     options = {"model": scripted.model, "input": QUESTION, "tools": [WEATHER], "temperature": 0}
     with client.responses.stream(**options) as stream:
@@ -131,7 +131,7 @@ def test_stream_of_openais_client_gives_the_final_response(scripted):
 
 
 @pytest.mark.parametrize("choice", [{"type": "function", "name": "weather"}, "required"])
-def test_forced_loop_of_two_turns_ends_with_a_text(server, choice):
+def test_forced_tool_call_and_its_result_end_with_a_text(server, choice):
     pytest.importorskip("llguidance")
     first = ask(server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
     (call,) = first.output
@@ -145,7 +145,7 @@ def test_forced_loop_of_two_turns_ends_with_a_text(server, choice):
     assert [item.type for item in last.output] in (["message"], [])
 
 
-def test_translated_input_has_the_tokens_of_the_chat(server):
+def test_translated_input_has_same_tokens_as_chat(server):
     call = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": '{"zone": "UTC"}'}
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
@@ -190,7 +190,7 @@ def test_schema_of_text_format_determines_the_text(server):
     assert response.text.format.schema_ == schema
 
 
-def test_tools_of_other_types_of_responses_are_skipped(server):
+def test_unsupported_tool_types_of_responses_are_skipped(server):
     tools = [{"type": "web_search"}, WEATHER, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}]
     answer = post(server, tools=tools, include=["reasoning.encrypted_content"], store=False)
     assert answer.headers[HEADER] == "include, store, tools.custom, tools.web_search"

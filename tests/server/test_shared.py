@@ -69,8 +69,10 @@ def stores(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(stores, tiny_model, tmp_path_factory):
-    """Yield a function that starts a server with both stores. All servers compute identical results for equal texts and
-    load every cached block."""
+    """Yield a function that starts a server with both stores.
+
+    All servers compute identical results for equal texts, and load every cached block instead of computing it.
+    """
     folder, started = tmp_path_factory.mktemp("logs"), []
 
     def run(*arguments: str) -> ServerProcess:
@@ -88,7 +90,7 @@ def start(stores, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(start):
-    """Return two servers. A test that kills a server must start another in its place."""
+    """Return two servers. A test that kills one of them must start a replacement."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda _: start(), range(2)))
 
@@ -133,7 +135,10 @@ def play(talk: str, send) -> list[str]:
 
 
 def truth_of(server, talk: str) -> list[str]:
-    """Return the answers of the conversation. There are no cache hits, because every request has its own salt."""
+    """Return the expected answers of a conversation.
+
+    Every request has its own salt, so that there are no cache hits.
+    """
 
     def send(_, messages):
         answer = ask(server, messages, cache_salt=uuid.uuid4().hex)

@@ -24,7 +24,7 @@ def ask(server, key: str = "", headers: dict[str, str] | None = None, **fields) 
 
 @pytest.fixture(scope="module")
 def guarded(tiny_model, tmp_path_factory):
-    """Yield a server with keys, two names and an allowed site."""
+    """Yield a server with API keys, two model names and one allowed site."""
     from server_support import ServerProcess
 
     log = tmp_path_factory.mktemp("guarded") / "log"
@@ -35,7 +35,7 @@ def guarded(tiny_model, tmp_path_factory):
     assert "Traceback" not in server.log, server.log
 
 
-def test_version_ping_livez_and_load_reply(server):
+def test_version_ping_livez_and_load_return_expected_values(server):
     assert server.get("/version").json() == {"version": kvtier.__version__}
     assert server.get("/load").json()["server_load"] >= 0
     for path in ("/ping", "/livez", "/health"):
@@ -102,7 +102,7 @@ def test_request_id_is_returned_with_errors_if_it_is_valid(server):
     assert ask(server, request_id="a b").json()["error"]["param"] == "request_id"
 
 
-def test_smaller_of_both_token_limits_counts(server):
+def test_smaller_of_two_token_limits_applies(server):
     for limits in ({"max_tokens": 2, "max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 2}):
         assert ask(server, **limits, ignore_eos=True).json()["usage"]["completion_tokens"] == 2
 
@@ -117,7 +117,7 @@ def test_model_has_several_names(guarded):
     assert ("'first', 'second'" in error["message"], error["param"]) == (True, "model")
 
 
-def test_page_of_allowed_site_may_send_requests(guarded):
+def test_cors_allows_requests_of_allowed_site(guarded):
     wanted = {
         "origin": SITE,
         "access-control-request-method": "POST",
@@ -131,7 +131,7 @@ def test_page_of_allowed_site_may_send_requests(guarded):
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_page_of_allowed_site_may_use_a_server_without_keys(start):
+def test_allowed_site_may_use_a_server_without_keys(start):
     server = start("--allow-origin", SITE)
     statuses = [
         ask(server, headers={"origin": origin, "sec-fetch-site": "cross-site"}).status_code
@@ -140,12 +140,12 @@ def test_page_of_allowed_site_may_use_a_server_without_keys(start):
     assert statuses == [200, 403]
 
 
-def test_all_sites_are_not_allowed_without_keys():
+def test_allowing_all_sites_without_keys_raises():
     with pytest.raises(ArgumentError, match="has no API keys"):
         ServerConfig(EngineOptions(), allow_origin=("*",))
 
 
-def test_detokenize_returns_the_text_of_tokenize(server):
+def test_detokenize_reverses_tokenize(server):
     text = "Gr\u00fc\u00dfe <|im_start|> \u96ea"
     tokens = server.post("/tokenize", {"prompt": text}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": tokens, "model": server.model}).json() == {"prompt": text}
@@ -163,7 +163,7 @@ def test_detokenize_returns_the_text_of_tokenize(server):
         {"messages": [USER, {"role": "assistant", "content": "It"}], "continue_final_message": True},
     ],
 )
-def test_tokenize_of_messages_has_the_tokens_of_the_chat(server, fields):
+def test_tokenize_of_messages_equals_tokens_of_chat(server, fields):
     body = {"messages": [USER], **fields}
     tokens = server.post("/tokenize", body).json()["tokens"]
     chat = ask(server, **body, return_token_ids=True, tool_choice="auto").json()

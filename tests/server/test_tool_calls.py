@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of a running server, forced by a grammar or written by a model."""
+"""Tool calls and reasoning of a running server. A grammar forces the calls, or a model writes them."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_think_tag_in_prompt_makes_answer_start_as_reasoning(tmp_path, start):
     shutil.rmtree(folder)
 
 
-def test_template_for_tools_is_used_only_with_tools(tmp_path):
+def test_tool_template_is_used_only_with_tools(tmp_path):
     from kvtier.engine.tokenizer import load_tokenizer
 
     folder = make_scripted_model(tmp_path, ["Yes."])

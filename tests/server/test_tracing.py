@@ -27,7 +27,7 @@ PHASES = ["queue", "fetch", "match", "load", "prefill", "first_token", "decode"]
 
 
 class Collector:
-    """An OTLP/HTTP collector that keeps the spans it receives, by trace."""
+    """An OTLP/HTTP collector that stores received spans by trace."""
 
     def __init__(self) -> None:
         self.spans: dict[str, list] = defaultdict(list)
@@ -95,7 +95,7 @@ def traced(tiny_model, collector, tmp_path_factory):
 
 @pytest.fixture
 def client():
-    """Return the trace and the header `traceparent` of a client."""
+    """Return a client's trace id, and the header `traceparent` with this id."""
     trace = secrets.token_hex(16)
     return trace, f"00-{trace}-{PARENT}-01"
 
@@ -112,11 +112,11 @@ def attributes(span) -> dict[str, object]:
     return {key: value for key, value in found.items() if not key.endswith("finish_reasons")}
 
 
-def test_request_has_one_complete_trace_of_its_client(traced, collector, client):
+def test_request_has_one_complete_trace_with_id_of_client(traced, collector, client):
     trace, traceparent = client
     ask(traced)
     traced.wait_for(lambda state: state["tiers"][2]["num_used"] >= len(PROMPT) // 16)  # all blocks are on disk
-    assert traced.post("/control/reset", {}).status_code == 200  # the next request fetches and loads
+    assert traced.post("/control/reset", {}).status_code == 200  # the next request must fetch and load its blocks
     answer = ask(traced, traceparent)
     explained = traced.get(f"/control/explain/{answer.headers['x-request-id']}").json()
     root, children = collector.trace(trace)
@@ -151,7 +151,7 @@ def test_request_has_one_complete_trace_of_its_client(traced, collector, client)
     assert "secret" not in str(collector.spans)
 
 
-def test_requests_without_a_parent_start_traces_of_their_own(traced, collector):
+def test_requests_without_parent_start_new_traces(traced, collector):
     found = set()
     for traceparent in ("", "00-nonsense", f"ff-{'5' * 32}-{PARENT}-01", f"00-{'0' * 32}-{PARENT}-01"):
         _, trace_id, span_id, flags = ask(traced, traceparent, stream=True).headers["traceparent"].split("-")
@@ -200,11 +200,11 @@ def test_server_without_collector_answers_and_stops(start, client):
     assert server.stop() == 0
 
 
-def test_server_without_the_option_sends_no_context(server, client):
+def test_server_without_otlp_option_sends_no_traceparent(server, client):
     assert "traceparent" not in ask(server, client[1]).headers
 
 
-def test_traces_without_the_extra_are_refused(monkeypatch):
+def test_tracing_without_otel_extra_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     monkeypatch.delitem(sys.modules, "kvtier.server.tracing", raising=False)
     with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[otel\]'"):

@@ -1,4 +1,4 @@
-"""Check deadlines, killed processes, cancellation, fairness and closing of a WorkerPool with real processes."""
+"""A WorkerPool with real processes: deadlines, killed processes, cancellation, fairness and closing."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_schema_checks_share_work_and_cache_results(model):
             wrong = Grammar("json", '{"type": "nonsense"}')
             errors = [await api_error(checks.check(wrong, "a")) for _ in range(2)]
             assert errors[0] == errors[1]
-            assert errors[0] is not errors[1]  # raising the same exception twice would extend its traceback
+            assert errors[0] is not errors[1]  # a shared exception would collect the tracebacks of both requests
             await asyncio.gather(*(checks.check(VALID["schema"], "a") for _ in range(5)))
             waiting = [asyncio.create_task(checks.check(ENDLESS["schema"], "a")) for _ in range(3)]
             await wait_until(lambda: pool.num_running)

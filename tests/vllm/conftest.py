@@ -22,7 +22,7 @@ def _vllm_is_installed():
 
 @pytest.fixture(scope="session")
 def vllm(_vllm_is_installed, tmp_path_factory):
-    """A template of vLLM processes. Its default model is the tiny Llama."""
+    """The template process from which vLLM engines are forked. Its default model is the tiny Llama."""
     model = vllm_models.make_llama(tmp_path_factory.mktemp("tiny-llama"))
     template = Template(tmp_path_factory.mktemp("vllm"), model)
     yield template
@@ -38,7 +38,7 @@ def oracle(vllm):
 
 @pytest.fixture(scope="module")
 def engine(vllm):
-    """vLLM with the connector in the same process. Its device blocks are too few for three prompts of the tests."""
+    """vLLM with the connector in the same process. Its device cache is too small for three test prompts."""
     with vllm.start(connector(verify_loads=True)) as running:
         yield running
 

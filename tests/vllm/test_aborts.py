@@ -1,4 +1,4 @@
-"""Requests that are aborted and caches that are reset while copies are in flight: nothing is left, no wrong token."""
+"""Abort requests and reset caches while copies are in flight. Nothing may be left, and no token may be wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def engine(vllm):
 
 
 @pytest.mark.vllm_ci
-def test_abort_while_loading_releases_everything(engine, oracle):
+def test_abort_while_loading_releases_all_blocks(engine, oracle):
     prompt = prompt_of(200)
     engine.ask([prompt])
     assert engine.reset()
@@ -27,7 +27,7 @@ def test_abort_while_loading_releases_everything(engine, oracle):
 
 
 @pytest.mark.vllm_ci
-def test_abort_while_saving_keeps_the_blocks_until_saved(engine, oracle):
+def test_abort_while_saving_keeps_blocks_until_saved(engine, oracle):
     prompt = prompt_of(201)
     assert engine.run(scenarios.abort_while_saving, prompt) > 0
     assert engine.reset()
@@ -49,7 +49,7 @@ def test_abort_after_a_reset_saves_no_empty_block(vllm, oracle, has_run):
     assert (answer.num_cached, [answer.tokens]) == (0, oracle.tokens([prompt]))
 
 
-def test_random_aborts_leave_nothing_behind(engine, oracle):
+def test_random_aborts_leave_no_requests_or_blocks(engine, oracle):
     prompts = [prompt_of(210 + number % 6, 40 + 83 * number % 500) for number in range(40)]
     engine.run(scenarios.set_faults, fail_loads=5, fail_saves=7)
     states = set().union(*(engine.run(scenarios.random_aborts, prompts, seed) for seed in range(4)))
@@ -59,7 +59,7 @@ def test_random_aborts_leave_nothing_behind(engine, oracle):
     assert engine.tokens(prompts[:8]) == oracle.tokens(prompts[:8])
 
 
-def test_reset_while_loading_gives_the_right_tokens(engine, oracle):
+def test_reset_while_loading_changes_no_token(engine, oracle):
     prompt = prompt_of(202)
     engine.ask([prompt])
     assert engine.reset()
@@ -68,13 +68,13 @@ def test_reset_while_loading_gives_the_right_tokens(engine, oracle):
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_reset_while_saving_gives_the_right_tokens(engine, oracle, running):
+def test_reset_while_saving_changes_no_token(engine, oracle, running):
     prompt = prompt_of(203 + running)
     answer = engine.run(scenarios.reset_while_saving, prompt, running=running)
     assert [answer.tokens] == oracle.tokens([prompt], max_tokens=40)
 
 
-def test_reset_of_the_connector_forgets_host_memory(engine, oracle):
+def test_reset_of_connector_empties_host_memory(engine, oracle):
     prompt = prompt_of(205)
     engine.ask([prompt])
     assert engine.reset(connector=True)

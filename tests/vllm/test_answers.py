@@ -1,4 +1,4 @@
-"""vLLM with kvtier returns the tokens of vLLM alone, and finds what its device cache has lost."""
+"""vLLM with kvtier returns the same tokens as vLLM alone, and reuses blocks that its device cache has evicted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ FROM_HOST = "vllm:prompt_tokens_cached_by_source source=host"
 
 
 def turns(engine, prompts, **options):
-    """Hold conversations of two turns. Return the prompts, the answers and the tokens that the second turn reuses."""
+    """Run conversations of two turns.
+
+    Return the prompts, the answers and the number of cached tokens in each second turn.
+    """
     first = engine.ask(prompts, **options)
     second = [[*prompt, *answer.tokens, *prompt_of(99, 40)] for prompt, answer in zip(prompts, first, strict=True)]
-    # The KV of the last generated token is not computed before the next turn.
+    # The KV of the last generated token is computed in the next turn, so its block is not cached yet.
     known = [blocks_of(len(prompt) + len(answer.tokens)) for prompt, answer in zip(prompts, first, strict=True)]
     return prompts + second, first + engine.ask(second, **options), known
 
 
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-def test_turns_beyond_the_device_cache_equal_vllm_alone(vllm, oracle, executor):
+def test_turns_beyond_device_cache_equal_vllm_alone(vllm, oracle, executor):
     prompts = [prompt_of(number, 290 + number) for number in range(6)]
     with vllm.start(connector(verify_loads=True), executor=executor) as engine:
         asked, answers, known = turns(engine, prompts, max_tokens=20, transfer=EXPLAIN)
@@ -42,7 +45,7 @@ def test_turns_with_spawned_processes_equal_vllm_alone(vllm, oracle):
 
 
 @pytest.mark.parametrize("num_tokens", [31, 32, 33, 64, 95, 96, 97])
-def test_prompt_near_a_block_boundary_leaves_one_token(engine, oracle, num_tokens):
+def test_prompt_near_block_boundary_computes_last_token(engine, oracle, num_tokens):
     prompt = prompt_of(1000 + num_tokens, num_tokens)
     (cold,) = engine.ask([prompt])
     assert engine.reset()
@@ -51,7 +54,7 @@ def test_prompt_near_a_block_boundary_leaves_one_token(engine, oracle, num_token
     assert (cold.num_cached, warm.num_cached) == (0, blocks_of(num_tokens))
 
 
-def test_prompt_without_output_blocks_is_found(engine, oracle):
+def test_prompt_with_one_output_token_is_cached(engine, oracle):
     prompt = prompt_of(40, 200)
     (cold,) = engine.ask([prompt], max_tokens=1)
     assert engine.reset()
@@ -61,7 +64,8 @@ def test_prompt_without_output_blocks_is_found(engine, oracle):
 
 
 def test_several_samples_equal_vllm_alone(engine, oracle):
-    # vLLM 0.32 fails on CPUs if a request with a seed is computed in chunks; three prompts of 80 tokens fit into one.
+    # vLLM 0.32 fails on CPUs if it splits the prefill of a request with a seed. Three prompts of 80 tokens need no
+    # split.
     prompt, options = prompt_of(41, 80), {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 40}
     (cold,) = engine.ask([prompt], **options)
     assert engine.reset()
@@ -99,7 +103,7 @@ def test_preempted_requests_load_their_own_output(vllm):
         engine.run(scenarios.start_ledger)
         answers = engine.ask_together([prompt_of(number, 150) for number in range(60, 66)], max_tokens=120)
         assert engine.metrics()["vllm:num_preemptions"] > 0
-        assert engine.run(scenarios.num_compared) > 0  # no other request has these blocks
+        assert engine.run(scenarios.num_compared) > 0  # only a preempted request itself can load these blocks
         engine.run(scenarios.check_idle)
     assert {len(answer.tokens) for answer in answers} == {120}
 

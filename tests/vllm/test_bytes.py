@@ -1,4 +1,4 @@
-"""The bytes of loaded blocks are those that vLLM computed, whatever runs at the same time."""
+"""Loaded blocks have the bytes that vLLM computed, whatever else runs at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 
 @pytest.fixture(scope="module")
 def checked(vllm):
-    """An engine that compares every loaded block, in host memory of 40 blocks."""
+    """An engine that compares the bytes of every loaded block. Its host memory has 40 blocks."""
     settings = connector(verify_loads=True, host_bytes=40 << 16, max_saving_blocks=0)
     with vllm.start(settings, num_gpu_blocks_override=30) as engine:
         engine.run(scenarios.start_ledger)
@@ -33,8 +33,8 @@ def test_loaded_blocks_have_the_computed_bytes(checked, drawn, seed):
     checked.run(scenarios.check_idle)
 
 
-def test_random_prompts_were_compared_and_evicted(checked):
-    """The property above is not vacuous."""
+def test_random_prompts_load_and_evict_blocks(checked):
+    """Check that the test above loads and evicts blocks, and therefore compares bytes."""
     prompts = [prompt_of(310 + number % 7, 350) for number in range(21)]
     checked.run(scenarios.conversations, prompts, 1, max_tokens=10)
     assert checked.run(scenarios.num_compared) > 20
@@ -46,7 +46,10 @@ def test_random_prompts_were_compared_and_evicted(checked):
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("caching", [True, False])
 def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
-    """Saves wait at random, so that a save without a reference reads a block that was freed and poisoned."""
+    """Saves are delayed.
+
+    A save without a reference to its block would read the block after it was freed and poisoned.
+    """
     prompts = [prompt_of(320 + number % 5, 60 + 97 * number % 300) for number in range(24)]
     arguments = {"num_gpu_blocks_override": 30, "enable_prefix_caching": caching}
     with vllm.start(connector(**FAULTY, max_saving_blocks=0), **arguments) as engine:
@@ -63,8 +66,8 @@ def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
 
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("caching", [True, False])
-def test_save_after_its_request_reads_the_computed_bytes(vllm, oracle, caching):
-    """Other requests overwrite every device block that is not held, before the saves of the first request run."""
+def test_save_after_end_of_request_reads_computed_bytes(vllm, oracle, caching):
+    """Before the saves of a finished request run, other requests overwrite every device block that no save holds."""
     prompt, others = prompt_of(340), [prompt_of(341 + number, 200) for number in range(8)]
     arguments = {"num_gpu_blocks_override": 24, "enable_prefix_caching": caching}
     with vllm.start(connector(**FAULTY, max_saving_blocks=9), **arguments) as engine:

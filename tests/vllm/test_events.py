@@ -19,7 +19,7 @@ LOCAL = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"
 
 
 def rebuilt(batches: list) -> dict[str, dict[bytes, tuple]]:
-    """Return the blocks after some batches of vLLM's structs, by medium and hash."""
+    """Apply batches of vLLM's event structs. Return the resulting blocks by medium and hash."""
     blocks: dict[str, dict[bytes, tuple]] = {}
     for event in (event for batch in batches for event in batch.events):
         match event:
@@ -41,7 +41,7 @@ def rebuilt(batches: list) -> dict[str, dict[bytes, tuple]]:
 
 
 @pytest.mark.parametrize("num_kept", [10_000, 5])
-def test_vllm_structs_decode_events_to_the_index(num_kept):
+def test_vllm_structs_decode_events_of_kvtier(num_kept):
     config = EventConfig(**LOCAL, int_hashes=False, num_kept=num_kept)
     with contextlib.closing(publish_events(config)) as publisher:
         tree = tree_of(12, 24, listener=publisher)
@@ -66,14 +66,15 @@ def test_vllm_structs_decode_events_to_the_index(num_kept):
     assert (kv_events.BlockRemoved in kinds) or num_kept == 5
 
 
-def test_vllm_reencodes_our_events_to_equal_maps():
-    """Decoding with vLLM's structs and encoding again loses no field that kvtier sets."""
+def test_vllm_structs_keep_all_fields_of_events():
+    """Decoding with vLLM's structs and encoding again keeps every field that kvtier sets."""
     with contextlib.closing(publish_events(EventConfig(**LOCAL))) as publisher:
         tree = tree_of(4, listener=publisher)
         for block in range(1, 9):
             run(tree, block, salt=b"\0pepper")
         messages: list[tuple[int, bytes]] = []
-        while sum(len(msgspec.msgpack.decode(payload)[1]) for _, payload in messages) < 13:  # clear, 8 in, 4 out
+        # 1 clear event, 8 stored blocks, 4 removed blocks
+        while sum(len(msgspec.msgpack.decode(payload)[1]) for _, payload in messages) < 13:
             messages = replayed(publisher.replay_endpoint, 0)
     for _, payload in messages:
         batch = msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch)
@@ -84,8 +85,8 @@ def test_vllm_reencodes_our_events_to_equal_maps():
             }
 
 
-def test_frames_of_vllm_publisher_have_our_form():
-    """Our Router, which reads kvtier's events, rebuilds the blocks of vLLM's own publisher."""
+def test_router_reads_frames_of_vllm_publisher():
+    """The Router, which reads kvtier's events, also reads the events of vLLM's own publisher."""
     addresses = free_address(), free_address()
     theirs = kv_events.ZmqEventPublisher(0, addresses[0].replace("127.0.0.1", "*"), addresses[1])
     try:

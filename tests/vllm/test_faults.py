@@ -1,4 +1,4 @@
-"""Failed copies, damaged memory and faulty stores: a request computes again what it cannot load, and vLLM goes on."""
+"""Failed copies, damaged memory and faulty stores. vLLM recomputes the blocks that cannot be loaded, and continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST = "vllm:kvtier_failed_blocks purpose=load"
 
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("every", [1, 3])
-def test_failed_loads_are_computed_again(vllm, oracle, every):
+def test_failed_loads_are_recomputed(vllm, oracle, every):
     prompts = [prompt_of(number) for number in range(400, 406)]
     with vllm.start(connector(**FAULTY)) as engine:
         engine.ask(prompts)
@@ -28,7 +28,7 @@ def test_failed_loads_are_computed_again(vllm, oracle, every):
         assert engine.run(scenarios.metric_after, LOST) > 0
 
 
-def test_failed_saves_are_misses(vllm, oracle):
+def test_failed_saves_lead_to_misses(vllm, oracle):
     prompts = [prompt_of(number) for number in range(410, 414)]
     with vllm.start(connector(**FAULTY)) as engine:
         engine.run(scenarios.set_faults, fail_saves=1)
@@ -44,19 +44,19 @@ def test_failed_saves_are_misses(vllm, oracle):
     assert [answer.tokens for answer in answers + again] == oracle.tokens(prompts + prompts)
 
 
-def test_failed_load_of_the_only_request_is_computed(vllm, oracle):
-    """vLLM must go on by itself: no other request arrives that would wake it."""
+def test_failed_load_of_only_request_is_recomputed(vllm, oracle):
+    """vLLM must resume the request by itself, because no other request arrives that would start a step."""
     prompt = prompt_of(420)
     faults = json.dumps({"fail_loads": 1})
     with vllm.start(connector(**FAULTY), executor="mp", KVTIER_FAULTS=faults) as engine:
         engine.ask([prompt])
         assert engine.reset()
         assert engine.tokens([prompt]) == oracle.tokens([prompt])
-        engine.ask([[3]])  # vLLM sends statistics at most once a second
+        engine.ask([[3]])  # vLLM sends statistics at most once per second
         assert engine.run(scenarios.metric_after, LOST) > 0
 
 
-def test_fail_policy_ends_only_the_request_that_lost_blocks(vllm, oracle):
+def test_fail_policy_ends_only_requests_with_lost_blocks(vllm, oracle):
     prompts = [prompt_of(number) for number in range(430, 434)]
     settings = connector(**FAULTY, load_failure_policy="fail", allow_fail_policy=True)
     with vllm.start(settings, num_gpu_blocks_override=64) as engine:
@@ -88,7 +88,10 @@ def test_changed_host_memory_is_never_used(vllm, oracle, is_scrubbed):
 
 
 class RedisEngine:
-    """An engine with a Redis behind a proxy, in which the prompts are stored and host memory is empty."""
+    """An engine whose Redis store is behind a proxy.
+
+    Redis contains the prompts; host memory is empty after `forget`.
+    """
 
     def __init__(self, engine, proxy, client, prompts):
         self.engine, self.proxy, self.client, self.prompts = engine, proxy, client, prompts

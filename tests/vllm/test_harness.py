@@ -1,4 +1,4 @@
-"""The test harness itself, with vLLM alone: what the other tests of this folder rely on."""
+"""Test the test harness itself with vLLM alone. The other tests of this folder rely on these properties."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from vllm_support import VllmError, prompt_of
 PROMPTS = [prompt_of(number, 200) for number in range(900, 903)]
 
 
-def test_processes_without_a_connector_give_equal_tokens(vllm, oracle):
+def test_engine_processes_without_connector_equal_oracle(vllm, oracle):
     with vllm.start(None, executor="mp") as engine:
         assert engine.tokens(PROMPTS) == oracle.tokens(PROMPTS)
         assert len(engine.processes()) >= 3
 
 
 def test_poison_with_vllm_alone_changes_no_token(vllm, oracle):
-    """Otherwise the poison tests of the connector would prove nothing."""
+    """Otherwise, the poison tests of the connector would fail without a fault of the connector."""
     with vllm.start(None) as engine:
         engine.run(scenarios.poison_free_blocks)
         assert engine.tokens(PROMPTS * 2) == oracle.tokens(PROMPTS * 2)
 
 
 def test_wrong_block_in_a_prefix_changes_its_tokens(vllm, oracle):
-    """Comparing tokens finds a block with the KV of another block."""
+    """Comparing tokens detects a block that contains the KV of another block."""
     prompt = prompt_of(910, 200)
     with vllm.start(None) as engine:
         assert engine.tokens([prompt]) == oracle.tokens([prompt])

@@ -31,7 +31,7 @@ def alone(vllm):
 
 
 def ask(engine, prompt, **options):
-    """Ask with an empty device cache, so that all cached tokens come from kvtier."""
+    """Send a request with an empty device cache, so that all cached tokens come from kvtier."""
     assert engine.reset()
     (answer,) = engine.ask([prompt], **options)
     return answer
@@ -66,10 +66,10 @@ def test_adapter_with_new_files_finds_nothing(engine, alone, tmp_path):
     assert answer.tokens == alone.ask([prompt], lora=("c", 4, folder))[0].tokens
 
 
-def test_prompt_embeddings_do_not_share_with_others(engine, alone):
+def test_prompt_embeddings_do_not_share_blocks(engine, alone):
     seeds = [1, 2, 1]
     answers = [engine.run(scenarios.ask_with_embeddings, seed, 200) for seed in seeds]
-    zeros = ask(engine, [0] * 200)  # vLLM gives the tokens of embeddings the number 0
+    zeros = ask(engine, [0] * 200)  # vLLM represents embeddings by token id 0
     assert [answer.num_cached for answer in answers] == [0, 0, blocks_of(200)]
     assert zeros.num_cached == 0
     expected = [alone.run(scenarios.ask_with_embeddings, seed, 200).tokens for seed in seeds]
@@ -78,12 +78,15 @@ def test_prompt_embeddings_do_not_share_with_others(engine, alone):
 
 
 def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
-    """Two sounds in the third block of equal tokens, with a real audio encoder."""
+    """Two prompts with equal tokens contain different sounds in their third block.
+
+    A real audio encoder reads the sounds.
+    """
     model = vllm_models.make_qwen2_audio(tmp_path)
     prompt = [*prompt_of(505, 70), vllm_models.AUDIO_TOKEN, *prompt_of(506, 100)]
     asked = prompt, vllm_models.SAMPLES, [300, 5000, 300, 5000]
     arguments = {"model": model, "skip_tokenizer_init": False, "limit_mm_per_prompt": {"audio": 1}}
-    # vLLM makes room for 30 s of audio.
+    # vLLM reserves tokens for 30 s of audio.
     arguments |= {"max_model_len": 1024, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 36}
     with vllm.start(None, **arguments, enable_prefix_caching=False) as alone:
         expected = [each.tokens for each in alone.run(scenarios.ask_with_audio, *asked)]
@@ -104,8 +107,11 @@ def test_request_without_save_or_load_uses_no_cache(engine, oracle):
     assert (answer.num_cached, [answer.tokens]) == (blocks_of(200), oracle.tokens([prompt]))
 
 
-def test_keys_are_equal_iff_the_hashes_of_vllm_are(engine, adapters):
-    """Property over pairs of requests with tokens, salts, adapters, media and embeddings of a small alphabet."""
+def test_keys_are_equal_iff_vllm_hashes_are_equal(engine, adapters):
+    """Compare pairs of requests.
+
+    Few distinct tokens, salts, adapters, media and embeddings make equal blocks likely.
+    """
     num_equal, num_different = engine.run(scenarios.compare_keys_with_hashes, adapters, num_examples=400)
     assert num_equal > 100
     assert num_different > 100

@@ -1,4 +1,4 @@
-"""kvtier inside vLLM's MultiConnector, beside vLLM's ExampleConnector."""
+"""kvtier and vLLM's ExampleConnector together in vLLM's MultiConnector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def both(folder, *, first):
 @pytest.mark.parametrize("first", ["kvtier", "example"])
 def test_offer_that_vllm_does_not_choose_is_released(vllm, oracle, tmp_path, first):
     prompts = [prompt_of(number) for number in range(600, 604)]
-    # ExampleConnector saves only the first chunk of a prompt, so the chunk must be the whole prompt.
+    # ExampleConnector saves only the first chunk of a prompt, so the first chunk must contain the whole prompt.
     with vllm.start(both(tmp_path / "example", first=first), max_num_batched_tokens=512) as engine:
         cold = engine.ask(prompts)
         assert engine.reset()

@@ -1,4 +1,4 @@
-"""A disk tier outlives vLLM: restarts, other models, and processes that are killed at random moments."""
+"""A disk tier survives restarts of vLLM, changes of the model, and processes that are killed at random times."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FROM_HOST = "vllm:prompt_tokens_cached_by_source source=host"
 FROM_DISK = "vllm:prompt_tokens_cached_by_source source=disk"
 PROMPTS = [prompt_of(number) for number in range(700, 704)]
 KILLS = int(os.environ.get("KVTIER_KILLS", "3"))
-"""Kills of test_kills_lose_nothing_durable; `make soak-vllm` has 30."""
+"""Number of kills in test_kills_lose_no_durable_block. `make soak-vllm` runs 30 kills."""
 
 
 def disk_of(folder):
-    """Settings with a disk tier and host memory of 16 blocks, less than the prompts have."""
+    """Return settings with a disk tier and 16 host blocks, which are too few for all prompts."""
     return connector(host_bytes=16 << 16, stores=[{"url": f"disk:{folder}?bytes=64MiB", "wait": "wait"}])
 
 
 @pytest.mark.vllm_ci
-def test_restart_finds_the_prefix_on_disk(vllm, oracle, tmp_path):
+def test_restart_finds_prefix_on_disk(vllm, oracle, tmp_path):
     with vllm.start(disk_of(tmp_path)) as engine:
         cold = engine.run(scenarios.ask_and_store, PROMPTS)
     with vllm.start(disk_of(tmp_path)) as engine:
@@ -36,7 +36,7 @@ def test_restart_finds_the_prefix_on_disk(vllm, oracle, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["weights", "block_size", "dtype", "rope"])
-def test_other_kv_finds_nothing_on_disk(vllm, tmp_path, change):
+def test_changed_model_finds_no_block_on_disk(vllm, tmp_path, change):
     with vllm.start(disk_of(tmp_path / "kv")) as engine:
         engine.run(scenarios.ask_and_store, PROMPTS)
     arguments = {
@@ -69,8 +69,11 @@ def test_damaged_files_change_no_token(vllm, oracle, tmp_path):
     assert sum(answer.num_cached for answer in answers) < 4 * blocks_of(300)
 
 
-def test_kills_lose_nothing_durable(vllm, oracle, tmp_path):
-    """Kill the worker, the core or all processes under load. The next engine finds what was stored before the load."""
+def test_kills_lose_no_durable_block(vllm, oracle, tmp_path):
+    """Kill the worker, the core or all processes under load.
+
+    The next engine must find all blocks stored before the load.
+    """
     draws, expected = random.Random(7), oracle.tokens(PROMPTS)
     noise = [prompt_of(720 + number % 8, 100 + 61 * number % 400) for number in range(200)]
     for number in range(KILLS + 1):
@@ -78,7 +81,7 @@ def test_kills_lose_nothing_durable(vllm, oracle, tmp_path):
             answers = []
             for count, prompt in enumerate(PROMPTS, start=1):
                 answers += engine.ask([prompt])
-                if not number:  # host memory has room for the next prompt when the store has this one
+                if not number:  # free host memory: wait until the store has this prompt
                     engine.run(scenarios.metric_after, "vllm:kvtier_moved_blocks purpose=store", count * 9)
             assert [answer.tokens for answer in answers] == expected
             if number:
@@ -88,7 +91,7 @@ def test_kills_lose_nothing_durable(vllm, oracle, tmp_path):
                 engine.wait(draws.uniform(0.0, 3.0))
                 victim = ("worker", "core", "all")[number % 3]
                 engine.kill_some(victim)
-                if victim != "core":  # vLLM's client does not notice this, with or without a connector
+                if victim != "core":  # vLLM's client does not detect the end of the core process
                     with pytest.raises(VllmError, match=r"EngineDeadError|vLLM ended"):
                         engine.receive()
                 engine.kill()
@@ -103,7 +106,7 @@ def small_disk(folder):
 
 
 def test_smollm2_with_and_without_kvtier_is_equal(vllm, smollm2, tmp_path):
-    """Rows 1, 2 and 9 of the plan with a real model: two turns beyond the device cache, then a restart from disk."""
+    """Test a real model: two turns that exceed the device cache, then a restart that reads from disk."""
     first = [prompt_of(number, 200) for number in range(740, 746)]
     with vllm.start(None, model=smollm2, **SMALL, enable_prefix_caching=False) as alone:
         answers = alone.tokens(first)
@@ -113,7 +116,8 @@ def test_smollm2_with_and_without_kvtier_is_equal(vllm, smollm2, tmp_path):
         turns = engine.ask(first) + engine.ask(second)
         metrics = engine.metrics()
         engine.run(scenarios.settle_stores)
-        found = {"host": metrics[FROM_HOST], "disk": metrics[FROM_DISK]}  # host memory grows while it is in use
+        # Host memory is still growing, so the share of hits from host and disk varies.
+        found = {"host": metrics[FROM_HOST], "disk": metrics[FROM_DISK]}
         counted = {
             tier: engine.run(scenarios.metric_after, f"vllm:kvtier_hit_tokens tier={tier}", count)
             for tier, count in found.items()
@@ -130,7 +134,7 @@ def test_smollm2_with_and_without_kvtier_is_equal(vllm, smollm2, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["weights", "block_size", "dtype"])
-def test_other_kv_of_smollm2_finds_nothing_on_disk(vllm, smollm2, tmp_path, change):
+def test_changed_smollm2_finds_no_block_on_disk(vllm, smollm2, tmp_path, change):
     prompts = [prompt_of(number, 200) for number in range(750, 752)]
     with vllm.start(small_disk(tmp_path / "kv"), model=smollm2, **SMALL) as engine:
         engine.ask(prompts)

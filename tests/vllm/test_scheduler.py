@@ -1,4 +1,4 @@
-"""SchedulerSide below vLLM's real schedulers, with simulated workers (vllm_steps): random requests and faults."""
+"""SchedulerSide inside vLLM's real schedulers, with the simulated workers of vllm_steps: random requests and faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import vllm_models
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch and vLLM
+    warnings.simplefilter("ignore")  # from torch and vLLM
     pytest.importorskip("vllm.v1", reason="vLLM is not installed here: make vllm, then make test-vllm")
     from vllm_steps import EngineSetup, SteppedEngine
 
@@ -66,7 +66,7 @@ class RandomRun:
         return self.engine.totals()
 
     def change_phase(self) -> None:
-        """Change the speed and the failures of transfers, and the number of new requests."""
+        """Change how fast transfers end, how many of them fail, and how many requests arrive."""
         self.ending = self.draws.choice([0.0, 0.02, 0.2, 1.0])
         self.failing = self.draws.choice([0.0, 0.0, 0.0, 0.2, 0.8])
         self.load = self.draws.choice([0.05, 0.3, 0.6])
@@ -76,7 +76,7 @@ class RandomRun:
         if draws.random() < self.load and len(engine.unfinished) < 8:
             self.add()
         if draws.random() < 0.2:
-            engine.execute()  # otherwise when EngineCore waits for the batch
+            engine.execute()  # otherwise, `step` executes the batch when EngineCore waits for it
         if draws.random() < 0.03 and engine.unfinished:
             engine.abort(draws.choice(engine.unfinished))
         if draws.random() < 0.02:
@@ -121,13 +121,13 @@ def test_random_requests_read_only_their_own_kv(model):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_blocks_outside_a_sliding_window_are_not_copied(model, is_async):
-    """vLLM replaces device blocks outside the window by its null block, which has no KV."""
+    """vLLM replaces device blocks outside the window by its null block, which contains no KV."""
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, window=10, num_device_blocks=40))
     prompt = [*range(30)]
     engine.add(prompt, 12)
     for _ in range(6):
         engine.step()
-    engine.end_copies(random.Random(0), 1.0, 1.0)  # the next save copies all blocks that are still there
+    engine.end_copies(random.Random(0), 1.0, 1.0)  # all copies fail, so the next save copies all remaining blocks
     engine.drain()
     for length in (9, 14, 30):
         engine.reset()
@@ -139,8 +139,8 @@ def test_blocks_outside_a_sliding_window_are_not_copied(model, is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_failed_load_with_a_sliding_window_starts_again(model, is_async):
-    """vLLM would continue after the last loaded block, with blocks in the window that it has dropped."""
+def test_failed_load_with_sliding_window_restarts_request(model, is_async):
+    """vLLM would continue after the last loaded block, although it has already freed blocks inside the window."""
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, window=10, num_device_blocks=40))
     prompt = [*range(30)]
     engine.add(prompt, 1)
@@ -156,8 +156,8 @@ def test_failed_load_with_a_sliding_window_starts_again(model, is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_abort_during_a_load_saves_no_incomplete_block(model, is_async):
-    """vLLM counts the blocks of a load as computed before they arrive. After a reset, the host lacks all of them."""
+def test_abort_during_load_saves_no_incomplete_block(model, is_async):
+    """vLLM counts the blocks of a load as computed before they arrive. After a reset, none of them is on the host."""
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, num_device_blocks=40))
     prompt, worker = [*range(30)], engine.workers[0]
     engine.add(prompt, 1)

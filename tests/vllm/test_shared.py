@@ -17,7 +17,7 @@ def redis_of(port, prefix):
     return connector(stores=[{"url": f"redis://127.0.0.1:{port}/0?prefix={prefix}", "wait": "wait"}])
 
 
-def test_engine_finds_what_another_engine_computed(vllm, oracle, redis_port):
+def test_engine_finds_blocks_of_another_engine(vllm, oracle, redis_port):
     settings = redis_of(redis_port, "shared:")
     with vllm.start(settings) as one, vllm.start(settings, executor="mp") as other:
         one.ask(PROMPTS)
@@ -39,12 +39,12 @@ def test_engine_finds_what_another_engine_computed(vllm, oracle, redis_port):
 
 @pytest.fixture(scope="module")
 def two_ranks(vllm):
-    """Return the tokens that two ranks generate without a connector."""
+    """Return the tokens that vLLM with two ranks and without a connector generates."""
     with vllm.start(None, executor="mp", tensor_parallel_size=2) as engine:
         return engine.tokens(PROMPTS)
 
 
-def test_two_ranks_give_the_tokens_of_two_ranks_alone(vllm, two_ranks):
+def test_two_ranks_with_failing_loads_change_no_token(vllm, two_ranks):
     """Every second load fails on rank 1. The failed load counts as a miss on both ranks."""
     faults = json.dumps({"fail_loads": 2, "rank": 1})
     settings = connector(**FAULTY, verify_loads=True)
@@ -57,7 +57,7 @@ def test_two_ranks_give_the_tokens_of_two_ranks_alone(vllm, two_ranks):
     assert sum(answer.num_cached for answer in warm) > 0
 
 
-def test_host_memory_of_the_slower_rank_counts(vllm, two_ranks):
+def test_smallest_host_memory_of_a_rank_limits_host_tier(vllm, two_ranks):
     faults = json.dumps({"ready_slots": 12, "rank": 1})
     settings = connector(**FAULTY, verify_loads=True)
     with vllm.start(settings, executor="mp", tensor_parallel_size=2, KVTIER_FAULTS=faults) as engine:
@@ -69,7 +69,7 @@ def test_host_memory_of_the_slower_rank_counts(vllm, two_ranks):
     assert again.num_cached == blocks_of(300)
 
 
-def test_two_ranks_read_what_one_rank_stored(vllm, two_ranks, tmp_path):
+def test_two_ranks_read_blocks_that_one_rank_stored(vllm, two_ranks, tmp_path):
     settings = connector(stores=[{"url": f"disk:{tmp_path}?bytes=64MiB", "wait": "wait"}], kv_shards=2)
     with vllm.start(settings) as engine:
         engine.ask(PROMPTS)

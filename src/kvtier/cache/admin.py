@@ -81,7 +81,7 @@ class CacheAdmin:
         self.tier(tier).set_quota(salt, num_blocks, self._manager.tree.nodes())
 
     def vacate(self, tier: str, first_slot: int = 0) -> None:
-        """Remove all blocks from a tier's slots from `first_slot` on. Requests or transfers in flight are an error."""
+        """Remove all blocks from slots `first_slot` and above. No request or transfer may be in flight."""
         manager = self._manager
         if manager.transfers.in_flight or manager.stats.num_allocations:
             raise StateError(

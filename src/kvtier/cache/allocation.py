@@ -43,8 +43,8 @@ class CacheStats:
     hit_tokens: int
     tiers: tuple[TierStats, ...]
     num_duplicates_evicted: int = 0
-    """Number of blocks that an exclusive host tier evicted because the device had them too. Each costs at most one
-    more save, so this limits the extra traffic over the link."""
+    """Number of blocks that an exclusive host tier evicted because the device had them too. Each of them is saved at
+    most once more, so this number is an upper bound on the additional saves."""
     num_saved_late: int = 0
     """Number of blocks that were saved to the host because the device was about to evict them."""
 
@@ -90,5 +90,6 @@ class Allocation:
         """Number of device slots that the tokens of the chain still need."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
-        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # a load has its slots
+        # Blocks that are being loaded already have slots.
+        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))
         return max(0, num_blocks - len(lease.table)) + to_load

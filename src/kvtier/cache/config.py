@@ -22,7 +22,8 @@ class CacheConfig:
     stores: tuple[StoreConfig, ...] = ()
     """Tiers below the host, from the nearest to the farthest."""
     partial_scan: int = 8
-    """Maximum number of cached blocks to compare with the first missing block. The longest common prefix is copied."""
+    """Maximum number of cached blocks to compare with the first block of a prompt that is not cached. The tokens of the
+    longest common prefix are copied instead of computed."""
     free_share: float = 0.0
     """Share of the device blocks to keep free by evicting ahead of demand."""
     always_load: bool = False
@@ -109,11 +110,12 @@ class HostConfig:
     free_share: float = 0.0
     """Share of the host blocks to keep free by evicting ahead of demand."""
     exclusive: bool = True
-    """Evict blocks first that the device also holds, and save them again before the device evicts them. Without it, or
-    if another engine owns the device blocks, the host keeps the blocks that were used last, wherever else they are."""
+    """Evict blocks that the device also holds before all others, and save them again before the device evicts them. If
+    False, or if another engine owns the device blocks, the policy does not consider what the device holds."""
     ahead_share: float = 1 / 12
-    """Share of the device blocks, next to be evicted, of which an exclusive host tier keeps copies. It must cover what
-    the device evicts until a save ends; blocks beyond it may be dropped. Each copy takes the place of another block."""
+    """Number of next victims of the device that an exclusive host tier keeps copies of, as a share of the device
+    blocks. If the share is too low, the device evicts blocks before they are saved. If it is too high, the copies take
+    the slots of other blocks."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:

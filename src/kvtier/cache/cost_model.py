@@ -15,7 +15,7 @@ _DECAY = 1 - 1 / 40  # per sample; slow enough for a stable fit, fast enough to 
 _BATCH_SAMPLES = 16
 _MIN_PIVOT = 1e-7  # smaller pivots count as 0; the limit is absolute because the diagonal is scaled to 1
 _TRY_AFTER = 32  # consecutive refused loads before a trial load, because the link may have become faster
-_CONFIRM_SHARE = 0.7  # a trial confirms the old measurements if it takes at least this share of the old time
+_CONFIRM_SHARE = 0.7  # a trial confirms the old measurements if it takes at least this share of the predicted time
 Matrix = list[list[float]]
 Link = tuple[Route, str]
 """A route and the name of its store. The name is empty for the routes between device and host."""

@@ -111,7 +111,7 @@ class ForeignDevice:
         return started | self._append(lease, table, stop, room, now, point)
 
     def _lacks(self, lease: Lease, num_blocks: int) -> bool:
-        """Return True if one of the first blocks is absent on the host."""
+        """Return True if one of the first `num_blocks` blocks is absent on the host."""
         return 1 in block_states(lease, self._host, 0, num_blocks).translate(IS_ABSENT)
 
     def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
@@ -134,7 +134,7 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Start a copy of the blocks after the path. The transfer holds the lease. Without a transfer, end it."""
+        """Start a copy of the blocks after the leased path. The transfer owns the lease; without one, release it."""
         first, started = lease.num_blocks, {}
         slots = None
         if first < stop and room > 0 and lease.node.attached:

@@ -3,8 +3,8 @@
     start ──> blocks are READING in the source and WRITING in the target ──(results of all ranks)──> READY or removed
 
 Each transfer holds a lease until the transfer ends. The lease keeps the source and target slots from being evicted or
-reused, even if the request ends or the cache is reset. A reset removes the blocks from the tree. If a transfer began
-before a reset, its end frees its slots and makes no block readable.
+reused, even if the request ends or the cache is reset. A reset removes the blocks from the tree. When a transfer that
+began before a reset ends, its slots are freed and its blocks do not become readable.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class CacheManager:
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """True if every matched block is on the device. After a LoadError, the caller must abort the request."""
+        """True if every matched block is on the device. Raise LoadError if a load failed; then call `abort`."""
         self._must_be_open(allocation)
         if not allocation.is_loading:
             return True

@@ -50,7 +50,9 @@ class CacheMetrics:
         self._held = new.gauge("kvtier_store_used_bytes", "Bytes used by a store.", ("store",))
         self._written = new.counter("kvtier_store_written_bytes_total", "Bytes written to a disk.", ("store",))
         self._day = new.gauge("kvtier_store_day_bytes", "Bytes written to a disk in 24 hours.", ("store",))
-        self._max_day = new.gauge("kvtier_store_day_limit_bytes", "Limit of them; 0 for no limit.", ("store",))
+        self._max_day = new.gauge(
+            "kvtier_store_day_limit_bytes", "Limit of written bytes in 24 hours; 0 if none.", ("store",)
+        )
         registry.before_collect(self.update)
 
     def observe(self, completed: Iterable[PendingTransfer]) -> None:

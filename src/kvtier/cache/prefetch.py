@@ -196,7 +196,7 @@ class Prefetcher:
             prefetch.lease = None
 
     def _is_busy(self, store: StoreIndex, count: int) -> bool:
-        """True if `count` more blocks would exceed the limit of the store. A single fetch may exceed the limit."""
+        """True if other fetches are in flight and `count` more blocks would exceed the limit of the store."""
         in_flight = self._transfers.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return in_flight > 0 and in_flight + count > store.config.max_fetching_blocks
 

@@ -4,10 +4,10 @@ WritebackQueue   queues blocks for copies to the next tier and limits the number
 HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
-Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. The host copy stays after
-a load, so that a second device eviction needs no new copy, unless an exclusive host tier needs its slot. A store keeps
-blocks by key, outside the tree, and evicts blocks without notice. Therefore recorded keys may be out of date, and a
-read that finds nothing is a miss.
+Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. A host copy stays after a
+load, so that the next eviction from the device needs no new copy. Only an exclusive host tier that needs slots evicts
+such a copy first. A store keeps blocks by key, outside the tree, and evicts blocks without notice. Therefore recorded
+keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class WritebackJob:
 class WritebackQueue:
     """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
-    `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. If a tier has fewer
-    slots than there are jobs, the tier no longer contains the blocks of the oldest jobs.
+    `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. The manager sets
+    `max_jobs` to at least the number of slots in memory, so most blocks of dropped jobs have already been evicted.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class WritebackQueue:
 class HostWriter:
     """Starts copies from the device to the host.
 
-    With an inclusive host tier, a copy may take the slot of any host block. With an exclusive one (`ahead_share`), the
-    coldest host blocks are worth more than a copy of a block that stays on the device. Copies are then made early only
-    while host slots are free, or if there are stores, which must not miss a block that is dropped later. Otherwise they
-    are made when the device is about to evict the block.
+    In an inclusive host tier, a copy may take the slot of any host block. In an exclusive host tier (`ahead_share` is
+    above 0), a copy of a block that stays on the device is worth less than a block that only the host holds. Such a
+    tier copies blocks early only while it has free slots. Other blocks are copied when the device is about to evict
+    them.
     """
 
     def __init__(
@@ -152,12 +152,12 @@ class HostWriter:
         has_stores: bool = False,
         is_early: bool = False,
     ) -> None:
-        """With `is_early`, blocks are saved early even if an exclusive host tier is full."""
+        """With `is_early`, an exclusive host tier saves blocks early even if it is full, so that stores get them."""
         self._tree, self._device, self._host, self._transfers = tree, device, host, transfers
         self._ahead_share, self._is_early = ahead_share, is_early
         self._needs_keys = has_stores and not is_early
         self._waiting: list[Node] = []
-        """Next victims of the device that could not be saved yet, because too many blocks were in flight."""
+        """Next victims of the device that are saved later: they were leased, or too many blocks were in flight."""
 
     @property
     def num_in_flight(self) -> int:
@@ -166,8 +166,9 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Copy the blocks of a job that are only on the device; returns the number of copies and the rest of the job.
 
-        If all blocks on the host are leased, the rest of the job is dropped, and the second result is None. The same
-        holds if an exclusive host tier is full.
+        If all blocks on the host are leased, the rest of the job is dropped, and the second result is None. An
+        exclusive host tier drops the rest if it has no free slot, unless an operator requested the copy or `is_early`
+        is set.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -190,8 +191,8 @@ class HostWriter:
     def save_next_victims(self, room: int, num_spare: int, min_uses: int) -> int:
         """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
 
-        `num_spare` is the number of device slots that are kept free and are not available to requests. Blocks with
-        fewer than `min_uses` uses are not saved.
+        `num_spare` is the number of device slots that are kept free by evicting ahead of demand. Blocks with fewer than
+        `min_uses` uses are not saved.
         """
         if not self._ahead_share:
             return 0
@@ -211,7 +212,7 @@ class HostWriter:
         return started
 
     def _save_node(self, node: Node, room: int) -> int:
-        """Copy the last blocks of a node first, because the device evicts from its end."""
+        """Copy the last blocks of a node first, because the device evicts the last block of a node first."""
         on_device, on_host = node.held[self._device.number], node.held[self._host.number]
         assert on_device is not None
         wanted = bytes(on_device.states.translate(READABLE))
@@ -230,9 +231,10 @@ class HostWriter:
         return started
 
     def _chain_of(self, node: Node) -> Chain:
-        """Return a chain for the lease of a transfer. Without tokens, the blocks are not offered to stores.
+        """Return a chain for the lease of a transfer.
 
-        Stores have received blocks that were saved early, so they need the tokens and keys of other blocks only.
+        The chain has tokens and keys only if the blocks must be offered to stores after the transfer. With `is_early`,
+        stores have already received the blocks.
         """
         if not self._needs_keys:
             return Chain(self._tree.namespace, salt=node.domain[0], adapter=node.domain[1])
@@ -360,7 +362,7 @@ class StoreIndex:
             self._events.removed(forgotten)
 
     def on_reset(self) -> None:
-        """Handle a reset of the tree, which reports that all tiers are empty."""
+        """Handle a reset of the tree. The tree's IndexCleared event also covers the blocks in this store."""
         if self._events is not None:
             self._events.reset()
 
@@ -396,7 +398,7 @@ class StoreIndex:
                 number = self._transfers.start(Route.HOST_TO_STORE, shared, low, sources, name, b"".join(own))
                 copies = _Copies()
                 self._writes[number] = own, copies
-                self._remember(dict.fromkeys(own, copies))  # _are_new has just loaded the table into the CPU cache
+                self._remember(dict.fromkeys(own, copies))  # fast, because _are_new loaded the table into the CPU cache
                 started += count
             if low + count < high:
                 return started, replace(job, first=low + count)

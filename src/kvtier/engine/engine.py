@@ -420,7 +420,7 @@ def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopi
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
-    """Return the hit-rate estimator. Host and device hold copies of the same blocks, so only the larger tier counts."""
+    """Return the hit-rate estimator. It treats device and host as one cache with the size of the larger tier."""
     policy = config.cache.policy
     if not config.ghost_scales or not config.cache.prefix_caching or policy not in SHADOWS:
         return None

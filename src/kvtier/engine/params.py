@@ -140,7 +140,7 @@ class SamplingParams:
 
     @property
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:
-        """Tokens that the parameters name, by parameter."""
+        """Token ids that occur in the parameters, by name of the parameter."""
         return {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": tuple(token for token, _ in self.logit_bias),
@@ -252,6 +252,6 @@ class Explanation:
     arrived_at: float = 0.0
     """Time of arrival on the engine's clock, time.monotonic() by default."""
     fetch_seconds: tuple[float, float] | None = None
-    """Start and end of the fetch from stores to host memory, from arrival on. None if nothing was fetched."""
+    """Start and end of the fetch from stores, in seconds after arrival. None if nothing was fetched."""
     loaded_seconds: float | None = None
     """Time from arrival to the end of the load to the device. None if nothing was loaded."""

@@ -92,7 +92,7 @@ class EngineSequence:
         return self.output(text, samples[:taken])
 
     def take_scores(self, scores: list[PromptLogprobs]) -> list[Output]:
-        """Return outputs with the log-probabilities of prompt tokens, a limited number in each."""
+        """Return outputs with the log-probabilities of prompt tokens, at most `_SCORES_PER_OUTPUT` in each output."""
         assert self.scores is not None
         self.scores.take(scores)
         count = self.scores.num_top

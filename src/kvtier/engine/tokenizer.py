@@ -92,7 +92,7 @@ class Tokenizer:
     ) -> None:
         """`special` maps names in chat templates (bos_token, eos_token) to special tokens.
 
-        `tool_template` is the chat template for requests with tools, if a checkpoint has one of its own.
+        `tool_template` is the chat template for requests with tools, if the checkpoint has a separate one.
         """
         self._backend = backend
         self._lock = threading.Lock()

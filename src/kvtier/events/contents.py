@@ -18,7 +18,7 @@ class _Block(NamedTuple):
 
 
 class IndexContents:
-    """The blocks of each tier after some events."""
+    """The blocks of each tier, according to the events applied so far."""
 
     def __init__(self) -> None:
         self._tiers: dict[str, dict[bytes, _Block]] = {}
@@ -41,7 +41,7 @@ class IndexContents:
             above, is_first = key, False
 
     def events(self) -> Iterator[Event]:
-        """Yield events that produce these blocks in any index: first IndexCleared, then each block after its parent."""
+        """Yield events that reproduce these blocks: first IndexCleared, then each block after its parent."""
         yield IndexCleared()
         written: set[bytes] = set()
         for blocks in self._tiers.values():

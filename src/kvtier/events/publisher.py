@@ -6,9 +6,10 @@ the time of the start in microseconds, so that the numbers of a new process are 
 
 A subscriber that finds a gap or has just started connects a DEALER socket to the replay endpoint, and sends an empty
 frame and the first missing number (0 at first). The reply consists of all messages from this number on, followed by an
-empty message with the number -1. If some of them are not kept any more, the first message has the number before the
-oldest kept message. It contains AllBlocksCleared and all blocks at that time. So a subscriber that joins late, loses
-messages or outlives the publisher always gets the whole index.
+empty message with the number -1. If some of these messages are no longer kept, the reply begins with a snapshot:
+AllBlocksCleared and all blocks that were stored before the oldest kept message. The number of the snapshot is that of
+the message before the oldest kept one. So a subscriber that joins late, loses messages or outlives the publisher always
+gets the whole index.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class EventPublisher:
             self.num_dropped += 1
             self._has_dropped = True
         else:
-            if self._has_dropped:  # what subscribers have is wrong from here on
+            if self._has_dropped:  # subscribers missed events, so their view of the index is wrong
                 self._events.append(IndexCleared())
                 self._has_dropped = False
             self._events.append(event)

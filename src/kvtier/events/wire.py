@@ -45,7 +45,7 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 
 
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
-    """Return what the hash of each block covers besides its tokens: the adapter, and in the first block the salt.
+    """Return the data besides tokens that the hash of each block covers: the adapter, and in the first block the salt.
 
     A salt without a tenant is the request's `cache_salt`. With a tenant it is the tenant's name, NUL and `cache_salt`.
     """

@@ -80,7 +80,7 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check that the exclusive tier lists a node exactly if blocks of it may be evicted under its descendants."""
+    """Check that an exclusive tier lists a node with duplicates if, and only if, the duplicates may be evicted."""
     faster = tier.faster
     if faster is None:
         return

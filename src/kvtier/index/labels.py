@@ -8,7 +8,7 @@ A class is a combination of features. The features describe the last request tha
     finish   reason for the end of the answer                   unknown | stop | length | other
     app      first block of the prompt                          one of the busiest, or any other
     tenant   tenant of the salt                                 none, one of the busiest, or any other
-    hint     what the client said about the next request        see `Hints`; learned separately for each tenant
+    hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
 Hints of tenants that are not among the busiest are ignored: these tenants share one label, so false hints of one
 tenant would affect the others.
@@ -125,7 +125,7 @@ class Busiest:
 
 
 class Cells:
-    """Numbers the classes in the order of their first occurrence.
+    """Numbers the classes in the order of their first occurrence. The number of a class is called its cell.
 
     The first NUM_PLAIN classes are plain: they differ only in `uses`, `new` and `output`.
     """

@@ -1,8 +1,8 @@
 """Learned: evicts the block with the lowest expected number of hits per block-second (see kvtier.index.reuse).
 
 Candidates are queued by class, oldest first. Within a class, values usually fall with age, so only the oldest candidate
-of each class can be the victim. In classes whose values rise with age (a loop over more blocks than the cache holds),
-every candidate is considered.
+of each class can be the victim. If the values of a class rise with age, for example because its blocks are used in a
+loop that is longer than the cache, every candidate of the class is considered.
 
     class 0   [ a d f ]  oldest a: value .2 until t = 31  ─┐
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
@@ -170,7 +170,7 @@ class Learned:
             self._set_timer(oldest[3], queue, item[4])
 
     def _add_floor(self, cell: int, queue: ClassQueue) -> None:
-        """Add an entry for the young candidates of a class, with their lowest possible value, if its values rise."""
+        """If the values of a class rise with age, add an entry for its young candidates with their lowest value."""
         if queue.floor is None and queue.young:
             floor = self.tracker.floor(cell)
             if floor == math.inf:

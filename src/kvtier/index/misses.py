@@ -29,7 +29,7 @@ class MissReason(Enum):
 class Miss:
     """First block that did not match, and the reason. `time` is the logical time of the block's removal.
 
-    `cell` is the class of a victim of the learned policy, or -1, and `value` its value.
+    If the learned policy evicted the block, `cell` is its class and `value` its value. Otherwise `cell` is -1.
     """
 
     block: int

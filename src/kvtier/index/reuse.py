@@ -34,7 +34,7 @@ PRIOR = 4.0  # typical observations; the hit rates of the prototype changed litt
 ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
-NOISE = 1.2  # values that differ by a smaller factor, which is mostly noise, count as equal and as not rising
+NOISE = 1.2  # values that differ by a smaller factor count as equal, because the difference is mostly noise
 _ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the factors of the previous fit
 
 

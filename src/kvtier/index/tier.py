@@ -24,8 +24,9 @@ def tenant_of(salt: bytes) -> bytes:
 class Candidates:
     """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
-    `duplicates` are nodes without a lease some of whose blocks a faster tier also holds. The last one is evicted first.
-    With `ahead`, the number of a tier, the next victims are known early (see Lookahead).
+    `duplicates` lists nodes without a lease that have blocks which a faster tier also holds. Eviction of duplicates
+    starts with the last node in this list. With `ahead`, the number of a tier, the next victims are chosen early (see
+    Lookahead).
     """
 
     __slots__ = ("_ahead", "_by_priority", "_in_order", "_new_policy", "duplicates", "num_blocks", "quota")
@@ -99,8 +100,9 @@ class Tier:
     counts the blocks of all nodes without a lease, because a parent becomes a candidate after its children are evicted.
     The nodes of a tenant with a quota are both in `everyone` and in the tenant's own candidates.
 
-    If the tier is exclusive of a `faster` tier, blocks that the faster tier also holds are evicted first, also from
-    nodes with descendants in this tier. The next victims of the faster tier are excepted: they need this copy.
+    If the tier is exclusive of a `faster` tier, blocks that the faster tier also holds are evicted first, even from
+    nodes with descendants in this tier. The next victims of the faster tier are kept, because this tier will soon hold
+    their only copies.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -123,7 +125,7 @@ class Tier:
         """Neighbours of this tier, if the slower tier is exclusive of the faster one."""
 
     def learn_from(self, tracker: ReuseTracker) -> None:
-        """Let all policies of a tier that learns use one tracker. Call it before the first block is cached."""
+        """Switch to the learned policy, with a tracker that tiers share. Call it before the first block is cached."""
         self._new_policy = partial(Learned, tracker)
         self.everyone = self._candidates()
 
@@ -177,10 +179,10 @@ class Tier:
         return (mine & other).to_bytes(node.num_blocks, "little")
 
     def duplicate_runs(self, node: Node, max_blocks: int) -> list[tuple[int, int]]:
-        """Return runs of at most `max_blocks` blocks of a node that the faster tier also holds, first blocks first.
+        """Return runs of a node's blocks that the faster tier also holds, with at most `max_blocks` blocks in total.
 
-        The faster tier evicts from the end of the node, so the last blocks need their copies first. If all duplicates
-        are returned, the node is no longer listed.
+        The runs start at the beginning of the node. The faster tier evicts the end of a node first, so the copies of
+        the last blocks are needed first. If all duplicates are returned, the node is no longer listed.
         """
         both = self.duplicate_mask(node)
         runs, first = [], both.find(1)
@@ -201,7 +203,7 @@ class Tier:
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose the next victims, about `num_blocks` blocks more than are free. Return the new ones."""
+        """Choose the next victims, about `num_blocks` blocks including free slots. Return the new victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():
@@ -303,7 +305,7 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """List a node if the faster tier holds blocks of it, unless a lease protects it or it is evicted there next."""
+        """List a node if the faster tier also holds its blocks, unless it is leased or among the next victims there."""
         above = self.faster
         if above is not None:
             may_be = not node.leases and node.attached and node.held[self.number] is not None

@@ -94,7 +94,7 @@ class TouchLog:
         """End touches for some of their blocks, because a request used these blocks again. Return LRU's hits.
 
         `runs` has the number of a touch and the number of its blocks, from the first block of the request on. Blocks
-        from `limit` on are no hits.
+        from `limit` on do not count as hits.
         """
         hits = at = i = 0
         frontier, oldest, left = self.frontier, self.next - NUM_TOUCHES, self.left
@@ -227,7 +227,7 @@ class ReuseTracker:
     # ---- calls of the tree -----------------------------------------------------------------------------------------
 
     def returned(self, lease: Lease) -> Returned | None:
-        """Remove the ghosts that follow the match of a lease and return them, at the end of its request."""
+        """At the end of a request, remove and return the ghosts of the blocks that follow the match of its lease."""
         block, stop = lease.num_matched, lease.began[1]
         if block >= stop:
             return None
@@ -254,7 +254,7 @@ class ReuseTracker:
         return (block, min(again, MAX_USES), ended) if ended else None
 
     def touch(self, lease: Lease, returned: Returned | None, outcome: Outcome, now: float) -> None:
-        """End the old touches of a lease's path and start new ones, at the end of its request."""
+        """At the end of a request, end the old touches of its path and start new ones."""
         if now > self.now:
             self.now = now
         now, node, path = self.now, lease.node, []
@@ -388,7 +388,7 @@ class ReuseTracker:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def value(self, cell: int, since: float) -> tuple[float, float]:
-        """Return the value of a block of a class that was used at time `since`, and when this value changes."""
+        """Return the value of a block of class `cell` that was last used at `since`, and the end of its validity."""
         if self.is_lru:
             return 0.0, math.inf
         bucket = bisect_right(LIMITS, self.now - since)

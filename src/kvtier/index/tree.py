@@ -47,7 +47,7 @@ class RadixTree:
         ghost: GhostCache | None = None,
         exclusive: bool = False,
     ) -> None:
-        """With `exclusive`, a tier evicts blocks first that the tier above also holds (see Tier)."""
+        """With `exclusive`, each tier first evicts the blocks that the tier above also holds (see Tier)."""
         if not tiers or [tier.number for tier in tiers] != list(range(len(tiers))):
             raise ArgumentError(f"tiers must be numbered 0, 1, .. fastest first, got {[tier.number for tier in tiers]}")
         self.namespace = namespace
@@ -233,7 +233,7 @@ class RadixTree:
     # ---- slots and eviction ----------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
-        """Evict n blocks from a tier, or evict none and return a Shortage. With `salt`, evict only its tenant's."""
+        """Evict n blocks from a tier, or none and return a Shortage. With `salt`, evict only blocks of its tenant."""
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: the tenant of {salt.hex() or 'no salt'} has no quota")
         available = tier.num_evictable if salt is None else tier.tenants[tenant_of(salt)].num_blocks

@@ -277,7 +277,7 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge the copies added in this block if they are adjacent in source and destination, in any order."""
+        """Merge copies of this block that are adjacent in source and destination, in whatever order they are added."""
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
         self._scope = next(self._scopes)

@@ -114,7 +114,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Copy independent pieces and return the path that was used. CopyError names an entry that could not be copied."""
+    """Copy independent pieces and return the path that was used. Raise CopyError with the index of a failed entry."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":

@@ -222,7 +222,7 @@ def _merge(
 
 
 def _piece_starts(table: I64, scopes: I64 | None, wave_starts: I64 | None) -> I64 | None:
-    """Return the first entry of each piece. It does not continue the previous entry. None if nothing merges."""
+    """Return the first entry of each piece, which does not continue the entry before it. None if nothing merges."""
     src, dst, nbytes = table
     continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
     if scopes is not None:

@@ -104,7 +104,7 @@ def content_delta(text: str) -> AnswerDelta:
 class _CallScanner:
     """Scans an object such as {"name": "f", "arguments": {...}} one character at a time.
 
-    The arguments are passed on as they are written. They are held until the name is known.
+    The arguments are passed on while they arrive, but not before the name is known.
     """
 
     def __init__(self) -> None:
@@ -250,10 +250,10 @@ class AnswerParser:
             self._state = self._reasoning
         self._may_be_reasoning = syntax.has_reasoning
         self._may_be_bare = syntax.calls == "bare"
-        self._drops_space = syntax.starts_in_reasoning  # at the start of the next text
+        self._drops_space = syntax.starts_in_reasoning  # True to drop white space at the start of the next text
         self._scanner = _CallScanner()
         self._raw = ""
-        """Text of a call whose name is not known yet. It becomes content if it turns out to be no call."""
+        """Text of a call whose name is not known yet. The text becomes content if it turns out not to be a call."""
         self._is_open_call = False  # True after the first part of the current call
         self.num_calls = 0
         self._parts: list[TextDelta | CallDelta] = []
@@ -359,7 +359,7 @@ class AnswerParser:
         return bool(self._text)
 
     def _failed_call(self) -> bool:
-        """Pass on text that looked like a call, with its tag."""
+        """Pass on text that looked like a call, including its tag, as content."""
         size = len(self._raw)
         self._add("content", self._text[:size])
         self._reset_call()

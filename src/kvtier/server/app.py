@@ -21,6 +21,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import KvtierError
 from kvtier.server.admission import Admission
 from kvtier.server.bodies import Bodies, body_schemas, takes
+from kvtier.server.completion_format import to_json
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig, salt_of
 from kvtier.server.control import add_control, add_state
@@ -33,7 +34,6 @@ from kvtier.server.middleware import ClientGone, GuardMiddleware
 from kvtier.server.prepare import Body, Preparation, Prepared, unknown_model
 from kvtier.server.protocol import ChatRequest, CompletionRequest, SessionBody, TokenizeRequest
 from kvtier.server.request_log import RequestLog
-from kvtier.server.responses import to_json
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.schema_cache import SchemaChecks
 from kvtier.server.small_endpoints import add_aliases, add_detokenize, add_probes

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's and Anthropic's formats. They name the invalid field, and contain neither prompts nor details.
+"""Errors in OpenAI's and Anthropic's formats. They name the invalid field, but contain no prompt and no internal data.
 
 This module imports neither pydantic nor starlette, because the engine and the worker processes import it.
 """

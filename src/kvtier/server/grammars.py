@@ -37,7 +37,7 @@ class AnswerGrammar(NamedTuple):
 
 
 def answer_grammar(body: Sampling) -> AnswerGrammar | None:
-    """Return the grammar of the answer; None for any text. Checks whatever can be checked without compiling it."""
+    """Return the grammar of the answer, or None if any text is allowed. The grammar is checked, but not compiled."""
     found = _sources(body)
     if not found:
         return None

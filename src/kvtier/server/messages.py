@@ -91,7 +91,7 @@ class Started:
     max_rows: int
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
-    """What is missing on this machine. The front end logs it."""
+    """Features that are missing on this machine. The front end logs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ Event = EngineFailed | StepOutputs | Reply
 
 
 class WireReply(NamedTuple):
-    """A `Reply` on the wire. An exception is its class name and its text; both are empty if there is no error."""
+    """A `Reply` on the wire. An exception is sent as class name and text; both are empty if there is no error."""
 
     id: int | str
     value: dict[str, Any] | None

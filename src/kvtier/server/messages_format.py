@@ -9,8 +9,8 @@ from typing import Any
 from kvtier.engine.params import FinishReason, Output
 from kvtier.server.answers import AnswerSyntax
 from kvtier.server.blocks import AnswerBlocks, Block, BlockChange, server_event
+from kvtier.server.completion_format import Usage, to_json
 from kvtier.server.errors import ApiError
-from kvtier.server.responses import Usage, to_json
 
 _TYPES = {"reasoning": "thinking", "content": "text", "call": "tool_use"}
 _DELTAS = {

@@ -32,7 +32,7 @@ class MetricsPage:
         self._expires = 0.0
 
     async def response(self, accept: str) -> Response:
-        """Return current metrics in a format of the header Accept. Raises ApiError while the engine does not reply."""
+        """Return metrics in the format that `accept` requests. Raises ApiError while the engine does not reply."""
         snapshot = await self._engine.call("snapshot")
         for state in ("running", "waiting"):
             self._request_log.rows.of(state).set(snapshot[state])

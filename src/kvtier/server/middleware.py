@@ -186,7 +186,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _with_id(headers: list[tuple[bytes, bytes]], client_id: str) -> list[tuple[bytes, bytes]]:
-    """Add the id that the client gave a request, unless the response has an id."""
+    """Add the client's id of the request, unless the response already has an id."""
     has_id = any(name == b"x-request-id" for name, _ in headers)
     return headers if has_id else [*headers, (b"x-request-id", client_id.encode())]
 

@@ -213,7 +213,7 @@ class Preparation:
         return Prepared(body.model_copy(update=cleared), prompts, grammar, syntax, bad_words, notes=notes)
 
     def _bad_words(self, body: CompletionRequest | ChatRequest) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each forbidden text, at the start of a text and after a space."""
+        """Return two token sequences per forbidden text: without and with a leading space."""
         texts = {form: None for word in body.bad_words or () for form in (word, f" {word.lstrip()}")}
         try:
             found = [tuple(self._tokenizer.encode(text, add_special=False)) for text in texts]

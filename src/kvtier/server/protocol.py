@@ -385,14 +385,14 @@ class Sampling(Strict):
 
     @property
     def hints(self) -> Hints:
-        """What the client says about the next request of its session."""
+        """Hints of the client about the next request of its session."""
         session = self.session_id or self.prompt_cache_key or ""
         return Hints(session, bool(self.session_over), self.expects_return_seconds)
 
     def sampling_params(
         self, *, max_tokens: int, logprobs: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
     ) -> SamplingParams:
-        """Return the engine's parameters. `bad_words` has the tokens of the field. May raise ArgumentError."""
+        """Return the engine's parameters. `bad_words` has the tokens of each bad word. May raise ArgumentError."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         presence, frequency = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
         return SamplingParams(

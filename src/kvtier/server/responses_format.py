@@ -8,8 +8,8 @@ from typing import Any
 from kvtier.engine.params import FinishReason, Output
 from kvtier.server.answers import AnswerSyntax
 from kvtier.server.blocks import AnswerBlocks, Block, BlockChange, server_event
+from kvtier.server.completion_format import Usage, to_json
 from kvtier.server.errors import ApiError
-from kvtier.server.responses import Usage, to_json
 from kvtier.server.responses_api import ResponsesRequest
 
 _PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}

@@ -10,11 +10,11 @@ from starlette.responses import Response
 import kvtier
 from kvtier.server.admission import Admission
 from kvtier.server.bodies import Bodies, takes
+from kvtier.server.completion_format import to_json
 from kvtier.server.control import is_asleep, sleep, wake
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError
 from kvtier.server.protocol import DetokenizeRequest
-from kvtier.server.responses import to_json
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _LEVELS = ("1", "2")
@@ -35,7 +35,7 @@ def add_probes(app: FastAPI, heartbeat: Heartbeat, admission: Admission) -> None
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:
-        """Return 200 while the engine replies, also if the server is asleep or drains, 503 otherwise."""
+        """Return 200 while the engine replies, even if the server is asleep or draining. Otherwise return 503."""
         if why := heartbeat.failure:
             raise ApiError(503, why, code="engine_unresponsive")
         return {"status": "ok"}

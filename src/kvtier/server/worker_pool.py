@@ -25,7 +25,7 @@ from kvtier.server.prepare import PrepareConfig
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0  # wait after a failed start
-_ABANDONED_SECONDS = 1.0  # time left to a call whose client disconnected, since a new process also takes 1 s to start
+_ABANDONED_SECONDS = 1.0  # time that a call has left after its client disconnects; replacing a process takes as long
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
 _MAX_WAITING = 64  # waiting calls per tenant
 _DIED = (OSError, asyncio.IncompleteReadError)
@@ -120,7 +120,7 @@ class WorkerPool:
         self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
-        """Call a function in a worker. Raises ApiError: the function's, 400 at the deadline, 429 or 503 if rejected.
+        """Call a function in a worker. Raises the function's ApiError, 400 at the deadline, 429 or 503 if rejected.
 
         If the caller is cancelled, a waiting call is removed, and the process of a running call may be replaced.
         """
@@ -184,7 +184,7 @@ class WorkerPool:
     async def _serve(self) -> None:
         """Run a process and send calls to it. Replaces the process if it fails.
 
-        Waiting calls fail after two failed starts in a row: a process may be killed while it starts.
+        Waiting calls fail after two failed starts in a row. A single failed start may be due to a killed process.
         """
         num_failed = 0
         while True:
@@ -242,7 +242,7 @@ class WorkerPool:
         except _DIED:
             _log.warning("a worker process died during a job")
             task.num_deaths += 1
-            # Every process of the pool may have been dead before the call was sent: only the next one counts.
+            # All processes may have died before the call was sent. Only a further death is blamed on the call.
             if task.num_deaths > self._size or task.future.done():
                 message = f"{task.num_deaths} worker processes died while they prepared this request"
                 task.fail(ApiError(503, message, code="worker"))

@@ -11,7 +11,7 @@ from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
 class LayerWaits:
-    """Waits of one step for loaded blocks: `before_layer` waits for one layer, and `arrived` waits for all layers.
+    """Lets a step wait for the blocks that it loads: `before_layer` for those of one layer, `arrived` for all of them.
 
     If a layer fails to load, the step computes with invalid blocks, and `arrived` returns False. The caller must then
     discard the result of the step.

@@ -1,7 +1,7 @@
 """StoreWorker: reads and writes stores on its own threads, for a CacheController.
 
 Each store has one thread for reads and probes, because requests wait for them, and one thread for writes. A slow store
-does not delay other stores, and a slow write does not delay reads. A store ends every call by its own deadline.
+does not delay other stores, and a slow write does not delay reads. Each store limits the time of its calls itself.
 """
 
 from __future__ import annotations

@@ -30,7 +30,10 @@ MODEL = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), see
 
 
 class Cache:
-    """An engine without a model. `serve` writes KV that is computed from the tokens, and checks the KV it reads."""
+    """An engine without a model.
+
+    `serve` writes KV that is computed from the tokens, and checks all KV that it reads.
+    """
 
     def __init__(self, num_blocks=16, num_host=24, saving=None, store=None, **limits) -> None:
         self.namespace = Namespace("model", block_tokens=BLOCK)
@@ -163,7 +166,7 @@ def test_sleep_saves_all_blocks_with_any_write_policy(caches, policy):
 
 
 def test_prefetch_does_not_wait_for_block_that_was_not_fetched(caches):
-    """A request's lease keeps the node of a block that was not fetched. `prefetch` must not wait for this block."""
+    """The lease of another request keeps the node of a block that was not fetched. `prefetch` must not wait for it."""
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
     cache.serve(cache.chain(1))
@@ -273,7 +276,7 @@ def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
 
 
 def test_drop_runs_after_planned_writes_to_store(caches):
-    """Regression: a plan contained both a write to the store and the drop, and the drop ran before the write."""
+    """Regression: a plan contained both a write to the store and a drop, and the drop ran before the write."""
     cache = caches()
     request, chain = cache.ask(cache.chain(1)), cache.chain(1)
     planned = 0

@@ -51,7 +51,7 @@ def test_round_trip_through_store_keeps_bytes_of_all_groups(rigs, any_store):
     assert not any(any(part) for slot in (0, 1, 2, 3, 7) for part in rig.device(slot))
 
 
-def test_controller_fetches_blocks_that_an_earlier_one_stored(rigs, tmp_path):
+def test_controller_fetches_blocks_of_earlier_controller(rigs, tmp_path):
     first = rigs(stores={"disk": disk_at(tmp_path)})
     expected = first.device(1)
     first.run(first.save([1], [0]))
@@ -391,7 +391,7 @@ def test_controller_with_mismatched_caches_raises():
 
 
 def test_copy_seconds_exclude_the_time_until_poll():
-    """Regression: a load during a step of 1 s was measured as 1 s, so all later prefixes were recomputed."""
+    """Regression: a load during a step of 1 s was measured as 1 s. As a result, all later prefixes were recomputed."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     slots = slot_bytes(np.array([1], np.int32))
@@ -408,7 +408,7 @@ def test_copy_seconds_exclude_the_time_until_poll():
 
 
 def test_layer_waits_report_failure_if_load_cannot_start():
-    """Regression: a step treated a load that could not start as finished, and computed a token from invalid KV."""
+    """Regression: a step treated a load that could not start as finished, and sampled a token from invalid KV."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     good, bad = slot_bytes(np.array([1], np.int32)), slot_bytes(np.array([9], np.int32))

@@ -71,7 +71,10 @@ def test_poll_reports_a_single_host_slot(rigs):
 
 
 def test_num_host_ready_is_the_minimum_over_cache_groups(monkeypatch):
-    """The memory of the main group grows by two slots at a time. After the first two slots, it waits for `may_go`."""
+    """The main group's memory grows by two slots at a time.
+
+    After the first two slots, the growth waits for `may_go`.
+    """
     may_begin, may_go, make_present, made = threading.Event(), threading.Event(), HostMemory._make_present, []
 
     def held(self, offset: int, nbytes: int) -> None:
@@ -239,7 +242,7 @@ def test_save_that_cannot_start_does_not_fail_other_saves(rigs):
 
 
 def test_submit_waits_for_started_copy_if_another_group_fails():
-    """The second group's tensor is too short, so this group's copy fails to start while the first group's copy runs."""
+    """The copy of the second group cannot start, because its tensor is too short. The copy of the first group runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)

@@ -1,7 +1,7 @@
-"""State machine of a manager without a device tier. A small engine owns the device blocks and checks the KV it reads.
+"""State machine of a manager without a device tier. A small engine owns the device blocks and checks all KV it reads.
 
-The engine counts references to its blocks, as vLLM does, and fills a block with NaN when its last reference ends. If a
-save reads a freed block, or if a load is used too early, a later check of the KV fails.
+Like vLLM, the engine counts references to its blocks, and fills a block with NaN when its last reference ends. If a
+save reads a freed block, or if a step uses a load too early, a later check of the KV fails.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class ForeignMachine(RuleBasedStateMachine):
         scheduled = [request for request in running if self.prepare(request)]
         if running and not scheduled:
             self.restart(running[-1])
-        for request in scheduled:  # saves are planned before the step computes the blocks, as in vLLM's connector
+        for request in scheduled:  # vLLM's connector also plans saves before the step computes the blocks
             self.save(request, min(request.num_computed + self.chunk(request), request.chain.num_tokens) // BLOCK)
         plan = self.manager.plan(now=self.now)
         loads = [each.id for each in plan.transfers if each.route is Route.HOST_TO_DEVICE]

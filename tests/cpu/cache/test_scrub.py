@@ -1,4 +1,4 @@
-"""Scrubber: reports host blocks whose bits changed, but not blocks that a transfer has overwritten."""
+"""The scrubber reports host blocks whose bits changed, but not blocks that a transfer has overwritten."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def room():
 
 @pytest.fixture
 def quiet():
-    """Yield a ScrubbedMemory whose scrubber thread sleeps, so that tests call `_verify_some` themselves."""
+    """Yield a ScrubbedMemory whose scrubber thread sleeps. Tests call `_verify_some` themselves."""
     made = ScrubbedMemory(every_seconds=3600.0)
     yield made
     made.scrubber.close()
@@ -136,7 +136,7 @@ def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_b
     assert list(quiet.scrubber._new) == [0, 1, 2, 3][num_verified:]
 
 
-def test_scrubber_without_pause_verifies_100_ms_worth_of_bytes(monkeypatch):
+def test_scrubber_without_pause_verifies_bytes_of_100_ms(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     room = ScrubbedMemory()
     room.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself

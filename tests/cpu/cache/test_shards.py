@@ -34,7 +34,7 @@ HOST = [4, 0, 5, 2, 3]
 
 @st.composite
 def layouts(draw):
-    """Draw a layout with 4 or 8 KV heads and optional scales, indexers, draft layers, draft groups and MLA groups."""
+    """Draw a layout with 4 or 8 KV heads. Scales, indexers, draft layers, draft groups and MLA groups are optional."""
     tokens, heads = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([4, 8]))
     element = draw(st.sampled_from([dt.u8, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extras = [
@@ -71,7 +71,10 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """Return the expected blocks [block, byte] of a rank for every group, with the rank's heads of each tensor."""
+    """Return the expected blocks [block, byte] of a rank for every group.
+
+    They contain the rank's heads of each tensor.
+    """
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []
@@ -194,7 +197,7 @@ def test_stored_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num
         made.append(Ranks(layout, num_readers, 4, stores[1]))
         made[2].fill(blocks)
         made[2].save_and_store()
-        assert payloads(stores[0]) == payloads(stores[1])  # the number of writers does not matter
+        assert payloads(stores[0]) == payloads(stores[1])  # the same objects with either number of ranks
         made.append(Ranks(layout, num_writers, 4, stores[1]))
         made[3].fetch_and_load()
         made[3].assert_holds(blocks)
@@ -297,7 +300,7 @@ def test_disk_has_one_folder_per_shard_for_any_number_of_ranks(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
 
 
-def test_open_shards_opens_one_store_for_a_server():
+def test_open_shards_of_memory_url_opens_one_store():
     shards = open_shards(["memory:?bytes=1MiB"], range(2, 4), 4)
     assert len(shards.stores) == 1
     assert shards.of(2) is shards.of(3) is shards.of(None)
@@ -370,7 +373,7 @@ def test_drop_of_keys_removes_objects_in_all_shard_stores(ranks):
     assert not any(store.objects for store in stores.stores)
 
 
-def test_rank_with_only_replicated_tensors_writes_nothing(ranks):
+def test_second_rank_does_not_write_replicated_tensors(ranks):
     layout = KVLayout(4, (CacheGroup.mla("latent", 2, 9, dt.bf16, 4),))
     stores = [MemoryStore(1 << 22), MemoryStore(1 << 22)]
     cache_ranks, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)

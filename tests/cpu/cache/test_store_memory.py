@@ -1,4 +1,4 @@
-"""Registration of host memory with stores, from the first write until the memory is freed."""
+"""Stores register host memory before they write from it, and unregister it before it is freed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Fast attention and native code on the CPU return the same results as plain torch code. Block tables are random."""
-
-from dataclasses import replace
+"""Fast attention and native code on the CPU return the same results as plain torch code, for random block tables."""
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.engine.forward import ForwardBatch, SequenceInput
-from kvtier.engine.native import native, pack
+from kvtier.engine.native import native
 from kvtier.engine.ops import CpuOps, Heads, TorchOps, fast_paged_attention, paged_attention
 from kvtier.native_code import Native
 
@@ -82,78 +80,6 @@ def test_paged_attention_with_threads_equals_masked_attention(threads):
 
 
 needs_compiler = pytest.mark.skipif(native().code is None, reason=native().reason)
-
-
-@needs_compiler
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
-@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (208, 576)])
-def test_packed_product_equals_dequantised_product(kind, shape, threads):
-    gguf = pytest.importorskip("gguf")
-    torch.set_num_threads(threads)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    if kind == "BF16":
-        raw, exact = weight.bfloat16(), weight.bfloat16().float()
-    else:
-        quant = gguf.GGMLQuantizationType[kind]
-        stored = gguf.quants.quantize(weight.numpy(), quant)
-        raw, exact = torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, quant))
-    packed = pack(kind, raw)
-    code = native().code
-    # A product with a unit vector selects a column without summing, so every bit must be equal.
-    for first in range(0, shape[1], 4):
-        columns = torch.eye(shape[1])[first : first + 4]
-        assert torch.equal(code.linear(columns, packed), exact[:, first : first + 4].t())
-    wide = torch.randn(16, shape[1], generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 6, 16)[:, None]
-    right = wide.double() @ exact.double().t()
-    for count in range(1, 17):
-        unit = wide[:count].double().norm(dim=1, keepdim=True) * exact.double().norm(dim=1)
-        error = (code.linear(wide[:count], packed) - right[:count]).abs() / unit
-        assert error.max() < 2e-6  # a few units in the last place of float32
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
-def test_packed_product_does_not_depend_on_other_rows(kind):
-    gguf = pytest.importorskip("gguf")
-    weight = torch.randn(48, 96)
-    raw = weight.bfloat16()
-    if kind != "BF16":
-        raw = torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]))
-    packed, code, rows = pack(kind, raw), native().code, torch.randn(16, 96)
-    for counts in (range(1, 5), range(5, 17)):  # with AMX, each range has a code path of its own
-        together = code.linear(rows[: counts[-1]], packed)
-        for count in counts:
-            assert torch.equal(code.linear(rows[:count], packed), together[:count])
-            assert torch.equal(code.linear(rows[:count].flip(0), packed), together[:count].flip(0))
-
-
-@needs_compiler
-@pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
-def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undefined):
-    from kvtier.engine import native as module
-
-    gguf = pytest.importorskip("gguf")
-    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
-    flags = (*module.SOURCE.local_flags, *(f"-U__{name}__" for name in undefined))
-    monkeypatch.setattr(module, "SOURCE", replace(module.SOURCE, local_flags=flags))
-    code = module.native.__wrapped__().code
-    weight = torch.randn(48, 96)
-    for kind in ("Q4_1", "Q8_0", "BF16"):
-        raw = weight.bfloat16()
-        if kind != "BF16":
-            raw = torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]))
-        packed, rows = pack(kind, raw), torch.randn(16, 96)
-        together = code.linear(rows, packed)
-        torch.testing.assert_close(together, native().code.linear(rows, packed), rtol=1e-5, atol=1e-5)
-        one_by_one = torch.cat([code.linear(row[None], packed) for row in rows])
-        assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of tokens
-
-
-def test_pack_returns_none_for_unsupported_matrix():
-    assert pack("Q6_K", torch.zeros(16, 210, dtype=torch.uint8)) is None
-    assert pack("BF16", torch.zeros(17, 32, dtype=torch.bfloat16)) is None
-    assert pack("BF16", torch.zeros(16, 33, dtype=torch.bfloat16)) is None
 
 
 @needs_compiler

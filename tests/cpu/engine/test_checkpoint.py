@@ -66,7 +66,7 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write a GGUF file like llama.cpp's converter. For llama, the rows of each head of q and k are interleaved."""
+    """Write a GGUF file like the converter of llama.cpp, which interleaves the rows of each q and k head for llama."""
     config, writer = oracle.config, gguf.GGUFWriter(path, architecture)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)

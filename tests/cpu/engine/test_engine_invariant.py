@@ -90,7 +90,7 @@ def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens
         name = engine.add(prompt, greedy(5))
         assert finish(engine)[name].tokens == tokens
         cached.append(engine.explain(name).num_cached_tokens)
-    kept = 44 // block_tokens * block_tokens  # tokens of the first request in full blocks; its last token is not stored
+    kept = 44 // block_tokens * block_tokens  # tokens in full blocks of the first request
     assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]  # including partial blocks
     assert recorder.different == []
 
@@ -200,7 +200,7 @@ def test_engine_machine_returns_correct_answers(checkpoint):
 
 
 def test_recorder_detects_a_changed_cache(model):
-    """If the cache changes between two steps, the logits differ."""
+    """Check the Recorder itself: if the cache changes between two steps, the logits must differ."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
     for is_changed in (False, True):
@@ -211,7 +211,7 @@ def test_recorder_detects_a_changed_cache(model):
         assert bool(recorder.different) is is_changed
 
 
-def test_alone_returns_the_tokens_of_the_recording_engine(model):
-    """The helper `alone` and the recording engine return the same tokens."""
+def test_alone_returns_same_tokens_as_recording_engine(model):
+    """Check the helpers: `alone` and the recording engine must return the same tokens."""
     (prompt,) = prompts(4, 9)
     assert alone(model, prompt, greedy(5)).tokens == record_alone(Recorder(model), prompt, greedy(5))

@@ -23,9 +23,9 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer():
-    """Return a tokenizer with one token per byte, so that one character can need several tokens.
+    """Return a tokenizer with one token per byte, so that a character may need several tokens.
 
-    Only 198 bytes have a token, because the vocabulary of the tiny model has only 199 tokens.
+    The vocabulary of the tiny model has only 199 tokens, so only 198 of the 256 byte values have a token.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -128,7 +128,7 @@ def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
         assert answer.text == text[: text.index(stop)]
         assert answer.reason is FinishReason.STOP
         assert stop in byte_tokenizer.decode(answer.tokens)
-        if not stop.endswith("\ufffd"):  # U+FFFD can come from a partial character that a later token completes
+        if not stop.endswith("\ufffd"):  # a later token can complete a partial character
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 
@@ -200,7 +200,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """If the engine accepted the token, the step would index outside the logits and fail for all requests."""
+    """If the engine accepted the token, the step would index outside the logits and fail for all its requests."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"in \[0, 199\), got {min(5, token)} .. {max(5, token)}"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
@@ -298,7 +298,7 @@ def test_abort_also_cancels_answers_that_have_not_started(model):
 
 
 class Faulty(Model):
-    """A model that writes to the cache and then raises `raise_next`, if this is set, in one forward pass."""
+    """A model that writes to the cache in each forward pass, and raises `raise_next` once if it is set."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)

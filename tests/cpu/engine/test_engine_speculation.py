@@ -1,4 +1,4 @@
-"""With any proposer, speculation accepts correct drafts and does not change the answers."""
+"""Speculation accepts correct drafts and does not change the answers, whatever the proposer."""
 
 import os
 from dataclasses import replace
@@ -30,7 +30,7 @@ def draft(checkpoint):
 
 
 class RandomProposer:
-    """Proposes a random number of the correct next tokens. Half of the proposals have one token replaced."""
+    """Proposes up to five correct next tokens. In half of the proposals, one token is replaced by a random token."""
 
     models = ()
 
@@ -98,7 +98,7 @@ def answer_of(engine, prompt, params):
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
 def test_draft_by_the_same_model_is_always_accepted(model, block_tokens, temperature):
-    """Prefix hits and copies of partial blocks must include the KV of the draft model."""
+    """Prefix hits and partial block copies must also restore the KV of the draft model."""
     engine = make_engine(model, 256 // block_tokens, block_tokens, proposer=DraftProposer(model, 4))
     params = SamplingParams(temperature=temperature, seed=1, ignore_eos=True, max_tokens=21)
     long, short = prompts(1, 37, 21, shared=[23, 23])
@@ -151,7 +151,7 @@ def test_drafts_need_no_more_blocks_than_the_answer(model, num_blocks):
 
 
 class Failing(Model):
-    """A draft model that fails to compute logits. Engine steps can still fill its cache, but drafting fails."""
+    """A draft model that cannot compute logits. Engine steps can still fill its cache, but proposing drafts fails."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)

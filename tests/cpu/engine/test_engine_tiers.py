@@ -70,7 +70,7 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
 
 
 def polling(engine: Engine):
-    """Return a `to_list` that first polls transfers until no copy is in flight, as on a GPU."""
+    """Return a `to_list` that first polls transfers until no copy is in flight, like the one for a GPU."""
 
     def to_list(tokens: torch.Tensor) -> list[int]:
         while engine.tiers.poll_while_waiting():
@@ -139,7 +139,7 @@ def test_step_submits_loads_before_compute_and_saves_after(model):
 
 
 def test_saves_are_polled_after_compute_and_when_idle(model):
-    """A step without rows polls saves at once, because a waiting request can need the blocks that a save frees."""
+    """A step without rows polls saves at once, because a waiting request may need the blocks that the saves hold."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -235,7 +235,10 @@ def test_host_hits_are_counted(model):
 
 
 def test_blocks_of_draft_and_main_model_move_together(model):
-    """The draft model is the main model itself. The blocks of both cache groups are saved and loaded together."""
+    """The draft model is the main model itself.
+
+    The blocks of both cache groups are saved and loaded in one transfer.
+    """
     import random
 
     talks = conversations(random.Random(5), 4)

@@ -1,4 +1,4 @@
-"""In batch-invariant mode, neither the chunks of a prompt nor the rest of the batch change a bit of the logits."""
+"""In batch-invariant mode, the bits of the logits depend neither on prompt chunks nor on the rest of the batch."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_invariant_ops_require_float32(checkpoint):
         Driver(model, 1, 8).step({0: [1, 2]})
 
 
-def test_invariant_ops_refuse_operation_that_depends_on_row():
+def test_invariant_ops_reject_row_dependent_operation():
     ops = InvariantOps()
     scale = torch.linspace(1, 2, 16)[:, None]
     with pytest.raises(UnavailableError, match="computes different bits in rows 0 and 1"):

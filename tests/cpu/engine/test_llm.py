@@ -1,4 +1,4 @@
-"""LLM, EngineRunner and the command line. Tests that check the text of an answer use the real default model."""
+"""LLM, EngineRunner and the command line. Tests that check the answer text use the real default model."""
 
 from __future__ import annotations
 

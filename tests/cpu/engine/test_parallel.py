@@ -221,7 +221,7 @@ def children() -> list[psutil.Process]:
 
 
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
-    """Return an engine that never recomputes cached blocks. It has a host tier, and a disk tier in `folder`."""
+    """Return an engine that loads all cached blocks. It has a host tier, and a disk tier if `folder` is given."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
@@ -341,7 +341,7 @@ def test_block_unreadable_on_one_rank_is_a_miss_on_all_ranks(requests, expected,
 
 
 def test_ranks_sending_more_than_a_pipe_holds_do_not_deadlock(tmp_path):
-    """Regression: rank 0 sent plans with many keys while rank 1 sent lookups, and neither rank read its pipe."""
+    """Regression: rank 0 sent plans with many keys and rank 1 sent lookups, but neither rank read its pipe."""
     engine = engine_of(2, tmp_path)
     controller = engine.tiers._controller
     keys, num_lookups = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 0

@@ -19,7 +19,7 @@ def llama(checkpoint):
 
 
 def expected(oracle, prompt):
-    """Return the log-probability of each token except the first, and all log-probabilities at each position."""
+    """Return the log-probability of each token except the first one, and the whole distribution at each position."""
     with torch.inference_mode():
         logprobs = oracle(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None]).squeeze(-1).numpy(), logprobs

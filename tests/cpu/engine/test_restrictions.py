@@ -102,7 +102,7 @@ class OddTokens:
 
 
 def test_restrictions_with_drafts_and_samples_equal_those_alone(model):
-    """Drafts, penalties, a constraint and several samples do not change what the restrictions allow."""
+    """Drafts, penalties, a constraint and several samples do not change which tokens the restrictions allow."""
     given = prompts(1, 12, 12, 12, 12)
     repeated = [prompt * 3 for prompt in given]
     free = alone(model, repeated[0], greedy(12)).tokens

@@ -22,7 +22,7 @@ def rows(count, seed=0, scale=3.0, vocab=VOCAB):
 
 
 def reference_distribution(logits, params):
-    """Return the probability of each token that the filters keep. The most likely tokens are visited first."""
+    """Return the probability of each token that the filters keep. Visit the tokens from the most likely one on."""
     scaled = logits.double().numpy() / max(params.temperature, 1e-300)
     order = np.argsort(-scaled, kind="stable")
     order = order[: params.top_k or len(order)]
@@ -102,7 +102,10 @@ def test_greedy_sample_is_the_argmax():
 
 
 def test_native_sample_equals_torch():
-    """The rows of `wide` have one more token, of probability 0. Native code refuses this length, so torch is used."""
+    """The rows of `wide` have one additional token of probability 0.
+
+    Native code rejects this length, so torch is used.
+    """
     random = np.random.default_rng(5)
     for vocab in (16, 64, 1008, 4096):
         logits = rows(60, vocab, scale=random.uniform(0.1, 6), vocab=vocab)

@@ -61,7 +61,7 @@ def test_encode_chat_parse_special_has_no_effect_on_plain_text(kind, content, na
     messages, options = conversation(content, name)
     text = tokenizer.chat_text(messages, **options).lower()
     if any(text.count(token.lower()) > TEMPLATES[kind].lower().count(token.lower()) * 2 for token in SPECIAL):
-        return  # content, name and content together form a special token
+        return  # content and name, joined by the template, form a special token
     assert tokenizer.encode_chat(messages, **options) == tokenizer.encode_chat(messages, parse_special=True, **options)
 
 
@@ -79,14 +79,14 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
     allowed = control_tokens(tokenizer, tokenizer.encode_chat(harmless, parse_special=True, **plain))
     actual = control_tokens(tokenizer, ids)
     if kind == "inspected":
-        assert set(actual) <= {tokenizer.token_id("[INST]")}  # written by the template itself
+        assert set(actual) <= {tokenizer.token_id("[INST]")}  # the template itself writes this token
         assert len(actual) <= len(messages)
     else:
         assert actual == allowed
     if kind not in (
         "ascii",
         "inspected",
-    ):  # the output of these templates shows or depends on the marks around user text
+    ):  # the output of these templates contains or depends on the marks around user text
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 
 

@@ -39,8 +39,9 @@ def smollm2():
 
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # transformers ignores the pre-tokenizer type in the file. The tokenizer.json of SmolLM2 splits digits first, and so
-    # does llama.cpp. On 2026-11-15, llama.cpp and kvtier returned the same tokens for 2,015 texts with digits.
+    # transformers ignores the pre-tokenizer type in the GGUF file. The tokenizer.json of SmolLM2 and llama.cpp split
+    # digits
+    # first. On 2026-11-15, llama.cpp and kvtier returned the same tokens for 2,015 texts with digits.
     cuts = tokenizers.pre_tokenizers
     pre = cuts.Sequence([cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)])
     oracle.backend_tokenizer.pre_tokenizer = pre
@@ -49,7 +50,10 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Return a folder and the byte-level tokenizer that transformers saved in it. The tokenizer adds a bos token."""
+    """Return a folder with a byte-level tokenizer, and this tokenizer in transformers.
+
+    The tokenizer adds a BOS token.
+    """
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -1,4 +1,4 @@
-"""A PrefixCache gives the answers of plain `generate`. KVTIER_SOAK multiplies the number of random cases."""
+"""`generate` with a PrefixCache returns the same tokens as without. KVTIER_SOAK multiplies the number of cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = 4 * SOAK
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_random_cases_equal_generate(kind, block_tokens, tmp_path):
-    """Compare tokens for shared prefixes, padding, sampling, static caches, crops and further turns."""
+    """Compare tokens for shared prefixes, padding, sampling, static caches, crops and second turns."""
     model = shared_model(kind)
     with PrefixCache(
         model, f"disk:{tmp_path}?bytes=200MiB&free=0", host_bytes="16MiB", block_tokens=block_tokens
@@ -31,8 +31,8 @@ def test_prefix_cache_random_cases_equal_generate(kind, block_tokens, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_begin_every_hit_length_equals_generate(attention):
-    """Cut an earlier prompt at every token, with blocks of one token."""
+def test_begin_with_any_hit_length_equals_generate(attention):
+    """Cache every possible number of prompt tokens, in blocks of one token."""
     model = make_model("llama", attn_implementation=attention)
     ids = prompt(20)
     expected = greedy(model, {"input_ids": ids})
@@ -46,8 +46,8 @@ def test_begin_every_hit_length_equals_generate(attention):
             assert torch.equal(greedy(model, {"input_ids": ids}, past_key_values=cache), expected)
 
 
-def test_begin_logits_of_last_token_are_close():
-    """Reused KV gives the logits of a whole prefill up to rounding."""
+def test_logits_after_cached_prefix_are_close_to_prefill():
+    """The logits after reused KV equal the logits of a whole prefill, except for rounding."""
     model, ids = shared_model("qwen3"), prompt(40)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=8) as prefix, torch.no_grad():
         plain = model(input_ids=ids).logits[:, -1]
@@ -58,8 +58,8 @@ def test_begin_logits_of_last_token_are_close():
     assert torch.allclose(plain, cached, atol=1e-5)
 
 
-def test_begin_unequal_hits_use_the_shortest_row():
-    """Two rows with different padding and different hits get as many columns as both have."""
+def test_begin_with_unequal_hits_uses_common_columns():
+    """Two rows have different padding and different hits. Only columns that are cached in both rows are reused."""
     model = shared_model("llama")
     first, second = prompt(30, 1)[0].tolist(), prompt(22, 2)[0].tolist()
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix:
@@ -72,7 +72,7 @@ def test_begin_unequal_hits_use_the_shortest_row():
 
 
 def test_generate_completion_is_reused_in_the_next_turn():
-    """The blocks of a completion are saved as well; the last token has no KV."""
+    """The blocks of a completion are saved too, except for its last token, which has no KV."""
     model = shared_model("gemma3")
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix:
         turn = prefix.generate(prompt(10), max_new_tokens=11, do_sample=False)
@@ -91,8 +91,8 @@ def test_begin_max_length_returns_a_static_cache():
         assert torch.equal(greedy(model, {"input_ids": ids}, 6, past_key_values=cache), expected)
 
 
-def test_cache_copy_is_not_recorded():
-    """A copy of a cache has no tokens on record, so nothing of it is saved, and its answers are right."""
+def test_copied_cache_is_not_saved():
+    """A copied cache records no tokens. Therefore its blocks are not saved, but its answers are correct."""
     import copy
 
     model, ids = shared_model("gemma3"), prompt(12)
@@ -101,8 +101,8 @@ def test_cache_copy_is_not_recorded():
         assert prefix.begin(ids).hit_tokens == (0,)
 
 
-def test_cache_reordered_rows_are_not_saved():
-    """After rows were exchanged, their tokens are unknown. Saving them would store wrong KV."""
+def test_reordered_rows_of_cache_are_not_saved():
+    """When rows are exchanged, their tokens become unknown. Saving such rows would store wrong KV."""
     model = shared_model("llama")
     ids = prompt(9, rows=2)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix, torch.no_grad():

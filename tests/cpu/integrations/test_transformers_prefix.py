@@ -1,4 +1,4 @@
-"""Refusals, isolation, restarts, damage and limits of the prefix cache for transformers."""
+"""The prefix cache for transformers: rejected inputs, isolation, restarts, damage and limits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_prefix_cache_linear_attention_is_refused():
         open_prefix(hf.MambaForCausalLM(config).eval())
 
 
-def test_prefix_cache_other_objects_are_refused():
+def test_prefix_cache_of_other_object_is_refused():
     with pytest.raises(ArgumentError, match="needs a PreTrainedModel"):
         open_prefix(torch.nn.Linear(2, 2))
 
@@ -122,7 +122,7 @@ def test_forward_beams_over_a_shared_cache_are_refused():
 
 
 def test_forward_repeated_prefix_is_refused():
-    """Versions of transformers before 5.20 feed the whole prompt to a filled cache with prefill_chunk_size."""
+    """Before version 5.20, transformers sends the whole prompt to a filled cache if prefill_chunk_size is set."""
     model = shared_model("llama")
     with open_prefix(model) as prefix, torch.no_grad():
         prefix.generate(IDS, max_new_tokens=1)
@@ -135,7 +135,7 @@ def test_forward_repeated_prefix_is_refused():
 
 
 def test_forward_assisted_decoding_after_a_hit_is_refused():
-    """transformers 5.23 feeds the whole prompt to a filled cache with prompt_lookup_num_tokens."""
+    """transformers 5.23 sends the whole prompt to a filled cache if prompt_lookup_num_tokens is set."""
     model, ids = shared_model("llama"), prompt(6).repeat(1, 5)
     with open_prefix(model) as prefix:
         expected = greedy(model, {"input_ids": ids}, 20)
@@ -152,7 +152,7 @@ def test_forward_assisted_decoding_after_a_hit_is_refused():
 
 
 def test_forward_other_prompt_is_refused():
-    """transformers trusts that the cache belongs to the input. Another prompt would get a wrong answer."""
+    """transformers does not check that the cache belongs to the input. Another prompt would get a wrong answer."""
     model, other = shared_model("llama"), IDS.clone()
     other[0, -1] += 1
     with open_prefix(model) as prefix:
@@ -164,7 +164,7 @@ def test_forward_other_prompt_is_refused():
             model(input_ids=inputs["input_ids"], past_key_values=prefix.begin(**inputs))
 
 
-def test_crop_cut_sliding_layer_is_refused():
+def test_crop_of_sliding_layer_is_refused():
     model = shared_model("gemma3")
     with open_prefix(model) as prefix:
         cache = prefix.begin(IDS)
@@ -176,8 +176,8 @@ def test_crop_cut_sliding_layer_is_refused():
 # ---- isolation -----------------------------------------------------------------------------------------------------
 
 
-def test_prefix_cache_other_models_never_hit(tmp_path):
-    """Blocks of one model are misses for other weights, types, implementations and configurations."""
+def test_prefix_cache_of_other_model_never_hits(tmp_path):
+    """Blocks of one model are misses for models with other weights, dtypes, attention implementations or configs."""
     saved(make_model("llama"), tmp_path)
     assert hits(make_model("llama"), tmp_path) == 28
     others = {
@@ -219,7 +219,7 @@ def test_begin_changed_weights_never_hit(change):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23
 def test_begin_adapters_never_share_blocks(tmp_path):
-    """The base model and every adapter have blocks of their own, also after switching and merging."""
+    """The base model and each adapter have their own blocks, even after switching and merging adapters."""
     torch.manual_seed(3)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     saved(make_model("llama"), tmp_path)
@@ -258,8 +258,8 @@ with PrefixCache(model, sys.argv[2], host_bytes="4MiB", block_tokens=4) as prefi
 """
 
 
-def test_prefix_cache_another_process_reads_the_disk(tmp_path):
-    """A second process finds what the first has stored, and gives the same answer."""
+def test_prefix_cache_is_read_from_disk_by_other_process(tmp_path):
+    """A second process finds the blocks that the first process stored, and returns the same answer."""
     printed = []
     for _ in range(2):
         command = [sys.executable, "-W", "ignore", "-c", RESTARTED, "gemma3", disk(tmp_path)]
@@ -273,7 +273,7 @@ def test_prefix_cache_another_process_reads_the_disk(tmp_path):
 
 
 def test_begin_damaged_store_is_a_miss(tmp_path):
-    """Flipped bytes on disk shorten the hit; the answer stays right."""
+    """Flipped bytes on disk shorten the hit, but do not change the answer."""
     model = shared_model("llama")
     saved(model, tmp_path)
     for path in Path(tmp_path).glob("**/*"):
@@ -288,8 +288,8 @@ def test_begin_damaged_store_is_a_miss(tmp_path):
         assert torch.equal(greedy(model, {"input_ids": IDS}, past_key_values=cache), greedy(model, {"input_ids": IDS}))
 
 
-def test_prefix_cache_many_prompts_stay_in_memory_limits(tmp_path):
-    """300 prompts of 7 blocks pass through 64 host blocks and a small disk without growing the process."""
+def test_prefix_cache_stays_within_memory_limits(tmp_path):
+    """300 prompts of 7 blocks use 64 host blocks and a small disk. The memory of the process must not grow."""
     model = shared_model("llama")
     process = psutil.Process()
     with open_prefix(model, disk(tmp_path), host_bytes=64 << 12) as prefix:
@@ -301,7 +301,7 @@ def test_prefix_cache_many_prompts_stay_in_memory_limits(tmp_path):
             prefix.generate(prompt(30, seed), max_new_tokens=1)
             assert prefix.stats.tiers[0].num_used <= 64
         assert process.memory_info().rss - before < 16 << 20
-        assert not prefix._recorded  # caches that are gone leave nothing behind
+        assert not prefix._recorded  # freed caches leave no records
         assert prefix.begin(prompt(30, 150)).hit_tokens == (28,)  # from disk
 
 
@@ -332,7 +332,7 @@ def test_prefix_cache_stats_count_tokens_by_tier(tmp_path):
         assert {tier.name: tier.hit_tokens for tier in prefix.stats.tiers} == {"host": 28, "store": 28}
 
 
-def test_close_ends_hooks_and_store(tmp_path):
+def test_close_removes_hooks_and_closes_store(tmp_path):
     model = make_model("llama")
     prefix = open_prefix(model, disk(tmp_path))
     cache = prefix.begin(IDS)
@@ -354,5 +354,5 @@ def test_prefix_cache_invalid_sizes_are_refused(tmp_path):
         open_prefix(model, host_bytes="much")
     with pytest.raises(ArgumentError, match="block_tokens=0"):
         open_prefix(model, block_tokens=0)
-    with open_prefix(model, f"disk:{tmp_path}/new"):  # a folder without a size has 20 GiB
+    with open_prefix(model, f"disk:{tmp_path}/new"):  # without a size, the limit of a folder is 20 GiB
         assert (tmp_path / "new").is_dir()

@@ -1,4 +1,7 @@
-"""Chains of vLLM requests: LoRA content, salts, media and prompt embeddings separate blocks; revisions of weights."""
+"""Chains of vLLM requests differ by LoRA content, salt, media and prompt embeddings.
+
+Namespaces contain the revision.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError
+from kvtier.fingerprint import files_digest
 from kvtier.index import Namespace
-from kvtier.integrations.vllm.chains import ChainBuilder, files_digest
+from kvtier.integrations.vllm.chains import ChainBuilder
 from kvtier.integrations.vllm.config import ConnectorConfig
 from kvtier.integrations.vllm.identity import namespace_of
 from kvtier.layout import CacheGroup
@@ -32,7 +36,7 @@ def request_of(tokens, *, salt=None, lora=None, media=(), embeds=None):
 
 
 def extra_keys(request, first, stop, item):
-    """Return keys in the form of vLLM's generate_block_hash_extra_keys."""
+    """Return keys in the same form as vLLM's generate_block_hash_extra_keys."""
     keys = [("mm", digest, start - first) for start, digest in request.mm_features if first <= start < stop]
     if request.lora_request:
         keys.append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
@@ -86,7 +90,7 @@ def test_chain_lora_depends_on_the_content_of_its_files(tmp_path):
     assert set(first).isdisjoint(renamed)
 
 
-def test_chain_lora_without_files_is_shared_in_one_process_only():
+def test_chain_of_lora_without_files_is_not_shared():
     lora = SimpleNamespace(lora_name="a", lora_path="hub/name")
     builder = ChainBuilder(NAMESPACE, extra_keys)
     assert keys_of(request_of(range(8), lora=lora), builder) == keys_of(request_of(range(8), lora=lora), builder)
@@ -103,7 +107,7 @@ REQUESTS = st.builds(
 
 @given(REQUESTS, REQUESTS)
 def test_chains_share_blocks_only_if_vllm_hashes_agree(one, other):
-    """vLLM's hash of a block covers the parent's hash, the tokens and the extra keys."""
+    """vLLM's hash of a block covers the hash of its parent, its tokens and its extra keys."""
 
     def hashes(request):
         blocks = range(0, 8, BLOCK)

@@ -1,4 +1,4 @@
-"""Settings of the vLLM connector: defaults, stores, errors that name the setting, settings of a request."""
+"""Settings of the vLLM connector: defaults, stores, errors that name the setting, and options of single requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_config_without_settings_has_the_documented_defaults():
 
 
 @pytest.mark.parametrize(("given", "expected"), [("16GiB", 16 << 30), ("1.5MB", 1_500_000), (4096, 4096)])
-def test_config_host_bytes_reads_sizes(given, expected):
+def test_config_host_bytes_accepts_numbers_and_units(given, expected):
     assert ConnectorConfig.parse({"host_bytes": given}).host_bytes == expected
 
 
@@ -81,7 +81,7 @@ def test_request_options_read_kvtier_params():
 
 
 @pytest.mark.parametrize("given", [{"kvtier": {"sav": False}}, {"kvtier": {"error": "x"}}, {"kvtier": 3}])
-def test_request_options_invalid_params_are_described_not_raised(given):
+def test_request_options_with_invalid_params_contain_error(given):
     options = RequestOptions.parse(given)
     assert options.explain
     assert "unknown setting" in options.error

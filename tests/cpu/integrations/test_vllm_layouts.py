@@ -1,4 +1,4 @@
-"""Cache tensors of vLLM as a CacheGroup: order of the axes, shared tensors, kernel blocks, refused layouts."""
+"""Cache tensors of vLLM as a CacheGroup: order of axes, shared tensors, kernel blocks and unsupported layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_layout_keeps_the_order_of_bytes_in_a_page(layout, shape, head_axis, num
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_layout_of_one_head_has_the_same_head_axis(layout):
-    """A rank with one head and an engine with all heads must describe a block in the same way."""
+    """A rank with one head and an engine with all heads must describe a block by the same head axis."""
     one, _ = cache_of(layout, {**SIZES, "H": 1})
     all_heads, _ = cache_of(layout)
     assert one.group.layers[0].tensors[0].head_axis == all_heads.group.layers[0].tensors[0].head_axis
@@ -47,7 +47,7 @@ def test_layout_without_heads_has_no_head_axis():
     assert cache.group.layers[0].tensors[0].head_axis is None
 
 
-def test_layout_with_kernel_blocks_groups_them():
+def test_layout_with_kernel_blocks_joins_them_to_blocks():
     cache, pages = cache_of("LBHNC", num_blocks=3)
     assert cache.num_blocks == 3
     assert cache.group.layers[0].tensors[0].shape == (2, 4, 8, 4)

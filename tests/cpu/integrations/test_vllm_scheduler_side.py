@@ -1,4 +1,4 @@
-"""The scheduler side of the vLLM connector without vLLM: requests, block pool and workers are simulated."""
+"""The scheduler side of the vLLM connector without vLLM. Requests, the block pool and workers are simulated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvtier.messages import Report, Route, StoreLookup, TransferResult
 
 BLOCK = 4
 NUM_BLOCKS, NUM_PROMPT_BLOCKS = 9, 7
-"""Full blocks of a request and of its prompt."""
+"""Number of full blocks of a request, and number of full blocks of its prompt."""
 
 
 class Pool:
-    """vLLM's BlockPool: reference counts of device blocks. Block 0 is the null block."""
+    """Simulates vLLM's BlockPool. It counts references to device blocks; block 0 is the null block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(num_blocks)]
@@ -36,7 +36,7 @@ class Pool:
 
 
 class Engine:
-    """EngineCore with a scheduler side. A transfer is in flight until `report`."""
+    """Simulates EngineCore with a scheduler side. A transfer stays in flight until `report` is called."""
 
     def __init__(self, num_host: int, **settings: object) -> None:
         config = ConnectorConfig.parse({"stores": ["memory:?bytes=1MiB"], **settings})
@@ -47,7 +47,7 @@ class Engine:
         self.step({})
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]] | None = None) -> None:
-        """Plan a step and answer its probes."""
+        """Plan a step, and report all its probes as absent."""
         state = SimpleNamespace(get_block_ids=lambda name: ((tables or {})[name],))
         output = SimpleNamespace(
             preempted_req_ids=(),
@@ -62,7 +62,7 @@ class Engine:
             self.side.on_reports([Report(plan.epoch, 0, (), lookups)])
 
     def report(self, route: Route) -> int:
-        """Report all transfers of a route as done. Return the number of blocks."""
+        """Report all transfers of a route as done. Return the number of their blocks."""
         done = [each for each in self.transfers.values() if each.route is route]
         for each in done:
             del self.transfers[each.id]
@@ -70,7 +70,7 @@ class Engine:
         return sum(max(len(each.sources), len(each.targets)) for each in done)
 
     def answer(self, name: str, seed: int, *, num_local: int = 0) -> None:
-        """Compute a request in one step and finish it. vLLM has its first `num_local` blocks on the device."""
+        """Compute a request in one step and finish it. Its first `num_local` blocks are already on the device."""
         tokens = [seed * 1000 + number for number in range(NUM_BLOCKS * BLOCK + 2)]
         request = SimpleNamespace(
             request_id=name,
@@ -98,25 +98,28 @@ class Engine:
         self.step({})
 
 
-def test_saves_while_the_store_writes_fill_the_free_slots():
-    """Host blocks that a store is writing cannot be evicted. A slow store therefore leaves no room for new saves."""
+def test_saves_are_skipped_while_store_writes_host_blocks():
+    """Host blocks cannot be evicted while a store writes them.
+
+    Therefore a slow store leaves no free slots for new saves.
+    """
     engine = Engine(num_host=16)
     engine.answer("first", 0)
     engine.answer("second", 1)
     assert engine.side.num_skipped_blocks == 2 * NUM_BLOCKS - 16
     assert engine.report(Route.HOST_TO_STORE) == 16
-    engine.answer("third", 2)  # the store has the other blocks, so they are evicted
+    engine.answer("third", 2)  # the store has written the host blocks, so they can be evicted
     assert engine.side.num_skipped_blocks == 2 * NUM_BLOCKS - 16
     assert {block.ref_cnt for block in engine.pool.blocks} == {0}
     engine.side.check()
 
 
-def test_blocks_without_room_are_saved_with_the_next_request():
+def test_skipped_blocks_are_saved_with_next_request():
     engine = Engine(num_host=16)
     engine.answer("first", 0)
     engine.answer("second", 1)
     engine.report(Route.HOST_TO_STORE)
-    engine.answer("second again", 1, num_local=NUM_BLOCKS)  # all of it is on the device
+    engine.answer("second again", 1, num_local=NUM_BLOCKS)  # all its blocks are on the device
     assert engine.report(Route.HOST_TO_STORE) == 2 * NUM_BLOCKS - 16
     assert engine.side.num_skipped_blocks == 2 * NUM_BLOCKS - 16
 

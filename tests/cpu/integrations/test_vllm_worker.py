@@ -1,4 +1,4 @@
-"""The worker side of the vLLM connector over vLLM's memory layouts, driven by steps that were recorded in vLLM."""
+"""The worker side of the vLLM connector with vLLM's memory layouts. The steps were recorded in vLLM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def block_bytes(views: dict[str, torch.Tensor], block: int) -> bytes:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "MLA"])
 def test_worker_recorded_steps_are_bit_exact(layout, device):
-    """Compare every loaded block with the content that the saved block had."""
+    """Compare every loaded block with the content of the block when it was saved."""
     is_mla = layout == "MLA"
     sizes = {**SIZES, "H": 1, "C": 72} if is_mla else SIZES
     dtype = torch.bfloat16 if is_mla else torch.float32
@@ -82,8 +82,8 @@ def test_worker_recorded_steps_are_bit_exact(layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_worker_starts_each_load_once_beside_the_forward(device):
-    """On a CPU the forward pass blocks the worker, so a load must be in flight before it."""
+def test_worker_starts_each_load_once(device):
+    """On a CPU, the forward pass blocks the worker, so a load must start before the forward pass."""
     worker, _, _ = make_worker(device=device)
     step = next(step for step in recorded_steps() if step.loads)
     worker.begin_step(step)
@@ -121,7 +121,7 @@ def test_worker_failed_copy_names_blocks_and_does_not_raise():
     worker.close()
 
 
-def test_verifier_changed_host_block_fails_the_load():
+def test_verifier_fails_load_of_changed_host_block():
     worker, _, pages = make_worker()
     worker.verify_loads(pages)
     steps = list(recorded_steps())

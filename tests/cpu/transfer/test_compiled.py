@@ -1,4 +1,4 @@
-"""Copy tables: staged and direct tables move the same bytes, chunks fit into the ring, adjacent parts are joined."""
+"""Copy tables: staged and direct tables copy the same bytes, chunks fit into the ring, adjacent parts are merged."""
 
 import ctypes
 from dataclasses import replace
@@ -141,7 +141,7 @@ def view_of(memory, start, stride, nbytes, blocks=3):
 
 
 def other_allocation(memory, start, stride, nbytes):
-    """Return a tensor at the same addresses as `view_of`, but with a storage of its own."""
+    """Return a tensor at the same addresses as `view_of`, but with its own torch storage."""
     base = Buffer.from_pointer(memory.data_ptr(), memory.numel(), "u8", CPU, owner=memory).numpy()
     return torch.from_numpy(np.lib.stride_tricks.as_strided(base[start:], (3, nbytes), (stride, 1)))
 
@@ -178,7 +178,7 @@ def test_registering_cache_that_overlaps_host_memory_raises():
     begin, end = host.pointer, host.pointer + len(host.view())
 
     def register(start):
-        memory = Buffer.from_pointer(start, 64, "u8", CPU, owner=host).numpy()  # never read or written
+        memory = Buffer.from_pointer(start, 64, "u8", CPU, owner=host).numpy()  # this memory is never accessed
         key = torch.zeros(2, 8, dtype=torch.uint8)
         value = torch.from_numpy(np.lib.stride_tricks.as_strided(memory, (2, 16), (24, 1)))
         with TransferManager(layout_of(PAIR), CPU) as manager:

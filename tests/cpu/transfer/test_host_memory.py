@@ -192,7 +192,7 @@ def test_host_memory_slots_and_view_contain_the_blocks():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Patch host memory with a condition that reports waiting threads, and with a clock that only the test advances."""
+    """Patch the condition of host memory, to report waiting threads, and its clock, which only the test advances."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     names = SimpleNamespace(Condition=WatchedCondition, Thread=threading.Thread)
     monkeypatch.setattr("kvtier.transfer.host_memory.threading", names)

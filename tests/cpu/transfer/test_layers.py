@@ -1,4 +1,4 @@
-"""LayerDoneCounter: waking of threads, arrival of layers, and timeouts."""
+"""LayerDoneCounter: waits for layers, failures and timeouts."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Native code and numpy code sort the block ids of a transfer in the same order and return the same copies."""
+"""Native code and numpy sort the block ids of a transfer in the same order, and return the same copies."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prices of strategies with a made-up calibration. A price is the link time plus the time that the model loses."""
+"""Estimated prices of strategies with a constructed calibration. A price is the link time plus the model's slowdown."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def rows(gbs, piece_us):
-    """Return the costs of a path with this rate and this time per piece."""
+    """Return the costs of a path with the rate `gbs` and `piece_us` microseconds per piece."""
     return tuple(Cost(size, 10.0, piece_us + size / gbs / 1e3) for size in _SIZES)
 
 
@@ -43,7 +43,7 @@ def cheapest(shape, table=TABLE):
 
 
 @pytest.mark.parametrize(("parts", "best"), [(32, "direct"), (32 * 64, "staged"), (32 * 512, "staged")])
-def test_cheapest_strategy_depends_on_the_size_of_parts(parts, best):
+def test_cheapest_strategy_depends_on_size_of_parts(parts, best):
     assert cheapest(TransferShape(GPU, PINNED, 64 * MIB, parts, 32)) == best
 
 
@@ -53,14 +53,14 @@ def test_kernel_is_cheapest_if_it_does_not_slow_down_the_model():
     assert cheapest(shape, harmless) == "kernel"
 
 
-def test_prices_are_times_plus_losses():
+def test_prices_are_link_times_plus_slowdown_of_model():
     times, prices = _prices(TransferShape(GPU, PINNED, 50 * MIB, 50, 50), ALL, TABLE)
     assert prices["direct"] == times["direct"] == pytest.approx(10 + 50 * (1 + MIB / 50e3), rel=0.02)
     assert prices["kernel"] == pytest.approx(1.8 * times["kernel"])
     assert prices["staged"] > times["staged"] > times["direct"]
 
 
-def test_prices_of_each_strategy_follow_from_the_calibration():
+def test_prices_equal_manual_calculation_from_calibration():
     table = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.25, "gather": 0.5}})
     for nbytes in (2 * MIB, 64 * MIB):  # smaller and larger than the first chunk
         shape = TransferShape(GPU, PINNED, nbytes, 2048, 32)

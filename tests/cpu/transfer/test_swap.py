@@ -1,4 +1,4 @@
-"""The swap operators give the same results as numpy, on every placement that this machine has."""
+"""The swap functions copy the same bytes as numpy, on every placement of this machine."""
 
 import threading
 

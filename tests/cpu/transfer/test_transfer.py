@@ -61,7 +61,7 @@ def device(request):
 
 
 def managed(group, device, *, form="layer-first", num_blocks=12, num_slots=17, seed=0, config=None, **options):
-    """Return a manager of one group, its device tensors and its host memory. Both sides contain random bytes."""
+    """Return the manager of one group, its device tensors and its host memory. Both memories contain random bytes."""
     manager = TransferManager(layout_of(group), device, config, **options)
     cache, views = filled_cache(group, num_blocks, form, device, seed)
     host = ready_host(group, num_slots, device, seed, piece_bytes=group.slot_bytes * 5)
@@ -153,7 +153,7 @@ def test_adjacent_blocks_in_a_pinned_piece_are_one_copy(device):
 
 
 class FaultyMover:
-    """A mover that raises for a random share of the copies, and for all copies that touch an address in `broken`."""
+    """A mover that raises for a random share of all copies, and for every copy that touches an address in `broken`."""
 
     def __init__(self, share=0.0, seed=0):
         self.broken, self._share, self._random, self._lock = [], share, random.Random(seed), threading.Lock()
@@ -375,7 +375,7 @@ def test_poll_only_urgent_keeps_bulk_reports_for_later(device):
         assert [report.id for report in manager.poll()] == [save.id]
 
 
-def test_transfers_that_were_waited_for_need_no_poll(device):
+def test_waited_transfers_need_no_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         for _ in range(20):

@@ -19,7 +19,7 @@ def with_system(number: int, num_blocks: int = 3) -> Chain:
 
 
 def lab_with_two_prompts() -> Lab:
-    """Return a lab that holds two prompts of five blocks in all three tiers. The prompts share two blocks."""
+    """Return a lab with two prompts of five blocks in all three tiers. The prompts share their first two blocks."""
     lab = Lab(40, host=HostConfig(40), stores=[disk()])
     lab.serve(with_system(1))
     lab.serve(with_system(2))
@@ -157,7 +157,7 @@ def test_demote_without_host_copy_frees_nothing():
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.SELECTIVE, WritePolicy.BACK])
-def test_save_ignores_write_policy(policy):
+def test_save_of_prompt_ignores_write_policy(policy):
     never = WritebackConfig(policy, min_uses=9, low_share=0.0)
     lab = Lab(20, host=HostConfig(20, saving=never), stores=[disk(saving=never)])
     lab.serve(prompt(1, 4))

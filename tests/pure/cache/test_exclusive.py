@@ -1,4 +1,4 @@
-"""The exclusive host tier: what it evicts first, what is saved again, and what is lost if a save is late."""
+"""The exclusive host tier: eviction order, late saves of the device's next victims, and blocks that are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.messages import Route
 
 
 def full_lab(**options) -> Lab:
-    """Return a lab whose device and host are full. The device holds the last four prompts of 14."""
+    """Return a lab whose device and host are full after 14 prompts. The device holds the last four prompts."""
     lab = Lab(20, host=HostConfig(32, ahead_share=0.5, **options))
     for number in range(14):
         lab.serve(prompt(number, 4))
@@ -24,7 +24,7 @@ def num_saved(lab: Lab) -> int:
     return lab.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks
 
 
-def test_exclusive_pair_holds_more_prompts_than_inclusive_pair():
+def test_exclusive_host_holds_more_prompts_than_inclusive_host():
     num_held = {}
     for exclusive in (True, False):
         lab = Lab(16, host=HostConfig(16, exclusive=exclusive, ahead_share=0.25))
@@ -33,7 +33,7 @@ def test_exclusive_pair_holds_more_prompts_than_inclusive_pair():
         chains = [prompt(number, 4) for number in range(12)]
         num_held[exclusive] = sum(max(lab.num_in(tier, chain) for tier in ("device", "host")) for chain in chains)
     assert num_held[False] == 16
-    assert num_held[True] >= 28  # copies of one prompt, which the device evicts next, are in both tiers
+    assert num_held[True] >= 28  # the device's next victims, one prompt, are in both tiers
 
 
 def test_blocks_are_saved_early_while_host_has_free_slots():
@@ -42,7 +42,7 @@ def test_blocks_are_saved_early_while_host_has_free_slots():
     assert lab.num_in("host", prompt(1, 4)) == 4
 
 
-def test_full_host_evicts_copies_that_device_holds_first():
+def test_full_host_evicts_duplicates_of_device_blocks_first():
     lab = full_lab()
     host = lab.manager.tree.tiers[1]
     loaded = 2 + next(number for number in range(14) if lab.num_in("host", prompt(number, 4)))
@@ -76,7 +76,7 @@ def test_loaded_block_returns_to_host_before_eviction():
 
 
 def test_late_save_drops_block_without_waiting():
-    """No plan runs between the allocations, so that the device evicts blocks that were not saved again."""
+    """No plan runs between the allocations, so the device evicts blocks before they are saved again."""
     lab = full_lab()
     allocations = [lab.manager.match(prompt(40 + number, 4)) for number in range(3)]
     for allocation in allocations:
@@ -86,7 +86,7 @@ def test_late_save_drops_block_without_waiting():
     lab.manager.check()
 
 
-def test_lost_device_copy_frees_children_on_host():
+def test_evicted_parent_on_device_frees_children_on_host():
     lab = Lab(16, host=HostConfig(16))
     lab.serve(chain_of(*[1] * BLOCK, *[2] * BLOCK, 9))
     tree = lab.manager.tree
@@ -101,7 +101,7 @@ def test_lost_device_copy_frees_children_on_host():
     lab.manager.check()
 
 
-def test_failed_save_of_next_victim_is_a_miss():
+def test_failed_save_of_next_victim_leads_to_miss():
     lab = Lab(8, host=HostConfig(8, ahead_share=0.5))
     for number in range(8):
         lab.serve(prompt(number, 4), lose=lambda move, _: [move.route is Route.DEVICE_TO_HOST] * move.num_blocks)
@@ -109,7 +109,7 @@ def test_failed_save_of_next_victim_is_a_miss():
     assert lab.manager.stats.hit_tokens == 0
 
 
-def test_selective_writes_save_only_used_blocks_late():
+def test_selective_policy_saves_only_reused_next_victims():
     saving = WritebackConfig(WritePolicy.SELECTIVE)
     lab = full_lab(saving=saving)
     assert num_saved(lab) == 0
@@ -143,7 +143,7 @@ def test_store_receives_blocks_early_although_host_is_full(is_shared):
     assert [lab.num_in("disk", prompt(number, 4)) for number in range(4)] == [4, 4, 4, 4]
 
 
-def test_next_victims_with_stores_reach_the_store():
+def test_next_victims_are_saved_to_the_store():
     saving = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(20, host=HostConfig(64, saving=saving, ahead_share=0.5), stores=[disk()])
     for number in range(8):
@@ -163,8 +163,8 @@ def test_foreign_device_uses_inclusive_rule():
     assert [tier.faster for tier in manager.tree.tiers] == [None]
 
 
-def test_quota_on_device_saves_blocks_of_tenant_first():
-    """A tenant at its quota evicts its own blocks, which are saved again first."""
+def test_tenant_at_device_quota_saves_its_own_blocks_first():
+    """A tenant at its quota evicts its own blocks, so these blocks are saved again first."""
     lab = Lab(64, host=HostConfig(64, ahead_share=0.25, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)))
     lab.control.set_quota("device", b"t", 32)
     for number in range(9):

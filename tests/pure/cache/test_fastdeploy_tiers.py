@@ -1,6 +1,6 @@
-"""Regression tests for defects of FastDeploy's Cache Manager V1 that involve several tiers.
+"""Regression tests for defects of FastDeploy's Cache Manager V1 that span several tiers.
 
-tests/ancestors.toml lists every defect. tests/pure/index/test_fastdeploy_defects.py covers the index.
+tests/ancestors.toml lists all defects. tests/pure/index/test_fastdeploy_defects.py covers the defects of the index.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_prefetch_of_unknown_blocks_ends_immediately():
 
 
 def test_prefetch_does_not_fetch_block_with_last_prompt_token():
-    """The prompt ends with a full block. This block is not fetched, because its last token must be computed."""
+    """The prompt ends with a full block. This block is not fetched, because the last token must be computed anyway."""
     lab = lab_with_stored(chain_of(*[1] * 16))
     assert lab.fetched(chain_of(*[1] * 16)).num_fetched == {"disk": 3}
 
@@ -96,7 +96,7 @@ def test_prefetch_skips_blocks_in_memory():
     assert allocation.tokens_from == {"disk": 5 * BLOCK, "host": 3 * BLOCK, "device": 0}
 
 
-def test_tokens_from_counts_tokens_of_each_tier():
+def test_tokens_from_counts_hit_tokens_of_each_tier():
     lab = Lab(8, host=HostConfig(20), stores=[disk("near"), disk("far")])
     lab.worker.stores["near"].update(store_contents(prompt(1, 10), 6))
     lab.worker.stores["far"].update(store_contents(prompt(1, 10)))
@@ -218,7 +218,7 @@ def test_prefetch_that_waits_for_another_evicts_no_block():
 
 
 def test_prefetch_ends_if_another_prefetch_of_its_blocks_fails():
-    """The first prefetch found no block but still has a lease. The second prefetch must not wait for the first."""
+    """The first prefetch found no block, but still has a lease. The second prefetch must not wait for it."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
     lab.worker.stores["disk"].clear()
@@ -314,7 +314,10 @@ def test_store_index_forgets_missing_but_not_unreadable_blocks():
 
 
 def test_retried_prefetch_counts_as_one_refused_load():
-    """A retried prefetch decides twice, but counts as one refused load. A trial load follows after 31 refused loads."""
+    """The cost model decides twice about a retried prefetch, but must count one refusal.
+
+    After 31 refusals, it allows a load.
+    """
     lab = lab_with_stored(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
@@ -518,7 +521,10 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
 
 
 def test_number_of_known_keys_per_store_is_bounded():
-    """Stores do not report evictions. The manager therefore keeps a limited number of keys and forgets the oldest."""
+    """Stores do not report evictions.
+
+    Therefore the manager remembers a limited number of keys and forgets the oldest.
+    """
     lab = lab_with_stored(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):
         lab.serve(prompt(number, 4))

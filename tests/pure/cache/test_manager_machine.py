@@ -1,7 +1,7 @@
 """Random events on a manager with stores never cause a wrong block, a lost slot or a request that does not end.
 
-The tiers are dictionaries (cache_support.Worker). The target of a copy holds RUBBISH until the copy ends. A block that
-is overwritten while it is read, or read before it is written, therefore has the wrong content.
+The tiers are dictionaries (cache_support.Worker). The target of a copy holds RUBBISH until the copy ends. Therefore, a
+block that is overwritten during a read, or read before it is written, has the wrong content.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mirror:
             tier.update(keys)
 
     def check(self, manager: CacheManager) -> None:
-        """Compare with the tree. Blocks of stores must be recorded as complete."""
+        """Compare the keys with the tree and the stores. Every key of a store must be known as present on all ranks."""
         held: dict[str, set[bytes]] = {}
         for node in manager.tree.nodes():
             for tier, part in zip(manager.tree.tiers, node.held, strict=True):
@@ -381,7 +381,7 @@ def test_manager_serves_no_wrong_block_under_random_events():
     assert min(ManagerMachine.steps[tier] for tier in ("device", "host", "store0")) > 0
 
 
-def test_events_of_a_store_follow_writes_drops_and_resets():
+def test_store_events_follow_writes_drops_and_resets():
     mirror = Mirror()
     lab = Lab(20, stores=[StoreConfig("disk")], listener=mirror)
     chain = chain_of(*range(1, 21), 7)
@@ -401,7 +401,7 @@ def test_events_of_a_store_follow_writes_drops_and_resets():
     lab.settle()
     serve()
     lab.manager.reset()
-    assert mirror.tiers == {}  # the store keeps the blocks, but their tokens are gone with the tree
+    assert mirror.tiers == {}  # the store keeps the blocks, but the tree has lost their tokens
     assert lab.worker.stores["disk"]
     lab.manager.stores["disk"].clear()
     mirror.check(lab.manager)

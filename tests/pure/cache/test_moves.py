@@ -1,4 +1,4 @@
-"""Check transfers in flight on several ranks, and compare operations on block masks with a reference."""
+"""Transfers in flight on several ranks, and functions for block masks compared with a reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_intersection_of_masks_equals_reference(pairs):
 
 
 def two_ranks() -> tuple[CacheManager, TransferRequest]:
-    """Return a manager for two ranks, and the save of three blocks that the manager has planned."""
+    """Return a manager for two ranks, and a planned save of three blocks."""
     config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), always_load=True)
     manager = CacheManager(NAMESPACE, config, num_ranks=2)
     allocation = manager.match(prompt(1, 3))

@@ -1,4 +1,4 @@
-"""Check the loads and failures of requests in CacheManager, prompt identities and the sizes of messages."""
+"""Loads and failed loads of requests in CacheManager, prompts that differ in one property, and sizes of messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ IDENTITIES = {
 
 
 def test_prompts_share_only_blocks_before_first_difference():
-    """Serve the same tokens under nine identities. Evictions between the requests make every tier serve blocks."""
+    """Serve the same tokens with nine combinations of salt, adapter and image.
+
+    Evictions make every tier serve blocks.
+    """
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
     first = {name: lab.serve(chain).num_cached_tokens for name, chain in chains.items()}
@@ -275,7 +278,7 @@ def test_request_keeps_times_of_fetch_and_load():
         lab.manager.reset()
     assert (computed.fetch_times, computed.loaded_at) == (None, None)
     start, end = fetched.fetch_times
-    # The fetch takes one step, the load another one; the steps are 0.1 s apart.
+    # The fetch takes one step and the load takes another step. The steps are 0.1 s apart.
     assert fetched.arrival <= start < end == fetched.scheduled_at < fetched.loaded_at
 
 
@@ -283,7 +286,7 @@ def test_request_keeps_times_of_fetch_and_load():
 
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
-    """Serve a prompt from all tiers. Return the sizes of its largest pickled plan, its largest report and its chain."""
+    """Serve a prompt from all tiers. Return the pickled sizes of its largest plan, its largest report and its chain."""
     big = WritebackConfig(WritePolicy.THROUGH, max_blocks=1 << 20)
     lab = Lab(
         2 * num_blocks + 2,

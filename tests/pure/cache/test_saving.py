@@ -1,4 +1,4 @@
-"""Check the write policies, budgets and size limits for saves to lower tiers, and saves after resets."""
+"""Saves to lower tiers: write policies, budgets, size limits, and saves after a reset."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_free_share_keeps_part_of_each_tier_free(share):
     assert lab.num_in("host", prompt(5, 4)) == 4
 
 
-def test_call_of_save_all_saves_thousands_of_prompts():
-    """Most prompts are already in host memory. The prompts that are only in device memory are saved too."""
+def test_save_all_saves_thousands_of_prompts():
+    """Most prompts are already in host memory. `save_all` must also save the prompts that are only on the device."""
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
     for number in range(2000):

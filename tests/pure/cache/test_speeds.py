@@ -19,7 +19,10 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
-    """Return the non-negative costs with the least sum of squared errors, and this sum. Try every subset of costs."""
+    """Return the non-negative costs with the smallest sum of squared errors, and this sum.
+
+    Try every subset of costs.
+    """
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
     y = np.array([seconds for _, seconds in samples]) * weights
@@ -90,9 +93,9 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
-    """Three models fit amounts (10, 50) that take 2 s.
+    """All samples have the amounts (10, 50) and take 2 s. Three models fit these samples.
 
-    A transfer costs 2 s, or a unit of the first amount costs 0.2 s, or a unit of the second amount costs 0.04 s.
+    Either a transfer costs 2 s, or a unit of the first amount costs 0.2 s, or a unit of the second amount costs 0.04 s.
     """
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
@@ -120,7 +123,7 @@ def test_fit_does_not_depend_on_units(scale):
 
 
 def test_cost_model_adapts_to_slower_link():
-    """When a link becomes ten times slower, the estimate is within 5 % of the new time after 200 transfers."""
+    """After a link becomes ten times slower, 200 transfers bring the estimate within 5 % of the new time."""
     speeds, amounts = CostModel(), itertools.cycle((4, 16, 64))
     for _, count in zip(range(300), amounts, strict=False):
         speeds.observe_transfer(LOAD, count, 0.001 + 0.0001 * count)
@@ -277,7 +280,7 @@ def test_cost_model_ignores_failed_transfer():
 
 
 def test_cost_model_tries_slow_link_again():
-    """Without trials, one slow sample would prevent all later loads, and the model would see no faster sample."""
+    """One slow sample must not prevent all later loads. Without loads, the model would never see a faster sample."""
     speeds = CostModel()
     link = (Route.HOST_TO_DEVICE, "")
     speeds.observe_transfer(link, 1, 10.0)
@@ -294,8 +297,8 @@ def test_cost_model_tries_slow_link_again():
     assert "a trial" in str(next(trial_decisions()))
 
 
-def test_each_trial_of_slow_link_costs_one_load():
-    """A trial must not reset the fit, because a model with a single sample would also load other numbers of blocks."""
+def test_each_trial_of_slow_link_allows_one_load():
+    """A trial must not reset the fit: with only one sample, the model would allow loads of other numbers of blocks."""
     speeds, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
         speeds.observe_transfer(link, count, 1.0 + 0.01 * count)
@@ -322,7 +325,7 @@ def trial_decisions():
 
 @pytest.mark.parametrize("exponent", range(1, 14))
 def test_prediction_for_nearly_collinear_amounts_is_in_range(exponent):
-    """The amounts count as collinear if the exponent is large. Noise makes some unconstrained costs negative."""
+    """With a large exponent, the amounts count as collinear. Noise makes some unconstrained costs negative."""
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):
         fit = OnlineLeastSquares(2, in_doubt)

@@ -1,4 +1,4 @@
-"""Check the events of the index. A router rebuilds the contents of the index from the events."""
+"""Events of the index. A router rebuilds the contents of the index from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def token_bytes(*blocks: int) -> bytes:
 
 
 class Router:
-    """Rebuilds the contents of the index from the events of the index."""
+    """Rebuilds the contents of the index from its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -51,7 +51,7 @@ class Router:
         return events
 
     def matched(self, chain: Chain, tier: str) -> int:
-        """Return the number of leading blocks of the chain in the tier. Find each block by parent key and tokens."""
+        """Return the number of leading blocks of the chain in the tier. Look up each block by parent key and tokens."""
         above, found = chain.namespace.root_key(chain.salt, chain.adapter), 0
         below = {content: key for key, content in self.present.get(tier, {}).items()}
         while found < chain.num_blocks and (above, chain.label(found)) in below:

@@ -1,4 +1,4 @@
-"""Check that the index does not have the defects of FastDeploy's Cache Manager V1.
+"""The index does not have the defects of FastDeploy's Cache Manager V1.
 
 tests/ancestors.toml lists every defect.
 """
@@ -224,7 +224,10 @@ def test_path_is_evicted_from_its_end(policy):
 
 
 def test_path_over_several_tiers_is_in_block_order():
-    """The four blocks are on the host, device, host, and on both. Table and path contain one entry per block."""
+    """The four blocks are on the host, on the device, on the host, and on both.
+
+    Table and path have one entry per block.
+    """
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
     tree.publish(lease, 4 * BLOCK)
@@ -293,7 +296,7 @@ def test_slots_are_not_reused_while_they_are_read():
 
 
 def test_block_is_matched_only_after_all_its_tokens_are_computed():
-    """The computed chunk ends inside block 1. Therefore another request in the same step matches only block 0."""
+    """The computed chunk ends inside block 1, so another request in the same step matches only block 0."""
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     assert matched(tree, 1, 2) == 0
@@ -346,7 +349,7 @@ def test_copy_is_readable_only_after_successful_write():
 
 
 def test_equal_slot_numbers_in_two_tiers_do_not_collide():
-    """The block is in host slot 0 and is recomputed into device slot 0. Evictions must free both slots."""
+    """A block in host slot 0 is recomputed into device slot 0. Evictions must free both slots."""
     tree = tree_of(1, 1)
     run_and_copy_to_host(tree, 1)
     tree.evict(tree.tiers[0], 1)

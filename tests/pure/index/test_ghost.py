@@ -1,7 +1,8 @@
-"""Compare shadow caches with naive caches, and estimates of GhostCache with exact replays. Check memory limits."""
+"""Shadow caches have the hits of naive caches, and estimates of GhostCache agree with exact replays."""
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
@@ -27,7 +28,10 @@ SIZES = (1, 2, 3, 5, 8, 13)
 
 
 def paths() -> st.SearchStrategy[list[list[int]]]:
-    """Generate requests as paths from the root of a small tree. The mark of a node encodes its path."""
+    """Generate requests as paths from the root of a small tree.
+
+    The mark of a node is a number that encodes its path.
+    """
     walk = st.lists(st.integers(0, 2), min_size=1, max_size=5)
     return st.lists(
         walk.map(lambda turns: [int("1" + "".join(map(str, turns[: i + 1]))) for i in range(len(turns))]), max_size=60
@@ -113,7 +117,7 @@ def test_learned_shadow_is_bounded_and_hits_only_prefixes(requests, seed):
 
 
 def estimates_outside_error(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
-    """Describe each estimate that differs from the exact hit rate by more than its stated error."""
+    """Describe each estimate whose difference to the exact hit rate exceeds its stated error."""
     outside = []
     for policy in policies:
         for found in ghost.curve(policy):
@@ -168,7 +172,7 @@ def test_ghost_with_full_sampling_has_small_error(block_tokens):
 
 
 def large_cache_hit_rate(chains: list[Chain], capacity: int = 4) -> float:
-    """Return the estimated hit rate of a very large cache, given that the real cache had no hits."""
+    """Return the estimated hit rate of a very large cache. The real cache reports no hits."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
         ghost.record(chain, 0)
@@ -204,7 +208,7 @@ def test_ghost_ignores_prompts_shorter_than_sampled_block():
     assert ghost.curve("fifo") == []
 
 
-def test_sparse_ghost_answers_for_its_own_policies():
+def test_sparse_ghost_has_curves_only_for_its_policies():
     requests = list(generate(SyntheticTrace(sessions=100)))
     alone, sparse = (GhostCache(512, 500, capacities=[200], policies=["learned"]) for _ in range(2))
     both = GhostCache(512, 500, capacities=[200], rate=1.0, sparse=sparse)
@@ -223,15 +227,20 @@ def test_ghost_memory_is_bounded():
         for number in range(first, first + 4 * 1024):
             ghost.record(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
         ghost.curve()
+        gc.collect()
         # count only allocations by the index, because other threads allocate memory too
         ours = tracemalloc.Filter(True, str(Path(kvtier.index.__file__).parent / "*"))
         snapshot = tracemalloc.take_snapshot().filter_traces([ours])
         return sum(entry.size for entry in snapshot.statistics("filename"))
 
+    # CPython keeps freed tuples and reuses them. A reused tuple counts for the code that first allocated it, so the
+    # figure depends on earlier code. A full collection frees these tuples. Then the figure alternates between 172,000
+    # and 234,000 bytes, because it depends on the number of requests since the last fit.
+    gc.collect()
     tracemalloc.start()
     try:
-        before = run(0)
-        assert run(100_000) - before < 20_000
+        before = max(run(0), run(100_000))
+        assert max(run(200_000), run(300_000)) - before < 20_000
     finally:
         tracemalloc.stop()
 
@@ -246,7 +255,7 @@ def test_ghost_with_invalid_arguments_raises():
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_skipping_repeated_requests_does_not_change_curve(requests):
-    """Compare the fast path, which skips repeated requests, with a ghost cache that records every request."""
+    """Compare the fast path, which skips repeated requests, with a ghost cache that processes every request."""
     namespace = Namespace("model", block_tokens=512)
     fast, slow = (GhostCache(512, 8, capacities=(1, 2, 4, 16), rate=1.0) for _ in range(2))
     for shadow in slow._shadows.values():

@@ -1,4 +1,4 @@
-"""Test the learned policy. The oracle is LRU before the first fit, and the lowest of all values after it."""
+"""The learned policy evicts like LRU before its first fit, and the block with the lowest value afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTCOMES = [
 
 
 def blocks_of(tree):
-    """Yield domain, position and path of each block. The result does not depend on how paths are split into nodes."""
+    """Yield the domain, position and path of each block. They do not depend on how paths are split into nodes."""
     for node in tree.nodes():
         path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
         for block in range(node.start, node.stop):
@@ -95,7 +95,7 @@ def fitted_tracker(rng) -> ReuseTracker:
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
-def test_victim_after_fit_has_lowest_value_of_all(seed):
+def test_victim_after_fit_has_lowest_value(seed):
     rng = random.Random(seed)
     tracker = fitted_tracker(rng)
     policy, offered = Learned(tracker), set()
@@ -198,7 +198,7 @@ def test_guard_doubles_time_in_lru_after_each_alarm():
     assert lengths == [100, 200, 400]
 
 
-def test_busiest_numbers_frequent_keys_only():
+def test_busiest_assigns_numbers_only_to_frequent_keys():
     busiest = Busiest()
     for _ in range(Busiest.ENOUGH):
         assert busiest.number("a") == busiest.known("a")
@@ -210,7 +210,7 @@ def test_busiest_numbers_frequent_keys_only():
     assert busiest.known("a") == 0
 
 
-def test_cells_beyond_limit_share_class_without_labels():
+def test_cells_beyond_limit_share_an_unlabelled_class():
     cells = Cells()
     numbers = {cells.number(uses, (new, 0, f, a, 0, 0)) for uses in range(5) for new in range(4) for f in range(4)
                for a in range(8)}  # fmt: skip
@@ -249,7 +249,7 @@ def test_close_changes_class_of_session_path_to_over():
     check_tree(tree)
 
 
-def test_close_of_unknown_session_or_other_tenant_is_zero():
+def test_close_of_unknown_session_or_tenant_returns_zero():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, salt=b"a\0x", outcome=Outcome(hints=Hints("s")))
     assert tree.close(b"a", "other") == tree.close(b"b", "s") == 0
@@ -264,7 +264,7 @@ def test_close_after_use_by_another_session_keeps_its_blocks():
     assert tree.close(b"", "t") == 3
 
 
-def test_close_after_eviction_of_end_moves_rest():
+def test_close_after_eviction_changes_remaining_blocks():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, now=1.0)
     run(tree, 1, 2, 3, 4, now=2.0, outcome=Outcome(hints=Hints("s")))
@@ -288,7 +288,10 @@ def test_hints_with_negative_or_infinite_seconds_raise():
 
 
 def hits_of_tenants(hint_of_second) -> list[int]:
-    """Serve the chats of two tenants with one cache. The second sends hints. Return the hits of both."""
+    """Serve the conversations of two tenants from one cache. Only the second tenant sends hints.
+
+    Return both hit counts.
+    """
     chats = [list(generate(SyntheticTrace(sessions=600, agent_share=0.0, seed=seed))) for seed in (1, 2)]
     merged = sorted((each.timestamp_ms, who, number) for who in (0, 1) for number, each in enumerate(chats[who]))
     remaining = [Counter(id for request in chat for id in request.prompt_ids) for chat in chats]

@@ -1,4 +1,4 @@
-"""Check the reason that `explain` returns for a miss, and the size limit of the miss list."""
+"""The reason that `explain` returns for a miss, and the size limit of the miss list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare each eviction policy with a naive implementation, then test the policy in the tree."""
+"""Eviction policies compared with naive implementations, first alone and then in the tree."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class PlainS3FIFO:
             return name
 
 
-@example(  # a node that returns after its eviction from the main queue counts as new
+@example(  # a node evicted from the main queue counts as new when it returns
     accesses=[(2, 1), (1, 1), (1, 1), (2, 1), (0, 1), (2, 1), (2, 1), (0, 1)], capacity=2
 )
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=200), st.integers(1, 16))
@@ -266,7 +266,7 @@ def test_cost_policy_eventually_evicts_unused_nodes():
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_fifo_evicts_leaves_by_creation_time(requests):
-    """A request publishes all its blocks at once. A block is created by the first request that contains the block."""
+    """A request publishes all its blocks at once. The first request that contains a block creates the block."""
     tree, created = tree_of(8, policy="fifo"), {}
     for time, request in enumerate(requests):
         blocks = [request[0], *([request[1]] if request[2] else []), *([request[2]] if request[2] > 1 else [])]

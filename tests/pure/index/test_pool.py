@@ -63,7 +63,7 @@ def test_allocate_negative_count_raises():
 @pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
 def test_release_of_slots_outside_pool_raises(ids, others):
-    """The pool finds runs differently in short and in long lists of slots, so the test uses both."""
+    """The pool uses different algorithms to find runs in short and in long lists of slots. The test covers both."""
     pool = BlockPool("device", 8 + others)
     pool.allocate(8 + others)
     before = state(pool)
@@ -99,7 +99,7 @@ def test_release_of_slots_from_other_tier_raises():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
 def test_allocation_is_contiguous_if_run_of_double_size_is_free(is_used, data):
-    """The pool finds every free run of 2n slots or more. It checks only one of the shorter runs."""
+    """The pool finds every free run of at least 2n slots. Of the shorter runs, it checks only one."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))
@@ -136,7 +136,7 @@ def test_resize_that_would_remove_used_slots_raises(old, new, used):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Compare a pool with a set of slot numbers."""
+    """Compares a pool with a set of slot numbers."""
 
     @initialize(num_slots=st.integers(0, 80))
     def start(self, num_slots):

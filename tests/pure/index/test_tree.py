@@ -1,4 +1,4 @@
-"""Check cases that the state machine in test_tree_machine.py reaches rarely or never."""
+"""Cases that the state machine in test_tree_machine.py reaches rarely or never."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The drop removes the node of the lease but keeps the parent. The release must not merge the two nodes."""
+    """The drop removes the node of the lease but keeps its parent. The release must not merge the two nodes."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -56,7 +56,7 @@ def test_failed_begin_write_changes_no_block():
 
 
 def test_extended_request_keeps_its_own_priority_and_ttl():
-    """A request without a TTL uses the first block, too. The retention of this request must not apply to the second."""
+    """Another request without a TTL uses the first block. Its retention must not apply to the second block."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -175,7 +175,7 @@ def test_tier_forgets_tenants_without_blocks():
 
 
 def two_tiers_with_copies(*chains: tuple[int, ...]) -> RadixTree:
-    """Return a tree with an exclusive host tier that holds copies of all blocks on the device."""
+    """Return a tree whose exclusive host tier holds copies of all device blocks."""
     tree = tree_of(8, 8, exclusive=True)
     for blocks in chains:
         lease = begin(tree, *blocks)
@@ -185,7 +185,7 @@ def two_tiers_with_copies(*chains: tuple[int, ...]) -> RadixTree:
     return tree
 
 
-def test_split_of_duplicate_lists_only_parts_in_both_tiers():
+def test_split_node_lists_only_duplicate_part():
     tree = two_tiers_with_copies((1, 2, 3))
     tree.evict(tree.tiers[0], 1)  # block 3 is on the host only
     assert matched(tree, 1, 2) == 2  # splits the node after block 2
@@ -193,7 +193,7 @@ def test_split_of_duplicate_lists_only_parts_in_both_tiers():
     assert len(tree.tiers[1].everyone.duplicates) == 1
 
 
-def test_next_victim_is_protected_after_its_new_child_left():
+def test_next_victim_stays_protected_after_child_is_dropped():
     tree = two_tiers_with_copies((1, 2))
     device, host = tree.tiers
     device.look_ahead(8)
@@ -207,8 +207,8 @@ def test_next_victim_is_protected_after_its_new_child_left():
     assert not host.everyone.duplicates
 
 
-def test_match_within_skips_exact_child_that_left_the_device():
-    """The chain's next block is on the host only. Another block, on the device, begins with the same two tokens."""
+def test_match_within_skips_exact_child_outside_device():
+    """The chain's next block is only on the host. A device block with the same first two tokens is matched instead."""
     tree = tree_of(8, 8)
     exact, near = (Chain(NAMESPACE, [1] * BLOCK + [2, 2, last, last]) for last in (2, 9))
     for chain in (exact, near):

@@ -516,7 +516,7 @@ class TieredMachine(Machine):
 
     @rule(tier=st.integers(0, 1), n=st.integers(0, 6))
     def look_ahead(self, tier, n):
-        """Choose the next victims of a tier. Everything that the policy keeps must be newer."""
+        """Choose the next victims of a tier. All blocks that were not chosen must be newer."""
         if not self.model.exclusive:
             return
         self.note_next_victims()
@@ -529,7 +529,7 @@ class TieredMachine(Machine):
         if not self.model.quotas[tier]:
             self.model.check_pulled(tier, {name for name in after[None] - before if tier in content[name]})
             wanted = n - self.tiers[tier].pool.num_free
-            # a node that was split after it was chosen is counted with its former number of blocks
+            # a node that was split after it was chosen still counts with its former number of blocks
             chosen = sum(policy.num_blocks for policy in self.tiers[tier].everyone._in_order)
             leaves = {block.name for block in self.model.leaves(tier)}
             assert chosen >= wanted or leaves <= after[None]
@@ -550,7 +550,7 @@ class TieredMachine(Machine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY, count=st.integers(1, 4))
     def remove(self, which, tier, first, count):
-        """Remove blocks without readers from a tier. Keep device blocks that are in the table of a lease."""
+        """Remove blocks without readers from a tier, except device blocks in the table of a lease."""
         pair = self.open[which % len(self.open)]
         path = pair.holder.path
         if not path:
@@ -645,7 +645,7 @@ def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def parse_extras(extras: bytes) -> tuple:
-    """Parse extras into media items. In the bytes, a length precedes each position and each digest."""
+    """Parse extras into media items. Each position and each digest is preceded by its length."""
     parts = []
     while extras:
         size = int.from_bytes(extras[:8], "little")

@@ -1,6 +1,6 @@
 """Caches of transformers whose tokens PrefixCache records.
 
-A cache of transformers has no tokens. PrefixCache gets the tokens from forward hooks. The caches here add three
+A cache of transformers does not contain tokens. PrefixCache gets them from forward hooks. The caches here add three
 things: they detect reordered rows, they detect removed tokens, and they keep the states that sliding layers drop.
 """
 

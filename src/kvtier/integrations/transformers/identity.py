@@ -53,7 +53,7 @@ def _rope_types(model: PreTrainedModel) -> Iterator[str]:
 
 
 def layout_of_model(model: PreTrainedModel, block_tokens: int) -> KVLayout:
-    """Return the layout of the model's KV. Computes one token, because a configuration does not describe every model.
+    """Return the layout of a model's KV. The model computes one token, because not every configuration has the layout.
 
     All layers are in one group. Sliding layers keep all their tokens in a block, so that a prefix of any length can be
     filled in.

@@ -216,7 +216,8 @@ class PrefixCache:
     def _load(self, chains: Sequence[Chain], padding: Sequence[int], limit: int) -> tuple[list[torch.Tensor], int]:
         """Load the leading columns of all rows. Return the states [row, head, column, size] and the number of columns.
 
-        The states are the key and value of layer 0, of layer 1, and so on; none if there is no hit.
+        The states are the keys and the values of layer 0, then those of layer 1, and so on. Without a hit, the list is
+        empty.
         """
         states: list[torch.Tensor] = []
         for row, (chain, pads) in enumerate(zip(chains, padding, strict=True)):
@@ -309,7 +310,7 @@ class PrefixCache:
             cache.recent.drop_before(min(row.padding + row.num_saved * block_tokens for row in recorded.rows))
 
     def _stop(self, cache: PrefixKV) -> None:
-        """Save nothing more of a cache."""
+        """Stop saving the blocks of a cache."""
         cache.recent.stop()
         self._recorded.pop(cache, None)
 

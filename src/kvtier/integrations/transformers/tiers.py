@@ -31,7 +31,7 @@ from kvtier.worker.controller import CacheController
 
 _STORE = "store"
 _WAIT_SECONDS = 0.05
-"""Longest wait for a report before plans are checked again. Reports end the wait."""
+"""Maximum time to wait for a report before the next plan is made."""
 _MAX_WRITING = 4096
 DISK_BYTES = "20GiB"
 """Size of a disk store whose URL has no `bytes`."""
@@ -162,9 +162,9 @@ class PrefixTiers:
     def save(
         self, chain: Chain, point: SavePoint, first: int, stop: int, fill: Callable[[int, int, Tensors], None]
     ) -> None:
-        """Save the blocks [first, stop) of a chain. `fill` copies some of them into staging memory.
+        """Save the blocks [first, stop) of a chain. `fill` copies a given range of blocks into staging memory.
 
-        Nothing is saved if the host has lost earlier blocks, or if it has no room.
+        If the host has evicted earlier blocks of the chain or has no free slots, the remaining blocks are not saved.
         """
         for low in range(first, stop, self.num_staging):
             high = min(low + self.num_staging, stop)
@@ -192,13 +192,13 @@ class PrefixTiers:
             self._controller.close()
 
     def _finish(self, transfers: set[int]) -> dict[int, bytes]:
-        """Wait for transfers. Return, for each, one byte per block: 1 if the block arrived."""
+        """Wait for transfers. Return a mask for each transfer, with one byte per block: 1 if the block arrived."""
         arrived: dict[int, bytes] = {}
         self._run(lambda: transfers <= arrived.keys(), arrived)
         return arrived
 
     def _run(self, is_done: Callable[[], bool], arrived: dict[int, bytes] | None = None) -> None:
-        """Execute plans and apply reports until `is_done`."""
+        """Execute plans and apply reports until `is_done` returns True."""
         while True:
             plan = self._manager.plan(now=time.monotonic())
             if plan:
@@ -225,7 +225,7 @@ class PrefixTiers:
 
 
 def with_size(url: str) -> str:
-    """Return the URL of a store. A folder without a size gets `DISK_BYTES`."""
+    """Return the URL. If it names a disk store without a size, add the size `DISK_BYTES`."""
     parts: Any = urlsplit(url)
     if parts.scheme != "disk" or "bytes=" in parts.query:
         return url

@@ -5,8 +5,8 @@
     row 1         g h i j k l m n
                   |-- filled --|-- computed by the model
 
-transformers does not compare the tokens in a cache with its input. RecordedRows does, before every forward pass of the
-prompt: an input that does not continue the cache is refused, because its answer would be wrong.
+transformers does not compare the tokens in a cache with the input of the model. RecordedRows compares them before every
+forward pass of the prompt. An input that does not continue the cache is rejected, because the output would be wrong.
 """
 
 from __future__ import annotations

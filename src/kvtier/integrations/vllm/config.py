@@ -80,8 +80,8 @@ class ConnectorConfig:
     """`auto` asks vLLM for block-first cache tensors on GPUs, because one copy per block is faster than one per layer;
     `keep` leaves the layout to vLLM."""
     on_reset: str = "memory"
-    """`memory`: a cache reset drops the blocks in host memory. `weights`: the weights may have changed at a reset, so
-    no block from before is used again, from any store."""
+    """`memory`: a cache reset drops the blocks in host memory. `weights`: a reset means that the weights may have
+    changed, so that earlier blocks in host memory and in stores are not used again."""
     save_generated: bool = True
     """Save the blocks of completions, not only those of prompts."""
     max_saving_blocks: int = 0

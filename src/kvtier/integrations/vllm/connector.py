@@ -1,7 +1,7 @@
 """KvtierConnector: vLLM's connector interface. Each method calls the scheduler side or the worker side.
 
 The order of the calls and their requirements are those of vLLM 0.32 (docs/vllm.md). An exception in a call would stop
-vLLM for all requests: a failed load, save or store call is a value, and never raises here.
+vLLM for all requests. Failed loads, saves and store calls are therefore reported as values, not as exceptions.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
 
 
 def _is_supported(spec: Any) -> bool:
-    """Return True if the KV of a block stays in one device block, or in none after vLLM has dropped its prefix."""
+    """Return True if the KV of a block is in one device block until vLLM frees that device block."""
     kinds = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
     return isinstance(spec, kinds) and not hasattr(spec, "rswa_window")
 

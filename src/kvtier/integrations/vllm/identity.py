@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ArgumentError
+from kvtier.fingerprint import files_digest
 from kvtier.index import Namespace
-from kvtier.integrations.vllm.chains import files_digest
 from kvtier.integrations.vllm.config import ConnectorConfig
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
 

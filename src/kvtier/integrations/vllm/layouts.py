@@ -53,7 +53,8 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
     has_kernel_blocks = view.shape[0] != num_blocks
     split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view
     head = 2 if has_kernel_blocks else 1  # [block, kernel block, head, token, content] or [block, head, token, content]
-    # Outermost axis first. A single head per rank has the stride of the axis around it, which comes first then.
+    # Sort the axes from the outermost to the innermost. With one head per rank, the head axis has the same stride as
+    # the axis around it, and must come after that axis.
     strides = split.stride()
     order = sorted(range(1, split.ndim), key=lambda axis: (-strides[axis], -split.shape[axis]))
     pages = split.permute(0, *order)

@@ -38,7 +38,7 @@ METRICS = {
 
 
 def totals_of(manager: CacheManager, num_held: int, num_skipped: int) -> Samples:
-    """Return the present value of every metric."""
+    """Return the current value of every metric."""
     counts, stats = manager.transfers.counts, manager.stats
     failed = {route.value: float(total.num_failed) for route, total in counts.items()}
     return {

@@ -4,9 +4,9 @@
       prefetch          offer          load            │           save        save           last save
                                         request waits ─┘
 
-An offer is a lease on host blocks between `num_matched` and `on_allocated`. It ends in the same scheduling step, taken
-or not, so that waiting requests hold no host memory. A load and a save hold leases of their own. A save also holds a
-reference to its device blocks, so that vLLM does not reuse them before every rank has reported the save:
+An offer is a lease on host blocks between `num_matched` and `on_allocated`. It ends in the same scheduling step, even
+if vLLM does not use it, so that waiting requests hold no host memory. Loads and saves have their own leases. A save
+also holds a reference to its device blocks, so that vLLM does not reuse them before every rank has reported the save:
 
     vLLM's block pool:  touch ──────────────── free_blocks
     manager:            save planned ── ranks copy ── apply
@@ -215,7 +215,7 @@ class SchedulerSide:
         return completed
 
     def on_finished(self, request: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        """Save the last full blocks. Return information for the response if the request wants it."""
+        """Save the last full blocks. Return an explanation for the response if the request asked for it."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None

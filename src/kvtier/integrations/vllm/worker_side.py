@@ -4,8 +4,8 @@
     WorkerSide      begin_step           start_early          start_loads     start_others    poll
 
 Loads wait for the work that was queued before the step, because earlier kernels may still use their target blocks. They
-run beside the forward pass. On a GPU they are started when the forward pass is launched; on a CPU the launch is the
-forward pass itself, so they are started before it.
+run during the forward pass. On a GPU, loads start after the forward pass is launched. On a CPU, the launch returns only
+at the end of the forward pass, so loads start before it.
 Saves wait for the forward pass, which writes their source blocks. No method waits, except `poll` in a step without
 tokens.
 """
@@ -204,7 +204,7 @@ class WorkerSide:
         return results
 
     def _without_damaged(self, report: Report) -> Report:
-        """Return the report. A load of damaged host slots has failed.
+        """Return the report with loads from damaged host slots marked as failed.
 
         An idle engine does not poll, so that a load may be planned before the scheduler side knows of the damage.
         """
@@ -247,7 +247,7 @@ class LoadVerifier:
             self._transfers[transfer.id] = transfer.route, transfer.sources, transfer.targets
 
     def checked(self, report: Report) -> Report:
-        """Return the report. A load whose blocks differ from the saved blocks has failed."""
+        """Return the report with loads marked as failed if their blocks differ from the saved blocks."""
         return replace(report, results=tuple(map(self._check, report.results)))
 
     def _check(self, result: TransferResult) -> TransferResult:
