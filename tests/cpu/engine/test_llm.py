@@ -103,6 +103,15 @@ class InterruptsMain:
         self.num_tokens += 1
 
 
+@pytest.fixture
+def interrupt_handler():
+    """Install Python's handler of SIGINT: a shell that starts a job in the background makes it ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupt_handler")
 def test_llm_generate_cancels_its_requests_on_interrupt(llm):
     expected = llm.generate("Once upon", GREEDY)
     interrupts = SamplingParams(max_tokens=400, constraint=InterruptsMain)
