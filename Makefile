@@ -152,6 +152,7 @@ gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.vllm_worker --results $(RESULTS)
 
 clean:  ## remove .venv, caches and builds
 	rm -rf .venv .venv-vllm .venv-clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -1,7 +1,12 @@
 """The worker side of the vLLM connector without vLLM, over tensors in vLLM's layouts.
 
-python -m benchmarks.vllm_worker                 rates and loss of compute on the GPU
-python -m benchmarks.vllm_worker --device cpu    cost of a step without transfers only
+python -m benchmarks.vllm_worker                 all parts on the GPU
+python -m benchmarks.vllm_worker --device cpu    without the parts that need a GPU
+
+    step without transfers    cost of the worker's calls
+    recorded steps            rates of the transfers of real steps, 1 to 14 blocks each, one step after the other
+    1 GiB of blocks           share of the link, for scattered blocks (GPU)
+    matrix products           loss of compute while 1 GiB moves (GPU)
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from kvtier.transfer import DeviceCache
 from kvtier.worker.sharding import Sharding
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from vllm_views import cache_views
+from vllm_views import NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS, cache_views, recorded_steps
 
 # Llama-3-8B and DeepSeek's latent in bf16, blocks of 16 tokens, 2 GiB of device blocks.
 LLAMA = {"L": 32, "B": 1024, "H": 8, "N": 16, "C": 256}
@@ -45,18 +50,21 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     rows, bars = measure_idle(options.device)
+    rows += measure_recorded(options.device)
     if options.device == "cuda":
         more_rows, more_bars = measure_gpu()
         rows, bars = [*rows, *more_rows], [*bars, *more_bars]
     report(f"vllm_worker_{options.device}", rows, bars, options.results)
 
 
-def make_worker(case: str, device: str, num_blocks: int | None = None) -> tuple[WorkerSide, DeviceCache]:
+def make_worker(
+    case: str, device: str, num_blocks: int | None = None, num_slots: int | None = None
+) -> tuple[WorkerSide, DeviceCache]:
     layout, sizes = CASES[case]
     sizes = {**sizes, "B": num_blocks or sizes["B"]}
     views = cache_views(layout, sizes, torch.bfloat16, device)
     cache, _ = device_cache_of(views, list(views), sizes["B"], has_heads=case != "MLA")
-    config = ConnectorConfig(host_bytes=cache.group.slot_bytes * sizes["B"])
+    config = ConnectorConfig(host_bytes=cache.group.slot_bytes * (num_slots or sizes["B"]))
     worker = WorkerSide(config, Namespace("model", block_tokens=16), cache, Sharding())
     worker.controller._hosts[0].wait_ready()
     return worker, cache
@@ -79,6 +87,46 @@ def measure_idle(device: str) -> tuple[list[Row], list[Bar]]:
     rows: list[Row] = [{"case": "step without transfers", "us": microseconds, "p99 us": np.quantile(taken, 0.99) * 1e6}]
     print_table(rows)
     return rows, [at_most("step without transfers, us", microseconds, 30)]
+
+
+def measure_recorded(device: str) -> list[Row]:
+    """Measure the transfers of recorded steps. Each step begins after the transfers of the step before."""
+    rows: list[Row] = []
+    for name in CASES:
+        worker, _ = make_worker(name, device, NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS)
+        rates: dict[Route, list[float]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DEVICE: []}
+        for attempt in range(2):  # the first one warms up
+            for step in recorded_steps():
+                routes = {transfer.id: transfer.route for transfer in step.plan.transfers}
+                for result in run_step(worker, step):
+                    if attempt:
+                        rates[routes[result.transfer_id]].append(result.num_bytes / result.seconds / 1e9)
+        worker.close()
+        rows += [
+            {
+                "layout": name,
+                "route": f"{route.value}, recorded steps",
+                "transfers": len(each),
+                "GB/s p50": statistics.median(each),
+                "GB/s p10": float(np.quantile(each, 0.1)),
+            }
+            for route, each in rates.items()
+        ]
+    print_table(rows)
+    return rows
+
+
+def run_step(worker: WorkerSide, step: StepPlan) -> list[TransferResult]:
+    """Run a step and return the results of its transfers, which must succeed."""
+    worker.begin_step(step)
+    worker.start_early(step)
+    worker.start_loads(step)
+    worker.start_others(step)
+    results: list[TransferResult] = []
+    while len(results) < len(step.plan.transfers):
+        results += [result for report in worker.poll(is_idle=True).reports for result in report.results]
+    assert all(result.ok for result in results), results
+    return results
 
 
 def measure_gpu() -> tuple[list[Row], list[Bar]]:
@@ -127,15 +175,8 @@ def move(worker: WorkerSide, cache: DeviceCache, route: Route, seed: int) -> tup
     step = StepPlan(Plan(1, 0, (transfer,)), loads, is_idle=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    worker.begin_step(step)
-    worker.start_early(step)
-    worker.start_loads(step)
-    worker.start_others(step)
-    while True:
-        for each in worker.poll(is_idle=True).reports:
-            for result in each.results:
-                assert result.ok, result.reason
-                return result, time.perf_counter() - start
+    (result,) = run_step(worker, step)
+    return result, time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,23 +12,36 @@ from kvtier.integrations.vllm.config import ConnectorConfig
 from kvtier.integrations.vllm.layouts import device_cache_of
 from kvtier.integrations.vllm.worker_side import Load, StepPlan, WorkerSide, failed_blocks
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import Route, TransferResult
+from kvtier.messages import Plan, Route, TransferRequest, TransferResult, slot_bytes
 from kvtier.worker.sharding import Sharding
 from vllm_views import LAYOUTS, NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS, cache_views, recorded_steps
 
 SIZES = {"L": 3, "B": NUM_DEVICE_BLOCKS, "H": 2, "N": 32, "C": 16}
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-    ),
-]
+SLEEP_CYCLES = 100_000_000  # about 50 ms
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+)
+DEVICES = ["cpu", CUDA]
+FULL_SIZES = {
+    "cpu": {"L": 4, "B": 96, "H": 8, "N": 16, "C": 256},
+    "cuda": {"L": 32, "B": 512, "H": 8, "N": 16, "C": 256},
+}
+"""Pages of 64 KiB, as in a Llama-3-8B with bfloat16 and blocks of 16 tokens; on a GPU a cache of 1 GiB."""
 
 
-def make_worker(layout="LBHNC", device="cpu", dtype=torch.float32, sizes=SIZES, *, has_heads=True, **options):
+def make_worker(
+    layout="LBHNC",
+    device="cpu",
+    dtype=torch.float32,
+    sizes=SIZES,
+    num_slots=NUM_HOST_SLOTS,
+    *,
+    has_heads=True,
+    **options,
+):
     views = cache_views(layout, sizes, dtype, device)
     cache, pages = device_cache_of(views, list(views), sizes["B"], has_heads=has_heads)
-    config = ConnectorConfig(host_bytes=cache.group.slot_bytes * NUM_HOST_SLOTS)
+    config = ConnectorConfig(host_bytes=cache.group.slot_bytes * num_slots)
     namespace = Namespace("model", block_tokens=sizes["N"])
     return WorkerSide(config, namespace, cache, Sharding(), **options), views, pages
 
@@ -78,6 +92,105 @@ def test_worker_recorded_steps_are_bit_exact(layout, device):
                 assert block_bytes(views, block) == saved[slot]
                 num_loaded += 1
     assert num_loaded > 100
+    worker.close()
+
+
+def transfer_of(number: int, route: Route, device_blocks, host_slots) -> TransferRequest:
+    """Return a transfer between device blocks and host slots."""
+    slots = [slot_bytes(np.asarray(each, np.int32)) for each in (device_blocks, host_slots)]
+    if route is Route.DEVICE_TO_HOST:
+        return TransferRequest(number, route, "device", "host", *slots)
+    return TransferRequest(number, route, "host", "device", *reversed(slots))
+
+
+def step_of(number: int, *transfers: TransferRequest) -> StepPlan:
+    loads = {
+        each.id: Load(f"request-{each.id}", tuple(each.targets.tolist()))
+        for each in transfers
+        if each.route is Route.HOST_TO_DEVICE
+    }
+    return StepPlan(Plan(number, 0, transfers), loads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "MLA"])
+def test_worker_concurrent_large_transfers_are_exact(layout, device):
+    """Save one half of the blocks while the other half is loaded, with the page sizes of real models."""
+    is_mla = layout == "MLA"
+    sizes = FULL_SIZES[device] | ({"H": 1, "C": 576} if is_mla else {})
+    count = sizes["B"] // 2
+    worker, views, _ = make_worker(
+        "LBNHC" if is_mla else layout, device, torch.bfloat16, sizes, sizes["B"], has_heads=not is_mla
+    )
+    worker.controller._hosts[0].wait_ready()
+    draws = np.random.default_rng(0)
+    blocks, slots = draws.permutation(sizes["B"]), draws.permutation(sizes["B"])
+    first = torch.from_numpy(blocks[:count]).to(device)
+    second = torch.from_numpy(blocks[count:]).to(device)
+    expected = [(view[first].clone(), view[second].clone()) for view in views.values()]
+    run(worker, step_of(1, transfer_of(1, Route.DEVICE_TO_HOST, blocks[:count], slots[:count])))
+    for view in views.values():
+        view[first] = 0
+    load = transfer_of(2, Route.HOST_TO_DEVICE, blocks[:count], slots[:count])
+    save = transfer_of(3, Route.DEVICE_TO_HOST, blocks[count:], slots[count:])
+    assert run(worker, step_of(2, load, save)) == ({"request-2"}, set())
+    for view in views.values():
+        view[second] = 0
+    run(worker, step_of(3, transfer_of(4, Route.HOST_TO_DEVICE, blocks[count:], slots[count:])))
+    for view, (one, other) in zip(views.values(), expected, strict=True):
+        # Random bytes contain NaN, which differs from itself.
+        assert torch.equal(view[first].view(torch.int16), one.view(torch.int16))
+        assert torch.equal(view[second].view(torch.int16), other.view(torch.int16))
+    worker.close()
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_worker_save_reads_what_the_forward_pass_wrote(layout, device):
+    """The forward pass is still queued on the stream when the worker starts the save."""
+    worker, views, _ = make_worker(layout, device)
+    saved = {name: torch.randn_like(view[3]) for name, view in views.items()}
+    step = step_of(1, transfer_of(1, Route.DEVICE_TO_HOST, [3], [7]))
+    torch.cuda.synchronize()
+    worker.begin_step(step)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    for name, view in views.items():
+        view[3].copy_(saved[name])
+    worker.start_others(step)
+    poll_until_idle(worker)
+    run(worker, step_of(2, transfer_of(2, Route.HOST_TO_DEVICE, [5], [7])))
+    for name, view in views.items():
+        assert torch.equal(view[5], saved[name])
+    worker.close()
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_worker_load_runs_beside_the_forward_pass(layout, device):
+    """A load waits for kernels that were queued before its step, and not for those of its step."""
+    worker, views, _ = make_worker(layout, device)
+    run(worker, step_of(1, transfer_of(1, Route.DEVICE_TO_HOST, [3], [7])))
+    saved = {name: view[3].clone() for name, view in views.items()}
+    old = {name: view[5].clone() for name, view in views.items()}
+    read = {name: torch.empty_like(each) for name, each in old.items()}
+    step = step_of(2, transfer_of(2, Route.HOST_TO_DEVICE, [5], [7]))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    for name, view in views.items():
+        read[name].copy_(view[5])  # an earlier step still reads the block that the load will overwrite
+    worker.begin_step(step)
+    worker.start_early(step)
+    torch.cuda._sleep(20 * SLEEP_CYCLES)
+    forward = torch.cuda.Event()
+    forward.record()
+    worker.start_loads(step)
+    (result,) = poll_until_idle(worker)
+    assert result.ok
+    assert not forward.query()
+    torch.cuda.synchronize()
+    for name, view in views.items():
+        assert torch.equal(read[name], old[name])
+        assert torch.equal(view[5], saved[name])
     worker.close()
 
 
