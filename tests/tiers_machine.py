@@ -192,7 +192,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def apply_reports(self) -> None:
         """Wait for all transfers and apply their reports, so that the result does not depend on timing."""
-        while self.controller._under or self.controller._stores._num_open:
+        while self.controller._in_flight or self.controller._stores._num_open:
             self.controller.wait(0.01)
             for report in self.controller._transfers.poll():
                 self.controller._take(report)

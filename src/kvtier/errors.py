@@ -91,8 +91,10 @@ class StoreError(KvtierError, RuntimeError):
 
 
 class StoreInUseError(StoreError):
-    """A process has locked the folder, but this process cannot connect to it: it runs an earlier version of kvtier, on
-    another machine, or its disk hangs."""
+    """Another process has locked the store's folder and does not share the store with this process.
+
+    The other process runs an earlier version of kvtier, runs on another machine, or waits for a disk that hangs.
+    """
 
 
 class CheckpointError(KvtierError, ValueError):

@@ -27,11 +27,11 @@ def cache_dir() -> Path:
 
 
 def distrust(path: Path) -> str:
-    """Return how another user could have changed a path, or an empty string if no other user could.
+    """Return the reason why another user could have changed a path, or an empty string if no other user could.
 
     The path and all parent folders must belong to this user or root, and only the owner may have write permission. A
-    parent folder with the sticky bit, such as /tmp, may be writable, because users cannot replace each other's entries
-    there. A symbolic link is rejected, so callers must resolve the path first.
+    parent folder with the sticky bit, such as /tmp, may be writable by all users, because they cannot replace each
+    other's entries there. A symbolic link is rejected, so callers must resolve the path first.
     """
     trusted = (0, os.geteuid())
     for each in (path, *path.parents):

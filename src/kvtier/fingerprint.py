@@ -36,7 +36,8 @@ def update_digest(digest: _Hash, tensors: Iterable[torch.Tensor]) -> None:
 def files_digest(folder: Path) -> bytes:
     """Return a digest of a model's or adapter's files: their names and sizes, configurations, and samples of weights.
 
-    A sample is enough, because training changes nearly every element of a matrix. Whole files would take minutes.
+    Weights are sampled, because hashing whole files would take minutes. A sample is enough, because training changes
+    nearly every element of a matrix.
     """
     digest = hashlib.sha256()
     for path in model_files(folder):

@@ -1,6 +1,7 @@
 """The layout of a block of KV data: sizes and offsets of its layers and tensors. This module does not import torch.
 
-A cache group is a set of layers that share block tables. A block holds `block_tokens` tokens of all these layers:
+A cache group is a set of layers that share block tables. A block holds the KV data of `block_tokens` tokens for all
+layers of a group:
 
     block of "main"   [ layer 0              | layer 1              | ... | draft layer          ]
                         key | value | scales   key | value | scales         key | value
@@ -8,8 +9,9 @@ A cache group is a set of layers that share block tables. A block holds `block_t
     host slot         [ block, then padding up to a multiple of 4 KiB ]
 
 In host memory, on disk and on the network, a block has this order without gaps, regardless of the order in the device
-cache. The layers of a group may have different sizes, for example a draft layer or an indexer. Layers with separate
-block tables, for example with a sliding window, form another group with another slot size.
+cache. The layers of a group may have different sizes: a draft layer, for example, may be smaller than the others.
+Layers that need their own block tables, such as layers with a sliding window, form a separate group. Each group has its
+own slot size.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class CacheGroup:
     window_tokens: int | None = None
     """Length of the sliding window in tokens; None for full attention."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Offset of each layer in a block, followed by the size of the block. Cached for transfers."""
+    """Offset of each layer in a block, followed by the size of the block. Computed once, because every transfer needs
+    it."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -148,7 +151,7 @@ class CacheGroup:
         layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
         return replace(self, layers=layers)
 
-    def kept_whole(self) -> CacheGroup:
+    def unsharded(self) -> CacheGroup:
         """Return this group without head axes, so that every rank has the whole group."""
         layers = [LayerSpec(tuple(replace(each, head_axis=None) for each in layer.tensors)) for layer in self.layers]
         return replace(self, layers=tuple(layers))
@@ -199,7 +202,7 @@ class CacheGroup:
         """Split layers into consecutive runs of about equal size.
 
         There is one run per `piece_bytes` bytes of a block, but at least `min_groups` runs and at most one per layer.
-        The model waits for the first run. This run is therefore at most an equal share, unless it is a single layer.
+        The model waits for the first run, so that run is never larger than the average run, unless it is one layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes
@@ -227,7 +230,7 @@ class KVLayout:
         names = [group.name for group in self.groups]
         if self.block_tokens <= 0 or not names or len({*names}) < len(names):
             raise ArgumentError(
-                f"a layout needs tokens in a block and groups with different names, got {self.block_tokens}, {names}"
+                f"a layout needs block_tokens >= 1 and groups with different names, got {self.block_tokens} and {names}"
             )
 
     def group(self, name: str) -> CacheGroup:
@@ -245,7 +248,7 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:
-        """Return plain values that are equal if and only if blocks have the same layout."""
+        """Return a description of plain values. Two layouts are the same if and only if their descriptions are."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [

@@ -34,7 +34,10 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Request to copy blocks between tiers, from the i-th source to the i-th target. A store has no slots."""
+    """Request to copy blocks from one tier to another. The i-th source is copied to the i-th target.
+
+    Device and host blocks are identified by slots, blocks in a store by keys.
+    """
 
     id: int
     route: Route
@@ -95,7 +98,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Work for one step. Drops run first, then probes, then transfers. The epoch increases with every reset."""
+    """Work for one step. Drops run first, then probes, then transfers. Each reset of the cache begins a new epoch."""
 
     id: int
     epoch: int
@@ -139,7 +142,8 @@ class StoreLookup:
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Id of the probe, or 0. Each rank sends exactly one lookup with the id of a probe, even if the probe failed."""
+    """Id of the probe that caused this lookup, or 0. Each rank replies to a probe with one lookup, even if the probe
+    failed."""
 
 
 @dataclass(frozen=True, slots=True)

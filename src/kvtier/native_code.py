@@ -83,7 +83,7 @@ class NativeSource:
         return () if self.is_x86_only else (Variant(),)
 
     def with_only(self, name: str) -> NativeSource:
-        """Return a source with one variant, which is also used for libraries in the cache directory."""
+        """Return a copy of this source that has only the variant `name`, even for libraries in the cache directory."""
         [variant] = (each for each in self.x86_variants if each.name == name)
         return replace(self, local_flags=variant.flags, x86_variants=(variant,), is_x86_only=True)
 
@@ -98,12 +98,12 @@ class NativeSource:
 
 
 def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = None) -> Native[Code]:
-    """Return the object that `make` creates from the library of a source. `only` names the one variant to use.
+    """Load the library of a source and return the object that `make` creates from the library's path.
 
-    `make` must raise UnavailableError if this machine cannot run the library. If `make` raises OSError or
-    AttributeError for a cached library, the file is incomplete, and the library is compiled again. A library that
-    another user could have written is not loaded, because its code would have all rights of this process. A private
-    copy is compiled instead.
+    `only` is the name of a variant; other variants are then ignored. `make` must raise UnavailableError if this machine
+    cannot run the library. If `make` raises OSError or AttributeError for a cached library, the file is assumed to be
+    incomplete, and the library is compiled again. A library that another user could have written is not loaded, because
+    its code would have all rights of this process. A private copy is compiled instead.
     """
     if only is not None:
         source = source.with_only(only)
@@ -167,7 +167,7 @@ def _load_prebuilt(
 def _load_or_compile(source: NativeSource, texts: dict[str, str], make: Callable[[Path], Code]) -> Native[Code]:
     compiler = _compiler()
     flags = (*source.flags, *source.local_flags)
-    # Several machines may share a cache directory.
+    # Several machines may share a cache directory, so the file name depends on this machine's libc and processor.
     built_on = (platform.libc_ver()[1], " ".join(sorted(features())) if source.local_flags else "")
     try:
         folder = cache_dir().resolve()
@@ -217,7 +217,7 @@ def _load_privately(
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
         path = Path(folder) / "private.so"
         _compile(compiler, texts, flags, path)
-        return Native(make(path), f"compiled for this process alone: {refusal}")
+        return Native(make(path), f"compiled for this process only: {refusal}")
 
 
 def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: Path) -> None:

@@ -243,7 +243,7 @@ def test_doctor_reports_link_and_strategies(capsys):
     measured = results.pop("measured")
     assert dict(re.split(r" {2,}", line, maxsplit=1) for line in output.splitlines()) == results
     assert "GB/s to host" in results["link cuda:0"]
-    assert "driver" in results["model loses, to host, cuda:0"]
+    assert "driver" in results["model slowdown by copies to host, cuda:0"]
     figures = measured["cuda:0"]
     assert figures["memory_bytes"] == torch.cuda.get_device_properties(0).total_memory
     assert set(figures["link_gbs"]) == set(figures["model_loses"]) == {"to host", "to device"}

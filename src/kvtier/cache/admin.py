@@ -1,4 +1,4 @@
-"""CacheAdmin: operations for the operator of a cache. They change the index and put transfers into queues."""
+"""CacheAdmin: operations for the operator of a cache. They change the index and queue transfers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class CacheAdmin:
         manager = self._manager
         if manager.transfers.in_flight or manager.stats.num_allocations:
             raise StateError(
-                f"{manager.stats.num_allocations} requests hold blocks or transfers are in flight; pause and wait first"
+                f"{manager.stats.num_allocations} requests hold blocks, and {len(manager.transfers.in_flight)} "
+                f"transfers are in flight; pause the engine and wait for them first"
             )
         detached = {node: None for lease in manager.leases for node in lease.node.upwards() if not node.attached}
         manager.tree.vacate(self.tier(tier), first_slot, detached)

@@ -113,9 +113,9 @@ class HostConfig:
     """Evict blocks that the device also holds before all others, and save them again before the device evicts them. If
     False, or if another engine owns the device blocks, the policy does not consider what the device holds."""
     ahead_share: float = 1 / 12
-    """Number of next victims of the device that an exclusive host tier keeps copies of, as a share of the device
-    blocks. If the share is too low, the device evicts blocks before they are saved. If it is too high, the copies take
-    the slots of other blocks."""
+    """An exclusive host tier keeps copies of the blocks that the device will evict next. This is the number of these
+    blocks, as a share of the device blocks. If it is too low, the device evicts blocks before they are saved. If it is
+    too high, the copies take the slots of other blocks."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:

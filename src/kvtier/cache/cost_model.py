@@ -158,7 +158,8 @@ class CostModel:
         self._transfers: dict[Link, OnlineLeastSquares] = {}
         self._doubted: dict[Link, OnlineLeastSquares] = {}
         """Old measurements of links that a trial load measures again."""
-        self._compute = OnlineLeastSquares(2, in_doubt=max)  # too high a time favours loads, and loads measure the link
+        # in doubt, assume that computing is slow, because this favours loads, and loads measure the link
+        self._compute = OnlineLeastSquares(2, in_doubt=max)
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:

@@ -134,7 +134,7 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Start a copy of the blocks after the leased path. The transfer owns the lease; without one, release it."""
+        """Start a copy of the blocks after the leased path. If no transfer takes the lease, release the lease."""
         first, started = lease.num_blocks, {}
         slots = None
         if first < stop and room > 0 and lease.node.attached:

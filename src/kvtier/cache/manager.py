@@ -104,8 +104,8 @@ class CacheManager:
         self._host_queues, self._store_queues = self._make_queues(tiers)
         self.queues = (*self._host_queues, *self._store_queues)
         """The queue for copies to the host, if there is one, followed by one queue per store."""
-        speeds = self.cost_model if not config.always_load else None
-        self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
+        cost_model = self.cost_model if not config.always_load else None
+        self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, cost_model)
         self._free_shares = tuple(free_shares)
         self._host_slots = [0] * num_ranks
         self._allocations: set[Allocation] = set()
@@ -281,7 +281,7 @@ class CacheManager:
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
-        """Note that no further request of a session is expected.
+        """Record that a session is over, so that the eviction policy expects no further use of its blocks.
 
         Return the number of blocks whose last use was the last request of the session.
         """

@@ -47,7 +47,7 @@ class Prefetch:
 class Prefetcher:
     """Fetches each block to the host from the first store that contains the block.
 
-    With `speeds`, a prefetch fetches no blocks if computing the blocks is expected to be faster.
+    With a `cost_model`, a prefetch fetches no blocks if computing the blocks is expected to be faster.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Prefetcher:
         host: Tier,
         stores: Sequence[StoreIndex],
         transfers: TransferTracker,
-        speeds: CostModel | None,
+        cost_model: CostModel | None,
     ) -> None:
-        self._tree, self._host, self._transfers, self._speeds = tree, host, transfers, speeds
+        self._tree, self._host, self._transfers, self._cost_model = tree, host, transfers, cost_model
         self._stores = stores
         self._open: dict[Prefetch, None] = {}
         self._by_transfer: dict[int, Prefetch] = {}
@@ -221,7 +221,7 @@ class Prefetcher:
 
     def _decide(self, first: int, parts: list[tuple[StoreIndex, int]], *, again: bool) -> LoadDecision | None:
         """Decide whether to fetch and load the blocks, or to compute them."""
-        if self._speeds is None or not parts:
+        if self._cost_model is None or not parts:
             return None
         total = sum(count for _, count in parts)
         queued = {(Route.HOST_TO_DEVICE, ""): total + self._transfers.num_blocks(Route.HOST_TO_DEVICE)}
@@ -229,7 +229,7 @@ class Prefetcher:
             link = (Route.STORE_TO_HOST, store.config.name)
             queued[link] = queued.get(link, self._transfers.num_blocks(*link)) + count
         block_tokens = self._tree.namespace.block_tokens
-        return self._speeds.decide(queued, first * block_tokens, total * block_tokens, again=again)
+        return self._cost_model.decide(queued, first * block_tokens, total * block_tokens, again=again)
 
     def _start(
         self, prefetch: Prefetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreIndex, int]]

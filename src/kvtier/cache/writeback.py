@@ -268,7 +268,7 @@ def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> 
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """Bit mask of the ranks whose part of a block is in the store. 0 means that the write is in flight.
+    """Bit mask of the ranks that have stored their part of a block. 0 means that the write is in flight.
 
     The blocks of one write share an instance, so that one assignment marks all of them as written.
     """
@@ -291,7 +291,7 @@ class StoreIndex:
         self._events = StoreEvents(config.name, listener) if listener is not None else None
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys that are stored or being written, newest last
-        self._looked_up: dict[int, _Copies] = {}  # ranks -> instance for all looked-up keys with these ranks
+        self._looked_up: dict[int, _Copies] = {}  # ranks -> one instance that all looked-up keys with these ranks share
         self._all_ranks = (1 << transfers.num_ranks) - 1
         self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # by transfer id
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)

@@ -161,7 +161,8 @@ def _lines(gpu: str, figures: dict[str, Any]) -> dict[str, str]:
     }
     for way, lost in figures["model_loses"].items():
         shares = ", ".join(f"{path} {share:.0%}" for path, share in lost.items())
-        lines[f"model loses, {way}, {gpu}"] = f"{shares} of its time during copies" if shares else "not measured"
+        name = f"model slowdown by copies {way}, {gpu}"
+        lines[name] = f"{shares} of the model's time" if shares else "not measured"
     strategies: dict[str, list[str]] = {}
     for row in figures["blocks"]:
         rate = f" {row['expected_gbs']:.1f} GB/s expected" if row["expected_gbs"] else ""

@@ -195,7 +195,7 @@ def _add_options(command: Parser) -> None:
         type=float,
         default=0.05,
         metavar="SECONDS",
-        help="merge steps into one of at most this time; 0: never",
+        help="simulate consecutive steps as one, up to this total time; 0: never",
     )
     option("--seed", type=int, default=0, metavar="N", help="seed of the simulation")
     option("--jobs", type=int, metavar="N", help="processes to use (default: one per core)")

@@ -1,15 +1,18 @@
 """EventPublisher: an index listener that publishes events over ZMQ.
 
-A message has three frames, as in vLLM's publisher: the topic, the sequence number (8 bytes, big-endian), and
-[time, [event, ..], rank] in msgpack. An event is a map with a `type`. Sequence numbers increase by one. They begin at
-the time of the start in microseconds, so that the numbers of a new process are above those of an earlier one.
+A message has three frames, as in vLLM's publisher: the topic, the sequence number (8 bytes, big-endian), and [time,
+[event, ..], rank] in msgpack. An event is a map with a `type`. Sequence numbers increase by one. The first number is
+the start time in microseconds, so a restarted process continues with higher numbers.
 
-A subscriber that finds a gap or has just started connects a DEALER socket to the replay endpoint, and sends an empty
-frame and the first missing number (0 at first). The reply consists of all messages from this number on, followed by an
-empty message with the number -1. If some of these messages are no longer kept, the reply begins with a snapshot:
-AllBlocksCleared and all blocks that were stored before the oldest kept message. The number of the snapshot is that of
-the message before the oldest kept one. So a subscriber that joins late, loses messages or outlives the publisher always
-gets the whole index.
+A subscriber that has just started or has missed messages can request a replay. It connects a DEALER socket to the
+replay endpoint and sends an empty frame and the first missing number (0 if it has just started). The reply consists of
+all messages from this number on, and ends with an empty message with the number -1. If the publisher no longer keeps
+some of these messages, the reply begins with a snapshot instead, which has the number of the last message that it
+replaces. A snapshot consists of AllBlocksCleared and all blocks that were stored at that point. Example: messages 7 to
+9 are kept.
+
+    request 8    reply: message 8, message 9, end (-1)
+    request 3    reply: snapshot (6), message 7, message 8, message 9, end (-1)
 """
 
 from __future__ import annotations

@@ -45,9 +45,10 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 
 
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
-    """Return the data besides tokens that the hash of each block covers: the adapter, and in the first block the salt.
+    """Return, for each block, the data besides its tokens that are part of its hash.
 
-    A salt without a tenant is the request's `cache_salt`. With a tenant it is the tenant's name, NUL and `cache_salt`.
+    These are the adapter, and for the first block also the salt. The salt is the request's `cache_salt`. If there are
+    tenants, the tenant's name and a NUL precede it.
     """
     shared = [adapter] if adapter is not None else []
     first = [*shared, _text(salt.removeprefix(b"\0"))] if salt else shared

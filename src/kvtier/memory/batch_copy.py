@@ -106,7 +106,7 @@ def _copy_bytes(a: torch.Tensor, b: torch.Tensor, on_device: bool) -> None:
         ctypes.memmove(b.data_ptr(), a.data_ptr(), nbytes)
 
 
-@dataclass(slots=True)  # not frozen, because creating one per batch would then take four times as long
+@dataclass(slots=True)  # not frozen: every batch creates one, and a frozen instance takes four times as long to create
 class CopyResult:
     """Result of `BatchCopy.run()`."""
 
@@ -264,9 +264,9 @@ class BatchCopy:
     ) -> None:
         """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
-        Nothing is checked, and the array is not copied. A caller that passes `nbytes`, the total, guarantees that the
-        copies are independent and sorted by destination, that none is empty, and that none continues the previous one.
-        A batch of one such table needs no planning.
+        Nothing is checked, and the array is not copied. `nbytes` is the total size. A caller that passes it guarantees
+        that the copies are independent, sorted by destination and not empty, and that none of them can be merged. A
+        batch that consists of one such table runs without planning.
         """
         count = table.shape[1]
         if count:
@@ -277,7 +277,10 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge copies of this block that are adjacent in source and destination, in whatever order they are added."""
+        """Merge copies that are adjacent in source and destination. The order in which they are added does not matter.
+
+        This applies to copies that are added inside the `with` statement.
+        """
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
         self._scope = next(self._scopes)

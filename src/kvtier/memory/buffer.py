@@ -108,7 +108,10 @@ class Buffer:
 
     @classmethod
     def pack(cls, values: Any, dtype: AnyDType | None = None) -> Buffer:
-        """Make a host Buffer of a packed type. `values` are ml_dtypes elements, or their codes as uint8."""
+        """Make a host Buffer of a packed type, such as fp4.
+
+        `values` are either ml_dtypes elements or codes. A code is a uint8 with the bits of one element.
+        """
         array = np.ascontiguousarray(values).reshape(-1)
         element = dt.dtype(array.dtype) if dtype is None else element_type(dtype)
         if not element.is_packed:
@@ -336,7 +339,7 @@ class Buffer:
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:
-        """Return a torch tensor over this memory. Packed integers appear as bytes. fp4 appears as torch's fp4 pairs."""
+        """Return a torch tensor over this memory. u2 and u4 appear as bytes, fp4 as torch.float4_e2m1fn_x2."""
         return self.bytes_tensor(write=True).view(torch_dtype(self.dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:

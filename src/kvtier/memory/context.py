@@ -73,7 +73,10 @@ def current_allocator(placement: Placement) -> Allocator:
 
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
-    """Return `stream`, or the current stream for `placements`. If both are None, the work runs immediately."""
+    """Return `stream` if given, otherwise the current stream for work on `placements` (see `current_stream`).
+
+    None means that the caller must do the work immediately.
+    """
     stream, devices = stream or _stream.get(), [each for each in placements if each.is_device]
     if stream is None:
         return Stream.wrap(torch.cuda.current_stream(devices[-1].torch)) if devices else None
@@ -90,7 +93,8 @@ def launch(
 ) -> None:
     """Run `task` in the order of `stream`. `on_device` is True if the task accesses GPU memory.
 
-    On a host stream, the closure of `task` must keep memory alive. On CUDA, `holdings` stay alive until the task ends.
+    On a host stream, `task` must itself refer to the memory that it uses. On a CUDA stream, the memory in `holdings` is
+    kept alive until the work is done.
     """
     if stream is None:
         task()

@@ -1,4 +1,4 @@
-"""Copy paths: four ways to copy independent pieces, and functions that select the usable paths for a job.
+"""Copy paths: four ways to copy independent pieces, and functions that find the usable paths for a given copy.
 
 host     compiled copier, several threads           host memory only
 loop     one copy after another                     any memory; the only path that keeps the order of pieces
@@ -37,6 +37,7 @@ class CopyContext:
     dst: Placement
     stream: Stream | None
     capturing: bool = False
+    """True while the stream is captured in a CUDA graph."""
     blocks: int | None = None
     """Maximum number of thread blocks of the gather kernel. None selects the number that is fastest on an idle GPU."""
 
@@ -157,9 +158,10 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
 
 
 def _retry_parts(job: CopyContext, pieces: Pieces, k: int) -> None:
-    """Copy the entries of piece k one by one, after the driver refused the piece. CopyError names an entry that fails.
+    """Copy the entries of piece k one by one, because the driver refused the piece. Raise CopyError if an entry fails.
 
-    The driver refuses a copy across two allocations, even if they are adjacent. Each entry of such a piece succeeds.
+    The driver refuses a copy that spans two adjacent allocations. Merging can create such a piece from entries that
+    each lie in one allocation. These entries succeed.
     """
     plan = pieces.plan
     if plan is None:

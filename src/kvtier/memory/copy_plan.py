@@ -1,18 +1,24 @@
 """Plan a batch of copies: merge pieces, and order pieces that depend on each other. Planning copies no data.
 
-The result is the same as if the entries ran one after another, and each entry read its whole source before it wrote:
+An entry is one copy that the caller added. A piece is one or more entries merged into one copy. The result is the same
+as if the entries ran one after another, and each entry read its whole source before it wrote. Example:
 
-    entry      0        1        2        3         sorted by destination, checked for conflicts, then
-    writes  [100,104)[104,108)[ 40, 44)[100,104)    wave 0: entries 0+1 merged (source and destination both continue), 2
-    reads   [200,204)[204,208)[208,212)[ 40, 44)    wave 1: entry 3 (reads bytes that 2 wrote, overwrites bytes of 0)
+    entry      0        1        2        3
+    writes  [100,104)[104,108)[ 40, 44)[100,104)
+    reads   [200,204)[204,208)[208,212)[ 40, 44)
 
-Pieces of one wave are independent, so any path may run them in any order; waves run one after another.
+    wave 0     entries 0 and 1 as one piece, because entry 1 continues entry 0 in source and destination; and entry 2
+    wave 1     entry 3, because it reads bytes that entry 2 writes, and overwrites bytes that entry 0 writes
 
-A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. It is one array, because numpy calls
-dominate the time for a batch of a few hundred pieces. For the same reason, the first scan has a compiled equivalent in
-native.py, and the dataclasses here are not frozen, although they never change (1.5 us for a frozen instance, 0.4 us for
-others). Scopes limit merging. Entries with the same scope >= 0 (one group or one array) can merge. Entries with the
-scope ALONE never merge. Without scopes, all entries have the same scope.
+Pieces of one wave are independent, so any path may run them in any order. Waves run one after another.
+
+A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. It is one array instead of three, because
+numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, the first scan has a compiled
+equivalent in native.py. The dataclasses in this file never change, but are not frozen, because creating a frozen
+instance takes 1.5 us instead of 0.4 us.
+
+The scope of an entry limits merging. The entries of one `BatchCopy.group()` or of one array have the same scope (>= 0)
+and can merge with each other. Entries with the scope ALONE never merge. Without scopes, all entries can merge.
 """
 
 from __future__ import annotations
@@ -140,7 +146,10 @@ def _reads_written_bytes(table: I64) -> bool:
 
 
 def _waves(table: I64) -> I64 | None:
-    """Assign each entry to a wave after the waves of earlier conflicting entries. Return None beyond a limit."""
+    """Assign each entry to a wave after the waves of earlier conflicting entries.
+
+    Return None if there would be more than MAX_WAVES waves or too many conflicting pairs.
+    """
     pairs = _conflicts(table)
     if pairs is None:
         return None
@@ -169,14 +178,17 @@ def _waves(table: I64) -> I64 | None:
 
 
 def _conflicts(table: I64) -> tuple[I64, I64] | None:
-    """Return pairs (earlier, later) of entries if one writes bytes that the other accesses. None beyond a limit."""
+    """Return all pairs (earlier, later) of entries of which one writes bytes that the other reads or writes.
+
+    Return None if there are more than MAX_PAIRS_PER_ENTRY pairs per entry.
+    """
     src, dst, nbytes = table
     n = table.shape[1]
     writes, reads = np.argsort(dst), np.argsort(src)
     write_starts, read_starts = dst[writes], src[reads]
     write_ends, read_ends = write_starts + nbytes[writes], read_starts + nbytes[reads]
     find = np.searchsorted
-    # two intervals overlap if one starts inside the other; each case below is a range of the sorted starts
+    # Two intervals overlap if one starts inside the other. The starts inside an interval are a range of sorted starts.
     ranges = (
         (writes, writes, np.arange(n) + 1, find(write_starts, write_ends)),
         (writes, reads, find(read_starts, write_starts), find(read_starts, write_ends)),
@@ -222,7 +234,10 @@ def _merge(
 
 
 def _piece_starts(table: I64, scopes: I64 | None, wave_starts: I64 | None) -> I64 | None:
-    """Return the first entry of each piece, which does not continue the entry before it. None if nothing merges."""
+    """Return the first entry of each piece, or None if nothing merges.
+
+    A piece begins at every entry that does not continue the entry before it.
+    """
     src, dst, nbytes = table
     continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
     if scopes is not None:

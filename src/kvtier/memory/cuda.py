@@ -161,7 +161,7 @@ def placement_of(pointer: int) -> Placement:
 
 
 def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
-    """Submit one copy; the driver finds the direction. Returns the CUDA status, 0 on success."""
+    """Submit one copy. The driver derives the direction from the addresses. Return the CUDA status, 0 on success."""
     copy = entry_point("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     return copy(dst, src, nbytes, stream.handle)
 
@@ -205,7 +205,8 @@ class BatchCall:
     def submit(self, table: I64, stream: Stream) -> int | None:
         """Submit independent pieces (rows SRC, DST, NBYTES) in chunks. Return the start of a failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
-            # The call refuses the legacy default stream. A side stream copies, in order with the work on `stream`.
+            # The call refuses the legacy default stream, so another stream copies. It waits for earlier work on
+            # `stream`, and later work on `stream` waits for it.
             side = _side_stream(stream.placement)
             side.wait(stream.record())
             failed = self.submit(table, side)

@@ -1,8 +1,8 @@
 """Load and launch gather.cu. On first use on a GPU, NVRTC compiles the file in a fraction of a second.
 
-The kernel is CUDA C, because Triton cannot pass arrays as parameters by value. By-value parameters take 1.0x to 1.1x
-the time of torch.index_select on an H200. Descriptors that are uploaded, or read from pinned memory, take 1.7x to 5x
-(docs/decisions/0007, 2026-11-15).
+The kernel receives the addresses of the pieces by value, in its launch parameters. It is written in CUDA C, because
+Triton cannot pass arrays by value. On an H200, a copy then takes 1.0x to 1.1x the time of torch.index_select. If the
+addresses are uploaded first, or read from pinned memory, a copy takes 1.7x to 5x (docs/decisions/0007, 2026-11-15).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtier.memory.stream import Stream
 
 _SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the large limit exists since CUDA 12.1
 _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N>
-_PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of `parts`, in 4-byte words
+_PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of the field `parts` in Rows<N> and Pieces<N>, in 4-byte words
 _LARGE_VERSION = 12010
 _THREADS = 256
 # Bytes of one part of a piece. A thread block copies a part in one pass of 256 threads x 4 loads x 16 bytes.
@@ -76,7 +76,10 @@ class GatherKernels:
 
 
 def fill_rows(table: I64, capacity: int, block: U32) -> int:
-    """Write pieces of equal size as Rows<capacity>, except `parts`. Return the size, or 0 if Rows cannot hold them."""
+    """Write pieces of equal size to `block` in the form Rows<capacity> of gather.cu. The field `parts` is not written.
+
+    Return the size of a piece, or 0 if the pieces do not fit this form.
+    """
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
         return 0
@@ -95,7 +98,10 @@ def fill_rows(table: I64, capacity: int, block: U32) -> int:
 
 
 def fill_pieces(table: I64, _capacity: int, block: U32) -> int:
-    """Write pieces of any size as Pieces<capacity>, except `parts`. Returns the largest size."""
+    """Write pieces of any size to `block` in the form Pieces<capacity> of gather.cu. Return the largest size.
+
+    The field `parts` is not written.
+    """
     count = table.shape[1]
     block[0] = count
     pieces = block[2 : 2 + 6 * count].view(np.int64).reshape(count, 3)

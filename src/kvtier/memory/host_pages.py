@@ -28,7 +28,7 @@ from kvtier.memory.placement import Placement
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call number of mbind
 _MPOL_PREFERRED = 1  # use other nodes if the preferred node is full
-_ASK_SECONDS = 5.0
+_ASK_SECONDS = 5.0  # timeout of nvidia-smi
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 

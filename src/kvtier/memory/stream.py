@@ -1,9 +1,9 @@
 """Stream and Event: one interface for ordering work on CUDA and on the host.
 
 A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. It allows tests
-of asynchrony, ordering and overlap without a GPU. After a task fails, later tasks are skipped, and every wait for a
-later mark raises the error, in other queues too. The next synchronize() also raises the error, and makes the queue
-usable again.
+of asynchrony, ordering and overlap without a GPU. A HostMark is a recorded position in a queue. If a task fails, the
+later tasks of its queue are skipped. Every wait for a later mark raises the error, including a wait by another queue.
+The next synchronize() raises the error once more; after that, the queue runs new tasks.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from kvtier.scheduler import Step
 
 @dataclass(frozen=True, slots=True)
 class Work:
+    """Amount of work in a step."""
+
     num_rows: float
     num_tokens: float
     attended_tokens: float

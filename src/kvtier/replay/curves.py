@@ -189,7 +189,7 @@ def _hits(accesses: Accesses, policy: str, capacity: int) -> int:
 def index_hits(accesses: Accesses, capacity: int, policy: str, outcomes: Sequence[Outcome] | None = None) -> int:
     """Return the hits of the real index. Requests larger than the pool are not cached.
 
-    `outcomes` are the ends of the requests. By default, they are those of the trace.
+    `outcomes` describe how the requests ended. By default, they come from the trace.
     """
     namespace = Namespace("replay", block_tokens=1)  # one token represents a block, which saves memory
     tree = RadixTree(namespace, [Tier(0, BlockPool("device", capacity), lambda: make_policy(policy))])

@@ -198,7 +198,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int
-    """Number of blocks that the host evicted because the device had them too. Each costs at most one more save."""
+    """Number of blocks that the host evicted because the device had them too. Each is saved at most once more."""
     dead_on_arrival: float
     """Share of computed blocks that were never hit before their eviction from all tiers or the end of the run."""
 
@@ -211,9 +211,10 @@ def simulate(
     jobs: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> list[Summary]:
-    """Simulate a trace on each setup, using `jobs` processes.
+    """Simulate a trace on each of the deployments in `setups`, in up to `jobs` processes.
 
-    `num_simulated` limits the number of simulated replicas. The replicas closest to the median load are selected.
+    `num_simulated` limits the number of simulated replicas per deployment. The replicas with loads closest to the
+    median are selected.
     """
     block_tokens = trace[0].block_tokens if trace else TRACE_BLOCK_TOKENS
     parts = [(number, part) for number, setup in enumerate(setups) for part in _parts(trace, setup, num_simulated)]

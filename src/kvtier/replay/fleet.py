@@ -1,8 +1,8 @@
 """Simulate a fleet: the real router and one real index per replica, with a simple model of time.
 
-A replica computes one prompt after the other; generation does not delay prompts. This is coarser than `simulate`, which
-runs the scheduler, and fast enough for a thousand replicas: it measures the hit rate of a routing policy, the balance
-of the work, and the cost of the router itself.
+A replica computes one prompt after the other, and generation does not delay prompts. This model is coarser than
+`simulate`, which runs the scheduler, but it is fast enough for a thousand replicas. The results are the hit rate of a
+routing policy, the balance of the work, and the cost of the router itself.
 
     arrival ──> Router.route ──> RadixTree of the replica: match, publish ──events──> PlacementIndex of the router
 """
@@ -94,10 +94,10 @@ def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaC
 
 
 class FleetTrace:
-    """Copies of a trace: the same users several times, each copy with prompts and arrival times of its own.
+    """Several copies of a trace, to simulate more users. Each copy has its own prompts and arrival times.
 
-    Iterates over (arrival in seconds, path number of each full block, prompt tokens) in order of time. The prompts are
-    generated during the iteration, so that a hundred copies of a one-hour trace fit into memory.
+    Iterates over (arrival in seconds, path number of each full block, number of prompt tokens) in order of time. The
+    prompts are generated during the iteration, so that a hundred copies of a one-hour trace fit into memory.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], copies: int = 1, *, seed: int = 0) -> None:
@@ -112,7 +112,7 @@ class FleetTrace:
         times = np.array([request.timestamp_ms / 1000 for request in requests])
         mean_gap = (times[-1] - times[0]) / max(1, len(times) - 1) if len(times) else 0.0
         shifts = np.random.default_rng(seed).uniform(-mean_gap, mean_gap, (copies, len(times)))
-        shifts[0] = 0.0  # one copy is the trace itself
+        shifts[0] = 0.0  # the first copy has the arrival times of the trace
         arrivals = np.maximum(times + shifts, times[0] if len(times) else 0.0).reshape(-1)
         self._order = np.argsort(arrivals, kind="stable")
         self._arrivals = arrivals
@@ -233,7 +233,10 @@ def simulate_fleets(
     jobs: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> list[FleetSummary]:
-    """Run a trace on several fleets, in up to `jobs` processes. `progress` gets the share of the first fleet."""
+    """Run a trace on several fleets, in up to `jobs` processes.
+
+    `progress` is called with the completed share of the first fleet's run.
+    """
 
     def run(number: int) -> FleetSummary:
         simulation = FleetSimulation(configs[number], block_tokens)

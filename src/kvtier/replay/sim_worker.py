@@ -1,7 +1,10 @@
 """SimulatedWorker: returns the reports of a plan after the time that real links and disks would take. Moves no bytes.
 
-device --"to host"--> host --+             loads and fetches have priority over saves and writes to stores
-device <-"to device"- host <-+-"disk"-> store        reads and writes share the disk
+    device ──"to host"──> host ──┐
+    device <─"to device"─ host <─┴─"disk"─> store
+
+A link or disk executes one transfer at a time. Reads and writes share the disk. Loads and fetches interrupt saves and
+writes to stores.
 """
 
 from __future__ import annotations
@@ -201,7 +204,7 @@ class SimulatedWorker:
                 self._results.append(self._result(job, end))
 
     def _result(self, job: _Job, end: float) -> TransferResult:
-        # Workers measure transfers without the wait in the queue, because the cost model adds the wait.
+        # Like a real worker, report the time of a transfer without its wait in the queue. The cost model adds the wait.
         transfer, seconds = job.transfer, end - (end if job.began is None else job.began)
         if transfer.route is Route.HOST_TO_STORE:
             self.stores[transfer.target].write(split_keys(transfer.keys))

@@ -69,7 +69,7 @@ class StepCoalescer:
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """Return the share of the merged step's time after which the share `done` of its prompt tokens is computed."""
+        """Return when a share `done` of a merged step's prompt tokens is computed, as a share of the step's time."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -109,6 +109,8 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
+    """Result of the simulation of one replica."""
+
     requests: tuple[ServedRequest, ...]
     seconds: float
     """From the first arrival to the last token."""
@@ -128,6 +130,8 @@ class Simulation:
 
 @dataclass(slots=True)
 class _Live:
+    """A request that has arrived and has not ended."""
+
     number: int
     request: Request
     tokens: list[int]

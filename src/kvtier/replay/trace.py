@@ -42,7 +42,8 @@ class TraceRequest:
     """One id per block; the last block may be partial. Requests whose first n ids are equal share n blocks."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
-    """True if there is one id per full block of prompt and answer, and no id for a partial block."""
+    """True if the full blocks of prompt and answer have ids (kvtier's log). False if the blocks of the prompt have ids,
+    including the last, partial block (Mooncake's format)."""
     finish_reason: str = ""
     hints: Hints = NO_HINTS
     closed_at_ms: float | None = None
@@ -120,11 +121,10 @@ def read_trace(*paths: str | Path) -> Trace:
 
 
 def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceRequest | SessionClose | str | None:
-    """Return the request or the end of a session in a line, or the reason why the line is invalid.
+    """Parse a line: a request, the end of a session, or another event of kvtier's log (None).
 
-    Return None for another event of kvtier's log.
-
-    `names` maps the keys of the log to numbers. New keys are added.
+    If the line is invalid, return the reason as a string. `names` maps the keys in the log to numbers. Keys that are
+    new in this line are added to `names`.
     """
     try:
         record = json.loads(line)
@@ -206,7 +206,7 @@ def _with_hints(request: TraceRequest, record: dict[str, Any]) -> TraceRequest |
 
 
 def _closed(requests: list[TraceRequest], closes: list[SessionClose]) -> list[TraceRequest]:
-    """Record each close in the last request of the session before it. `requests` must be sorted by time."""
+    """Set `closed_at_ms` in the last request of a session before each of its closes. `requests` are sorted by time."""
     if not closes:
         return requests
     ends = [(request.timestamp_ms, 0, number) for number, request in enumerate(requests) if request.hints.session_id]

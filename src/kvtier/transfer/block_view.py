@@ -47,7 +47,8 @@ class BlockView:
     num_blocks: int
     holding: MemoryRef
     run_blocks: int = 0
-    """Number of blocks in a piece of memory that is pinned separately. No copy spans two pieces. 0: one piece."""
+    """Number of blocks per piece, if the memory is pinned in pieces. A copy must not span two pieces. 0 if the memory
+    is a single piece."""
 
     @property
     def placement(self) -> Placement:

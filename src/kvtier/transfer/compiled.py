@@ -93,13 +93,15 @@ _FIRST_SHARE = 16  # the first chunk of a large transfer has 1/16 of the blocks
 
 
 Tables = tuple[I64, I64 | None]
-"""Copies over the link and, if staged, copies between cache and staging memory. The rows are SRC, DST and NBYTES.
-Addresses in staging memory are relative to the start of a slot."""
+"""Two tables of copies with the rows SRC, DST and NBYTES. The first has the copies over the link. The second has the
+copies between the cache and staging memory; it is None unless the strategy is "staged". Addresses in staging memory are
+relative to the start of a slot of the staging ring."""
 
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """Blocks that are submitted together. The tables are made on first use, while the previous slice is copied."""
+    """Blocks that are submitted together. The tables are built on first use, usually while an earlier slice is
+    copied."""
 
     blocks: I64
     """Positions of the blocks in the ids of the transfer."""
@@ -187,7 +189,10 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
-    """Return the number of blocks in each chunk (a slot of the staging ring). `ramp` makes the first chunk small."""
+    """Return the number of blocks in each chunk. A chunk fills one slot of the staging ring.
+
+    With `ramp`, the first chunk is small, because the link is idle while the chunk is gathered.
+    """
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride
     if step < 1:

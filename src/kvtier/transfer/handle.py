@@ -1,9 +1,12 @@
 """TransferHandle: a transfer in flight, and the report at its end.
 
 QUEUED ──> RUNNING ──────────────> DONE
-  │           ├─(a slice failed)──> FAILED       The report waits for submitted slices, so that no copy touches a
-  ├───────────┼─(cancel)──────────> CANCELLED    block after the report. Blocks whose slices all arrived are
-  └───────────┴─(deadline)────────> LATE         reported as moved, even if other blocks failed.
+  │           ├─(a slice failed)──> FAILED
+  ├───────────┼─(cancel)──────────> CANCELLED
+  └───────────┴─(deadline)────────> LATE
+
+There is no report before all submitted slices have ended, so no copy touches a block after the report. A block counts
+as moved if all of its slices arrived, even if other blocks of the transfer failed.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report like `wait`, but keep the report for the manager's poll()."""
+        """Wait for the report like `wait`. Unlike after `wait`, the manager's poll() still returns the report."""
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -175,7 +178,10 @@ class TransferHandle:
             return self._next_slice - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
-        """Record that slice `index` was submitted, or a part of it if there is an error. `end` follows the copies."""
+        """Record that the copies of slice `index` were submitted. The event `end` is reached after the copies.
+
+        An `error` means that only some of the copies were submitted.
+        """
         with self._changed:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:

@@ -1,10 +1,14 @@
 """Lane: one direction of the link. Decides the order and the streams of transfers, and limits the bytes in flight.
 
-urgent   transfers have a separate stream. The caller submits them whole, and they never wait for bulk transfers.
-bulk     transfers have at most max_in_flight_bytes in flight, and wait while an urgent transfer is in flight. If the
-         queue is empty, the caller submits a transfer that fits. The lane's thread submits all others in slices.
+Urgent transfers have a separate stream and never wait for bulk transfers. The thread that calls `submit` submits all
+slices of an urgent transfer at once, up to max_urgent_bytes in flight.
 
-queue    [ urgent transfers that exceed max_urgent_bytes, oldest first | bulk transfers, oldest first ]
+Bulk transfers have at most max_in_flight_bytes in flight, and wait while an urgent transfer is in flight. If no
+transfer is queued and a bulk transfer fits, the thread that calls `submit` submits it at once.
+
+All other transfers are queued. The lane's own thread submits their slices one by one:
+
+    queue    [ urgent transfers, oldest first | bulk transfers, oldest first ]
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class Lane:
         self._closed = False
 
     def submit(self, transfer: TransferHandle) -> None:
-        """Start the transfer if it fits and would overtake no queued transfer. Otherwise queue it."""
+        """Start the transfer if it is within the limits and no queued transfer must go first. Otherwise queue it."""
         with self._changed:
             if self._can_start(transfer):
                 while (index := transfer.claim()) is not None:

@@ -32,9 +32,9 @@ class TransferManager:
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
         for report in manager.poll(): ...                         # transfers that ended since the last poll
 
-    Copies wait for the event `after` (default: all work on the current stream), but not for an unrecorded Event(). If
-    a transfer fails in part, is cancelled, or misses its `timeout`, the report names the blocks that did not arrive;
-    the other blocks are valid. Thread-safe.
+    Copies wait for the event `after`. The default is an event at the end of the current stream. An unrecorded Event()
+    means that copies start immediately. If some blocks of a transfer fail, or the transfer is cancelled or exceeds its
+    `timeout`, the report lists the blocks that did not arrive. All other blocks are valid. Thread-safe.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the host after `after`, the event of the computation that wrote the blocks."""
+        """Copy blocks to the host. The event `after` marks the end of the computation that writes the blocks."""
         compiled = self.compile(Direction.D2H, device_ids, host_ids, group=group, urgent=urgent, strategy=strategy)
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 

@@ -3,17 +3,20 @@
     D2H   gather cache -> slot (kernel stream)   then   copy slot -> host (copy stream)
     H2D   copy host -> slot (copy stream)        then   scatter slot -> cache (kernel stream)
 
-    slot 0  [gather 0][copy 0      ]         [gather 3]...         a slot is free again after the second operation;
-    slot 1            [gather 1]  [copy 1      ]                   the streams wait for each other, the host does not
+    slot 0  [gather 0][copy 0      ]         [gather 3]...
+    slot 1            [gather 1]  [copy 1      ]
     slot 2                        [gather 2]   [copy 2      ]
 
-The kernel stream has high priority. While the model runs large matrix products, a kernel can start only when a product
-ends, and must then be first. All slots share the stream, because one stream per slot was slower (docs/decisions/0006).
+A slot is free again after the second operation. The streams wait for each other with events; the host does not wait.
 
-Some pairs of a copy stream and a kernel stream interfere in the driver or the GPU: while the kernel stream has pending
-work and the model is busy, copies of any size run at 0.93 of the link rate. Such a pair stays slow; with another kernel
-stream copies are fast (H200, driver 580.159, 2026-11-15; docs/decisions/0006). Slow pairs cannot be predicted, so the
-ring times its copies, and replaces the kernel stream when copies are slow.
+The kernel stream has high priority. While the model runs large matrix products, a gather or scatter can start only
+between two products, and must then start before the next product. All slots share one kernel stream, because one stream
+per slot was slower (docs/decisions/0006).
+
+Some pairs of a copy stream and a kernel stream slow each other down, in the driver or in the GPU. While the kernel
+stream has pending work and the model is busy, copies of any size run at 0.93 of the link rate. Such a pair stays slow.
+With another kernel stream, copies are fast (H200, driver 580.159, 2026-11-15; docs/decisions/0006). Slow pairs cannot
+be predicted, so the ring times its copies, and replaces the kernel stream when copies are slow.
 """
 
 from __future__ import annotations
@@ -64,7 +67,10 @@ class StagingRing:
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
-        """Submit a staged slice that waits for `after`. Returns the end event of the slice. Slices end in order."""
+        """Submit a staged slice that waits for `after`. Return the end event of the slice.
+
+        Slices end in the order of the calls.
+        """
         slot = self._take()
         self._check_rate()
         assert self._kernels is not None

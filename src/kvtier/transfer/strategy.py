@@ -2,10 +2,11 @@
 
 direct   the copy engines move each contiguous part (cuMemcpyBatchAsync); best for large parts
 kernel   a kernel copies all parts over the link; fast for small parts, but takes multiprocessors from the model
-staged   a kernel gathers parts in staging memory on the device (in a fiftieth of the transfer time), and the copy
-         engines move whole blocks between staging memory and the host
+staged   the copy engines move whole blocks between the host and staging memory on the device, and a kernel gathers or
+         scatters the parts of these blocks inside the device; the kernel takes a fiftieth of the transfer time
 
-The price of a strategy is its time plus the time that the model loses meanwhile. Both come from the calibration.
+The price of a strategy is the time of the transfer plus the time by which it delays the model. Both come from the
+calibration.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class TransferConfig:
     min_layer_groups: int = 4
     """Minimum number of groups in a layer-wise load. The model can start when the first group has arrived."""
     chunk_bytes: int = 64 << 20
-    """Size of a slot of the staging ring. Copying two slots should take longer than a gather kernel waits for a busy
-    GPU. Small slots cost more host time, because each slot needs a launch and a batch call (0.1 ms)."""
+    """Size of a slot of the staging ring. While the gather kernel of one slot waits for a busy GPU, the two slots that
+    are already full are copied, and this copy should take longer than the wait. Small slots cost more host time,
+    because each slot needs a launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     gather_blocks: int = 264
     """Number of thread blocks of the kernel that gathers into staging memory. The default is two per multiprocessor."""
@@ -57,10 +59,11 @@ class TransferConfig:
                 raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# Size of the first chunk of a save (or the last of a load). It is small, because the link is idle while this chunk is
-# gathered (or scattered). But its copy should take longer than the gather of the next chunk, which may wait for a busy
-# GPU. On an idle GPU, transfers of 64 MiB in the worst shape reach 0.969 of the link rate with 4 MiB, 0.963 with 8 MiB,
-# and 0.962 with 12 MiB. During matrix products, there is no difference (H200, 2026-11-15).
+# Size of the first chunk of a save, and of the last chunk of a load. A small size is good, because the link is idle
+# while the chunk is gathered or scattered. A large size is good, because the gather of the next chunk should end during
+# the copy of this chunk, even if it has to wait for a busy GPU. On an idle GPU, transfers of 64 MiB in the worst shape
+# reach 0.969 of the link rate with 4 MiB, 0.963 with 8 MiB, and 0.962 with 12 MiB. During matrix products, there is no
+# difference (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
@@ -132,7 +135,7 @@ class StrategyChoice:
 
 def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTable | None = None) -> StrategyChoice:
     """Choose the cheapest strategy, or the forced strategy if it is usable."""
-    # forced staging is used even if there is nothing to gather
+    # a forced "staged" is used even if blocks are contiguous and need no gathering
     paths, reasons, note = _options(shape.src, shape.dst, forced is None and shape.num_parts <= shape.num_spans)
     if forced is not None and forced in paths:
         return StrategyChoice(forced, paths[forced], "forced")
@@ -166,7 +169,7 @@ def _prices(shape: TransferShape, paths: Paths, table: CostTable) -> tuple[Price
     gather = table.estimate_us(inside, shape.num_parts, shape.nbytes).get("gather", math.inf)
     lost = table.lost.get(cost_key(link), {})
     engine_share = lost.get(engine, 0.0)
-    # the link is always busy except during the first gather (or the last scatter)
+    # a staged transfer leaves the link idle only during the gather of its first (or the scatter of its last) chunk
     first = gather * min(1.0, FIRST_CHUNK_BYTES / shape.nbytes)
     times: Prices = {
         "direct": parts.get(engine, math.inf),

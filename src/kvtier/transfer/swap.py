@@ -45,9 +45,10 @@ def swap_cache_per_layer_async(
 ) -> CopyResult:
     """Copy between block device_ids[i] of `cache` and block host_ids[i] of `host`, in the order of `stream`.
 
-    `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`).
-    By default, use the current stream. Without a stream, host memory is copied before the call returns. Ids may be in
-    any order. Blocks that are adjacent on both sides are copied together. `direction` selects the side to read from.
+    `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`). By
+    default, use the current stream. Without a stream, host memory is copied before the call returns. Ids may be in any
+    order. Blocks that are adjacent on both sides are copied together. With `direction` "d2h", `cache` is the source,
+    with "h2d" it is the target.
     """
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
 

@@ -21,8 +21,7 @@ from kvtier.memory import Event, Placement
 from kvtier.memory.copy_paths import run_path
 from kvtier.messages import I32, Plan, Report, Route, TransferRequest, TransferResult, slot_bytes
 from kvtier.storage import ShardStores, Store
-from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
-from kvtier.transfer import TransferHandle as Copy
+from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferHandle, TransferManager, TransferReport
 from kvtier.transfer.staging import Mover
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.scrubber import Scrubber
@@ -31,11 +30,11 @@ from kvtier.worker.store_io import StoreWorker
 
 
 @dataclass(slots=True)
-class _CopyInFlight:
-    """The copies of one load or of all saves in a plan. There is one copy per cache group."""
+class _CopyJob:
+    """One load, or all saves of a plan. There is one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
-    copies: list[Copy]
+    copies: list[TransferHandle]
     reports: list[TransferReport] = field(default_factory=list)
 
 
@@ -83,8 +82,8 @@ class CacheController:
             host.wait_ready(min(host.num_slots, host.piece_slots))
         self.register(caches)  # before threads start, so that an error leaves no thread behind
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
-        self._under: dict[int, _CopyInFlight] = {}
-        self._by_copy: dict[int, _CopyInFlight] = {}
+        self._in_flight: dict[int, _CopyJob] = {}
+        self._by_copy: dict[int, _CopyJob] = {}
         self._scrubber = Scrubber(self._hosts)
         self._to_host: dict[int, I32] = {}  # transfer id -> host slots that the transfer writes
         self._done: list[TransferResult] = []
@@ -186,16 +185,16 @@ class CacheController:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._under or self._done or self._stores.is_busy)
+        return bool(self._in_flight or self._done or self._stores.is_busy)
 
     @property
     def is_copying(self) -> bool:
         """True if copies between device and host are in flight."""
-        return bool(self._under)
+        return bool(self._in_flight)
 
     def wait(self, timeout: float) -> None:
         """Wait until a transfer may have finished. If loads are in flight, wait for a load rather than a save."""
-        copies = sorted(self._under.values(), key=lambda under: under.transfers[0].route is not Route.HOST_TO_DEVICE)
+        copies = sorted(self._in_flight.values(), key=lambda job: job.transfers[0].route is not Route.HOST_TO_DEVICE)
         if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):
                 copies[0].copies[0].settle(timeout)
@@ -204,7 +203,7 @@ class CacheController:
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
         """Return the LayerWaits for a step that starts before these loads have ended."""
-        copies = [self._under[number].copies for number in transfer_ids if number in self._under]
+        copies = [self._in_flight[number].copies for number in transfer_ids if number in self._in_flight]
         failed = any(not result.ok and result.transfer_id in transfer_ids for result in self._done)
         return LayerWaits(copies, self._device, failed=failed)
 
@@ -223,7 +222,7 @@ class CacheController:
         """Start one copy per cache group for one load or for any number of saves."""
         if not transfers:
             return
-        under = _CopyInFlight(transfers, [])
+        job = _CopyJob(transfers, [])
         sources, targets = (
             np.concatenate([getattr(transfer, end) for transfer in transfers]).astype(np.int64)
             for end in ("sources", "targets")
@@ -236,9 +235,9 @@ class CacheController:
                     )
                 else:
                     copy = self._transfers.save(sources, targets, group=group.name, after=after)
-                under.copies.append(copy)
+                job.copies.append(copy)
         except KvtierError as error:
-            for copy in under.copies:  # started copies must end before their slots are reused
+            for copy in job.copies:  # started copies must end before their slots are reused
                 copy.wait()
             if len(transfers) > 1:  # retry each transfer alone, so that only invalid transfers fail
                 for transfer in transfers:
@@ -247,25 +246,25 @@ class CacheController:
             reason = f"{type(error).__name__}: {error}"
             self._done.append(TransferResult(transfers[0].id, False, 0, 0.0, reason))
             return
-        self._under.update((transfer.id, under) for transfer in transfers)
-        self._by_copy.update((copy.id, under) for copy in under.copies)
+        self._in_flight.update((transfer.id, job) for transfer in transfers)
+        self._by_copy.update((copy.id, job) for copy in job.copies)
 
     def _take(self, report: TransferReport) -> None:
-        under = self._by_copy.pop(report.id, None)
-        if under is None:
-            return  # the transfer has already failed, because the copy of another cache group could not start
-        under.reports.append(report)
-        if len(under.reports) < len(under.copies):
+        job = self._by_copy.pop(report.id, None)
+        if job is None:
+            return  # already reported as failed in `_copy`, because the copy of another cache group could not start
+        job.reports.append(report)
+        if len(job.reports) < len(job.copies):
             return
-        failures = [failure for one in under.reports for failure in one.failures]
+        failures = [failure for one in job.reports for failure in one.failures]
         lost = [failure.host_id for failure in failures]
         reason = "; ".join(sorted({str(failure.error) for failure in failures}))
         # Use the duration of the copies, because a whole step may run between the end of the copies and this poll.
-        seconds = max(one.seconds for one in under.reports)
-        num_bytes = sum(one.nbytes for one in under.reports)
-        num_blocks = sum(transfer.num_blocks for transfer in under.transfers)
-        for transfer in under.transfers:
-            del self._under[transfer.id]
+        seconds = max(one.seconds for one in job.reports)
+        num_bytes = sum(one.nbytes for one in job.reports)
+        num_blocks = sum(transfer.num_blocks for transfer in job.transfers)
+        for transfer in job.transfers:
+            del self._in_flight[transfer.id]
             share = num_bytes * transfer.num_blocks // num_blocks
             slots = transfer.sources if transfer.route is Route.HOST_TO_DEVICE else transfer.targets
             arrived = ~np.isin(slots, lost) if lost else None
@@ -287,5 +286,5 @@ def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
         name = "main" if not number else f"draft-{number}"
         element = str(cache.dtype).removeprefix("torch.")
         group = CacheGroup.attention(name, num_layers, num_heads, head_dim, element, block_tokens)
-        groups.append(group if not number else group.kept_whole())
+        groups.append(group if not number else group.unsharded())
     return KVLayout(block_tokens, tuple(groups))

@@ -11,10 +11,10 @@ from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
 class LayerWaits:
-    """Lets a step wait for the blocks that it loads: `before_layer` for those of one layer, `arrived` for all of them.
+    """Waits for the blocks that a step loads.
 
-    If a layer fails to load, the step computes with invalid blocks, and `arrived` returns False. The caller must then
-    discard the result of the step.
+    `before_layer` waits for the blocks of one layer, `arrived` for all blocks. If a layer fails to load, the step
+    computes with invalid blocks, and `arrived` returns False. The caller must then discard the result of the step.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class LayerWaits:
         failed: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """`loads` contains one copy per cache group for each load. `failed` is True if a load could not be started.
-        After `timeout` seconds, a wait for a layer is repeated."""
+        """`loads` contains one copy per cache group for each load. `failed` is True if a load could not be started. A
+        wait for a layer that exceeds `timeout` seconds is repeated."""
         self._loads, self._device, self._failed, self._timeout = loads, device, failed, timeout
 
     def before_layer(self, layer: int, group: int = 0) -> None:

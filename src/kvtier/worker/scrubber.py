@@ -44,6 +44,7 @@ class Scrubber:
                 self._damaged.discard(slot)
 
     def note(self, slots: Iterable[int]) -> None:
+        """Start verifying slots that have been written."""
         with self._lock:
             self._new.update(dict.fromkeys(slots))
 
@@ -81,7 +82,7 @@ class Scrubber:
                 slots = list(itertools.islice(self._new or self._sums, limit))
                 stamps = [self._stamps.get(slot, 0) for slot in slots]
             sums = [block_checksums(host, slots) for host in self._hosts] if slots else []
-            with self._lock:  # inside _reading, so that `use` cannot switch to smaller memory before
+            with self._lock:  # _reading is still held, so that `use` cannot switch to smaller memory in between
                 for slot, stamp in zip(slots, stamps, strict=True):
                     if self._stamps.get(slot, 0) == stamp:
                         self._compare(slot, tuple(of_group[slot] for of_group in sums))

@@ -8,8 +8,9 @@ latent or an indexer, form a separate object. Rank 0 writes this object, and all
     4 heads of one token on 2 ranks     | h0 h1 |  | h2 h3 |
     object of shard 2 of 4, both cases  | h2 of token 0 | h2 of token 1 | ..
 
-An object contains the shard's part of each tensor, in the order of the tensors in the block. If a rank has one shard
-and no replicated tensors, the object is the rank's whole block, and nothing is gathered.
+An object contains the shard's part of each tensor, in the order of the tensors in the block. These parts are gathered
+before a write and scattered after a read. If a rank has one shard and no replicated tensors, the object is the rank's
+whole block, and neither is necessary.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
+    """One of `num_ranks` ranks, and the number of shards into which the store divides each block."""
+
     rank: int = 0
     num_ranks: int = 1
     num_shards: int = 1
@@ -53,7 +56,11 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Byte columns [start, start + width) of rows of equal size in a rank's block. A contiguous piece has one row."""
+    """The bytes [start, start + width) of each of `num_rows` consecutive rows in a rank's block.
+
+    For example, a row has the keys of one token for all heads, and the piece selects some of the heads. The first row
+    is at `offset`, and a row has `row_bytes` bytes. A contiguous piece has one row.
+    """
 
     offset: int
     num_rows: int

@@ -1,7 +1,7 @@
 """StoreWorker: reads and writes stores on its own threads, for a CacheController.
 
 Each store has one thread for reads and probes, because requests wait for them, and one thread for writes. A slow store
-does not delay other stores, and a slow write does not delay reads. Each store limits the time of its calls itself.
+does not delay other stores, and a slow write does not delay reads. The stores apply their own timeouts.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StoreWorker:
     # ---- on the threads --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        """Queue the registration of host memory with each store, because pinning the memory may take long."""
+        """Register the host memory with each store. This runs on the write threads, because pinning may take long."""
         for name, user in self._users.items():
             self._queues[name, "write"].put(functools.partial(_for_each_host, user.register, self.hosts))
 
@@ -181,7 +181,8 @@ class StoreWorker:
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
-        # Process block by block, because a block stays in the CPU cache. The other order would take twice as long.
+        # Gather all parts of one block before the next block, because a block fits into the CPU cache. Gathering one
+        # part of all blocks before the next part would take twice as long.
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
@@ -197,7 +198,8 @@ class StoreWorker:
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
-        """Return one view of a part per slot: of the gathered copy if there is one, otherwise of the block."""
+        """Return the memory of a part for each slot: a row of `gathered` if it is given, otherwise a view of the
+        block."""
         if gathered is not None:
             return [memoryview(row) for row in gathered]
         span, host = part.span, self.hosts[part.group]
@@ -220,7 +222,7 @@ class StoreWorker:
         self._report(None, StoreLookup(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
-        """Report, page by page, the blocks whose objects are all in the store."""
+        """Report the blocks of which every part is in the store. Send a report after each page of the listing."""
         lacking: dict[bytes, set[ObjectPart]] = {}  # block key -> parts that were not found yet
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
@@ -258,7 +260,10 @@ class StoreWorker:
 
 
 def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemory]) -> None:
-    """Register or unregister host memory. Errors are ignored, because stores also accept unregistered memory."""
+    """Call `call` (register or unregister) with each host memory.
+
+    Errors are ignored, because stores also read and write memory that is not registered.
+    """
     for host in hosts:
         with contextlib.suppress(StoreError):
             call(host.view())
@@ -273,7 +278,7 @@ def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
 
 
 def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return the answers as an array with one row per part and one column per block."""
+    """Arrange results that are sorted by part, then by block, as an array [part, block]."""
     return np.array(answers, np.bool_).reshape(len(parts), -1)
 
 

@@ -451,8 +451,8 @@ def test_layer_waits_are_repeated_after_a_timeout():
         1, Route.HOST_TO_DEVICE, "host", "device", *(slot_bytes(np.array([slot], np.int32)) for slot in (3, 5))
     )
     rig.controller.submit(Plan(1, 0, (move,)))
-    under = rig.controller._under[1]
-    counter, timeouts = under.copies[0].layers, []
+    job = rig.controller._in_flight[1]
+    counter, timeouts = job.copies[0].layers, []
     wait = counter.wait
 
     def counted(*arguments):
@@ -465,7 +465,7 @@ def test_layer_waits_are_repeated_after_a_timeout():
             raise
 
     counter.wait = counted
-    waits = LayerWaits([under.copies], CPU, timeout=0.01)
+    waits = LayerWaits([job.copies], CPU, timeout=0.01)
     waits.before_layer(0)
     assert len(timeouts) >= 3
     first = LAYOUT.groups[0].span(range(1))

@@ -299,7 +299,7 @@ def test_poll_with_loads_only_leaves_saves_for_the_next_poll(rigs):
     rig.run(rig.save([0], [0]))
     save, load = rig.save([1], [1]), rig.load([0], [7])
     rig.controller.submit(Plan(2, 0, (save, load)))
-    for each in rig.controller._under.values():
+    for each in rig.controller._in_flight.values():
         for copy in each.copies:
             copy.settle(30)
     (report,) = rig.controller.poll(loads_only=True)
@@ -341,7 +341,7 @@ def test_wait_returns_when_a_load_ends_before_a_save(rigs):
     rig.controller.submit(Plan(2, 0, (load,)))
     waiting = Call(lambda: rig.controller.wait(60))
     waiting.must_end()  # although the save is still blocked
-    rig.controller._under[load.id].copies[1].settle(30)
+    rig.controller._in_flight[load.id].copies[1].settle(30)
     outcomes = [outcome for report in rig.controller.poll() for outcome in report.results]
     assert [outcome.transfer_id for outcome in outcomes] == [load.id]
     gate.open()

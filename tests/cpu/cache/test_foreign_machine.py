@@ -270,7 +270,7 @@ class ForeignMachine(RuleBasedStateMachine):
                 request.chain.append([self.samples.randrange(4, 8)])
 
     def apply_reports(self, *, waits: bool) -> None:
-        while waits and any(each._under or each._stores._num_open for each in self.controllers):
+        while waits and any(each._in_flight or each._stores._num_open for each in self.controllers):
             for controller in self.controllers:
                 if controller.is_busy:
                     controller.wait(0.01)

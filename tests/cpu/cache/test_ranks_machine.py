@@ -124,7 +124,7 @@ class RanksMachine(TiersMachine):
 
     def apply_reports(self) -> None:
         for controller in self.together.all:
-            while controller._under or controller._stores._num_open:
+            while controller._in_flight or controller._stores._num_open:
                 controller.wait(0.01)
                 for report in controller._transfers.poll():
                     controller._take(report)
