@@ -40,7 +40,8 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, and set the results. If the call has already returned, only return False."""
+        """Run `act`, which must be short, and set the results. If the call has returned, return False without
+        effect."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -206,7 +207,7 @@ class CallRunner:
             batch, job = task
             try:
                 job(scratch)
-            except Exception as error:  # the error fails the job's call, not the thread
+            except Exception as error:  # the job's call fails, but the thread continues
                 batch.fail(f"{type(error).__name__}: {error}")
             finally:
                 batch.add_jobs(-1)

@@ -29,14 +29,16 @@ from kvtier.storage.store import (
 StoreCall = Callable[[Store], Callable[..., Results]]
 """Selects the method of a store to call."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-"""Statuses from best to worst. The worst one is reported, because a store that failed might contain the object."""
+"""Statuses from best to worst. If no store finds an object, the worst status is reported. For example, one store misses
+the object and another fails: the result is FAILED, because the second store might contain the object."""
 
 
 class Cascade:
     """Reads try one store after the other. Writes and removals go to all stores in parallel.
 
-    A store that is not `writable` is only read. The deadline applies to the whole call. A read divides the remaining
-    time among the remaining stores, so that a hanging store leaves time for the others.
+    `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. A read
+    divides the remaining time equally among the stores that were not tried yet, so that a hanging store leaves time for
+    the others.
     """
 
     def __init__(

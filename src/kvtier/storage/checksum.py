@@ -96,9 +96,10 @@ def piece_table(pieces: Sequence[memoryview]) -> np.ndarray:
 
 
 def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = None) -> int:
-    """Return the checksum of consecutive pieces, and copy them to `target`, whose address is a multiple of 64.
+    """Return the checksum of consecutive pieces. If `target` is given, also copy the pieces to it.
 
-    If a size is not a multiple of 64 bytes, the pieces are copied first.
+    The address of `target` must be a multiple of 64. If the size of a piece is not a multiple of 64 bytes, the pieces
+    are first joined in new memory, which is slower.
     """
     code, table = native().code, piece_table(pieces)
     if code is None or (table[1] % _STEP).any() or not table[1].all():

@@ -48,19 +48,19 @@ class Cipher:
         except self._invalid as error:
             raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
 
-    def seal_into(self, room: memoryview, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Encrypt `data` into `room`, followed by the tag (TAG_BYTES bytes). Return the nonce."""
+    def seal_into(self, target: memoryview, data: memoryview | bytes, bound: bytes) -> bytes:
+        """Encrypt `data` into `target`, followed by the tag (TAG_BYTES bytes). Return the nonce."""
         nonce = os.urandom(NONCE_BYTES)
-        self._gcm.encrypt_into(nonce, data, bound, room)
+        self._gcm.encrypt_into(nonce, data, bound, target)
         return nonce
 
-    def open_into(self, room: memoryview, nonce: bytes, data: memoryview, bound: bytes) -> None:
-        """Decrypt `data` into `room`. The last TAG_BYTES bytes of `data` are the tag; `room` has the size of the rest.
+    def open_into(self, target: memoryview, nonce: bytes, data: memoryview, bound: bytes) -> None:
+        """Decrypt `data` into `target`. `data` ends with the tag, so `target` has TAG_BYTES bytes less than `data`.
 
-        Raise FormatError if the data was changed. The room may then contain unverified bytes.
+        Raise FormatError if the data was changed. The target may then contain unverified bytes.
         """
         try:
-            self._gcm.decrypt_into(nonce, data, bound, room)
+            self._gcm.decrypt_into(nonce, data, bound, target)
         except self._invalid as error:
             raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
 

@@ -68,7 +68,7 @@ class Compression(Enum):
 
 
 def record_of(key: bytes, label: Label, nbytes: int, known: int) -> Record:
-    """Return the record of an object that is stored as it is, without token ids. `known` is its checksum."""
+    """Return the record of an uncompressed object without token ids. `known` is the checksum of the object."""
     return Record(key, label.namespace, label.token_digest, nbytes, nbytes, known)
 
 
@@ -80,8 +80,10 @@ def encode(
     known: int | None = None,
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
-    `known` is the checksum for the record, if already computed. It must not be passed with compression or token ids,
-    unless the object is sealed."""
+
+    `known` is the checksum for the record, if the caller has already computed it. It must not be passed with
+    compression or token ids, which the checksum would have to cover. Sealed objects are an exception.
+    """
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
         packed = zlib.compress(payload, 1)
@@ -126,7 +128,7 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
         return empty, "the checksum differs"
     stored = data[: record.stored_bytes]
     if not record.flags & Flags.ZLIB:
-        if record.stored_bytes != record.nbytes:  # servers are shared, and a forged record can have a valid checksum
+        if record.stored_bytes != record.nbytes:  # another client of a shared server can forge a valid checksum
             return empty, f"inconsistent: {record.stored_bytes} uncompressed bytes stored instead of {record.nbytes}"
         return stored, ""
     unpacker = zlib.decompressobj()

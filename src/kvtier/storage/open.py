@@ -1,7 +1,8 @@
 """Open stores by URL: one store for all shards, or one store per shard.
 
-A server stores all shards of a block. A disk store of S shards is S folders, and each rank opens the folders of its
-shards, so that ranks do not wait for each other. Several servers can open the same folders.
+A remote store keeps all shards of all blocks together. A disk store with S shards consists of S folders, and each rank
+opens the folders of its own shards, so that ranks do not wait for each other. Several kvtier servers can open the same
+folders.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|
@@ -50,8 +51,9 @@ def open_store(
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
     `secret` encrypts objects on servers and disks with AES-GCM; `?secret=FILE` sets the secret for one URL. On a disk,
-    each tenant has its own key. docs/stores.md lists the URL options. In a folder, each of `num_shards` shards has its
-    own subfolder and an equal share of the bytes.
+    each tenant has its own key. A disk store with `num_shards` shards has one subfolder per shard; this call opens the
+    one of `shard`, with an equal share of the bytes. docs/stores.md lists the URL options.
+
     Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the server does not respond).
     """
     urls = [where] if isinstance(where, str) else list(where)

@@ -30,10 +30,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Scattered(Sequence[memoryview]):
-    """The memory of an object in many pieces of one buffer, in this order. A list of pieces takes longer to process."""
+    """Memory of an object that consists of many pieces of one buffer. It is faster to process than a list of pieces."""
 
     def __init__(self, memory: memoryview, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        """Refer to parts of contiguous memory. Raise ArgumentError for parts outside of it."""
+        """Piece i has `sizes[i]` bytes at `offsets[i]` of `memory`. Raise ArgumentError if it is outside the memory."""
         self.memory = view_of(memory)
         self.offsets, self.sizes = offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)
         is_inside = self.offsets.shape == self.sizes.shape and self.offsets.ndim == 1 and len(self.offsets)
@@ -255,9 +255,9 @@ class StoreStats:
     num_refused: int = 0
     """Calls refused by an open breaker."""
     written_bytes: int = 0
-    """Bytes that a disk store wrote for objects since it was opened, rounded up to pages, and their records."""
+    """Bytes that a disk store has written since it was opened. Includes records, and objects rounded up to pages."""
     day_bytes: int = 0
-    """Bytes written in the last 24 hours, of which `max_day_bytes` are allowed."""
+    """Bytes written in the last 24 hours. The limit is `max_day_bytes`."""
     max_day_bytes: int = 0
     """Limit for `day_bytes`; 0 for no limit."""
 
@@ -321,7 +321,7 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
 
 
 def views_of(memory: Pieces, *, writable: bool = False) -> Sequence[memoryview]:
-    """Return the pieces of an object as `view_of` does. Empty pieces are left out, but there is at least one view."""
+    """Return a view of each piece of an object (see `view_of`). Empty pieces are omitted, unless all are empty."""
     if isinstance(memory, Scattered) and memory.sizes.all():
         view_of(memory.memory, writable=writable)
         return memory
@@ -342,7 +342,10 @@ def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:
 
 
 def outcomes_of(writes: Sequence[Write], last: dict[bytes, int], results: Sequence[ObjectResult]) -> list[ObjectResult]:
-    """Return one result per write. Earlier writes to a key get the result of the last write, with 0 bytes moved."""
+    """Return one result per write. `results` has one result per key, for the last write to the key.
+
+    Earlier writes to a key have the same result, but count 0 bytes.
+    """
     by_key = dict(zip(last, results, strict=True))
     return [by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)]
 

@@ -54,10 +54,10 @@ class Bucket(Protocol):
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Return each value, or None for a missing value. Only the first `rooms[i]` bytes of value i are returned.
+        """Return each value, or None for a missing value. Of value i, at most the first `rooms[i]` bytes are returned.
 
-        An entry of another type counts as an empty value and causes no error. Values may be in the
-        scratch memory, and are valid until the next `scratch.take`.
+        If a name belongs to data of another type, such as a Redis list, its value counts as empty. Values may be in the
+        scratch memory, so they are valid only until the next `scratch.take`.
         """
         ...
 

@@ -49,8 +49,9 @@ request ends soon, but large enough that the round trip does not matter."""
 class RemoteStore:
     """A store on a server, shared by any number of processes.
 
-    At most `num_threads` requests run in parallel. `where` names the server in messages. Transient errors are retried
-    `num_retries` times, first after at most `first_wait_s` seconds. `stats` counts calls, not stored objects.
+    At most `num_threads` requests run in parallel. `where` names the server in messages. A request with a transient
+    error is retried up to `num_retries` times. The wait before a retry is random: at most `first_wait_s` seconds at
+    first, and twice as much for each further retry. `stats` counts calls, not stored objects.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class RemoteStore:
             doubtful = [index for index, outcome in useless.items() if outcome.status is ObjectStatus.CORRUPT]
             self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
             if doubtful:
-                # The stored object may be intact: a concurrent removal may have reused its memory (Mooncake), a bit
-                # may have flipped in transit, or the connection may be out of step. Only real damage is found twice.
+                # The stored object may be intact: another client may have removed the object and reused its memory
+                # during the read (Mooncake), a bit may have flipped in transit, or the connection may have delivered
+                # the reply to an earlier request. Therefore read again. Only real damage is found twice.
                 self._bucket.reset()
                 self._run_chunk(confirm, doubtful, batch, scratch)
 
@@ -228,7 +230,7 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
-        """Split objects into one request per thread, with equal shares of bytes. Split shares that are too large."""
+        """Split objects into requests: one per thread, with equal shares of bytes, or more if a share is too large."""
         limits = self._bucket.request_size
         max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
@@ -312,7 +314,7 @@ class RemoteStore:
         with self._lock:
             self._num_quarantined += corrupt
         if corrupt:
-            self._bucket.reset()  # a delete must not use a connection that is out of step
+            self._bucket.reset()  # the connection may deliver the reply to an earlier request
         failure = ""
         try:
             self._request(batch, self._bucket.delete, [name for name, _ in useless.values()])
@@ -322,13 +324,16 @@ class RemoteStore:
 
 
 class _Parcels(Sequence[Parts]):
-    """The values of one request. A value is packed on access, so that checksums are computed while earlier objects are
-    sent, and the bytes to send are in the CPU cache. `indices` are the positions of the objects in the batch.
+    """The values of one request. `indices` are the positions of the objects in the batch.
 
-    After a call has returned, the caller may change its memory, but changed bytes must not get a valid checksum.
+    A value is packed when it is accessed. Its checksum is thus computed while earlier values are sent, and its bytes
+    are in the CPU cache when they are sent.
 
-        call returns after packing    the checksum is that of the original bytes, so a read detects changed bytes
-        call returns during packing   the checksum may be that of changed bytes, so nothing is sent
+    A call can return at its deadline while this request still runs. The caller may then change its memory, but changed
+    bytes must not get a valid checksum:
+
+        packed before the call returns    the checksum covers the original bytes, so a read detects changed bytes
+        packed when the call returns      the checksum may cover changed bytes, so nothing is sent
     """
 
     def __init__(
