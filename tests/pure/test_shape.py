@@ -10,8 +10,8 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 # A commit that adds a capability may raise the next three limits if its message states the reason.
-MAX_FILES = 250
-MAX_LINES = 45_900
+MAX_FILES = 253
+MAX_LINES = 46_200
 MAX_CLASSES = 543
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20

@@ -32,7 +32,8 @@ from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.middleware import ClientGone, GuardMiddleware
 from kvtier.server.prepare import Body, Preparation, Prepared, unknown_model
-from kvtier.server.protocol import ChatRequest, CompletionRequest, SessionBody, TokenizeRequest
+from kvtier.server.prompt_bodies import SessionBody, TokenizeRequest
+from kvtier.server.protocol import ChatRequest, CompletionRequest
 from kvtier.server.request_log import RequestLog
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.schema_cache import SchemaChecks

@@ -19,9 +19,7 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
 from kvtier.server.middleware import ClientGone, before_deadline, body_too_large
 from kvtier.server.prepare import AgentRequest, Body, Preparation, Prepared
-from kvtier.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
+from kvtier.server.prompt_bodies import (
     DetokenizeRequest,
     NameBody,
     PinBody,
@@ -31,6 +29,7 @@ from kvtier.server.protocol import (
     SessionBody,
     TokenizeRequest,
 )
+from kvtier.server.protocol import ChatRequest, CompletionRequest
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.worker_pool import WorkerPool
 

@@ -16,7 +16,7 @@ from kvtier.server.config import Tenant, salt_of
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError
 from kvtier.server.metrics_page import MetricsPage
-from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
+from kvtier.server.prompt_bodies import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
 from kvtier.server.request_log import RequestLog
 
 _ASLEEP = "it is asleep until POST /control/wake"

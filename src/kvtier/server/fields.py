@@ -1,6 +1,6 @@
 """Fields of the completion requests of OpenAI and vLLM, each in one of three classes.
 
-- honoured: the field has its documented effect. Its type and limits are in protocol.py.
+- honoured: the field has its documented effect. Its type and limits are in protocol.py and field_types.py.
 - ignored: the field cannot change the answer. It is accepted and named in the header `x-kvtier-ignored`.
 - refused: the field would change the answer and is not supported. It gets 400, unless its value has no effect.
 

@@ -8,15 +8,9 @@ from typing import Any, NamedTuple
 from kvtier.engine import schemas
 from kvtier.engine.schemas import Grammar
 from kvtier.errors import ArgumentError
+from kvtier.server.chat_messages import NamedToolChoice
 from kvtier.server.errors import ApiError
-from kvtier.server.protocol import (
-    ChatRequest,
-    JsonSchemaFormat,
-    NamedToolChoice,
-    PlainFormat,
-    Sampling,
-    StructuredOutputs,
-)
+from kvtier.server.protocol import ChatRequest, JsonSchemaFormat, PlainFormat, Sampling, StructuredOutputs
 from kvtier.server.tool_schemas import arguments_schema, calls_schema
 
 _ANY_OBJECT = {"type": "object"}

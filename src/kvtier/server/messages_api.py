@@ -12,23 +12,27 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from kvtier.engine.params import TEMPERATURE
 from kvtier.server.agent_fields import MESSAGES_FIELDS
-from kvtier.server.config import MAX_PRIORITY
-from kvtier.server.protocol import (
-    INT64,
+from kvtier.server.field_types import (
     AnyObject,
-    ChatRequest,
+    ModelName,
     Name,
+    PositiveCount,
+    Priority,
+    Seed,
     ShortText,
-    StopText,
+    StopTexts,
     Strict,
+    Temperature,
     TemplateVariables,
     Text,
+    ToolName,
+    TopK,
+    TopP,
     few,
 )
+from kvtier.server.protocol import ChatRequest
 
-_ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 _MAX_BLOCKS = 4096
 # Field of the chat request -> field of this API that it is made from. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -82,7 +86,7 @@ class ToolUseBlock(Loose):
 
     type: Literal["tool_use"]
     id: ShortText
-    name: _ToolName
+    name: ToolName
     input: AnyObject
 
 
@@ -152,7 +156,7 @@ class AgentTool(Loose):
     """A tool of the client. Tools that Anthropic defines or runs have another type and are skipped."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")] | None = None
-    name: _ToolName
+    name: ToolName
     description: Text | None = None
     input_schema: AnyObject | None = None
 
@@ -204,7 +208,7 @@ class CountTokensRequest(Strict):
     fields: ClassVar = MESSAGES_FIELDS
     names: ClassVar = NAMES
 
-    model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    model: ModelName
     messages: Annotated[list[Turn], Field(min_length=1, max_length=4096, fail_fast=True), few(4096)]
     system: _Texts | None = None
     tools: Annotated[list[AgentTool], Field(max_length=128, fail_fast=True), few(128)] | None = None
@@ -258,15 +262,15 @@ class MessagesRequest(CountTokensRequest):
     endpoint: ClassVar = "messages"
     id_prefix: ClassVar = "msg_"
 
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
-    temperature: Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True), few(16)] | None = None
+    max_tokens: PositiveCount
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: StopTexts | None = None
     stream: bool | None = None
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    seed: Seed | None = None
     cache_salt: Name | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
 
     def _chat_fields(self) -> dict[str, Any]:
         same = ("temperature", "top_p", "top_k", "stream", "seed", "cache_salt", "priority")

@@ -20,22 +20,14 @@ from kvtier.engine.schemas import Grammar
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.server.answers import AnswerSyntax, syntax_of_template
+from kvtier.server.chat_messages import Message, NamedToolChoice
 from kvtier.server.errors import ApiError
+from kvtier.server.field_types import MAX_FIELDS
 from kvtier.server.fields import FIELDS, UnsupportedFieldError, split
 from kvtier.server.grammars import AnswerGrammar, answer_grammar
 from kvtier.server.messages_api import CountTokensRequest, MessagesRequest
-from kvtier.server.protocol import (
-    GRAMMAR_FIELDS,
-    MAX_FIELDS,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    NamedToolChoice,
-    PromptBody,
-    Sampling,
-    TokenizeRequest,
-)
+from kvtier.server.prompt_bodies import DetokenizeRequest, PromptBody, TokenizeRequest
+from kvtier.server.protocol import GRAMMAR_FIELDS, ChatRequest, CompletionRequest, Sampling
 from kvtier.server.responses_api import ResponsesRequest
 
 Body = TypeVar("Body", bound=BaseModel)

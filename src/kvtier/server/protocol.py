@@ -1,246 +1,45 @@
-"""Request bodies: OpenAI's fields and kvtier's additions. Unknown fields are rejected (see fields.py).
-
-Validation takes linear time and reports few errors for any input. Sizes are checked before items, validation of a list
-stops at the first invalid item, and lists of tokens are checked as a whole.
-"""
+"""Bodies of chat and text completions: OpenAI's fields and kvtier's additions. fields.py rejects unknown fields."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StringConstraints,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from kvtier.engine.params import (
-    LOGIT_BIAS,
-    MAX_ALLOWED_TOKENS,
-    MAX_BIASES,
-    PENALTY,
-    REPETITION_PENALTY,
-    TEMPERATURE,
-    Penalties,
-    SamplingParams,
-)
+from kvtier.engine.params import Penalties, SamplingParams
 from kvtier.index.labels import Hints
-from kvtier.server.config import MAX_PRIORITY
+from kvtier.server.chat_messages import FunctionDefinition, Messages, NamedToolChoice, Tool, check_end
+from kvtier.server.field_types import (
+    AllowedTokens,
+    AnyObject,
+    BadWords,
+    Biases,
+    Choices,
+    Count,
+    ModelName,
+    Name,
+    Penalty,
+    PositiveCount,
+    Priority,
+    Prompts,
+    RepetitionPenalty,
+    RequestId,
+    Seed,
+    SessionKey,
+    StopText,
+    StopTexts,
+    StopTokens,
+    Strict,
+    Temperature,
+    TemplateVariables,
+    Text,
+    TopK,
+    TopP,
+    few,
+)
 
-Text = Annotated[str, StringConstraints(max_length=4 << 20)]
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _YEAR_SECONDS = 366 * 86_400
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-ShortText = Annotated[str, StringConstraints(max_length=256)]
-_MAX_TOKEN_ID = (1 << 31) - 1
-TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-INT64 = 1 << 63
-MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 50 fields
-_MAX_PROMPTS = 128
-# Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
-_MAX_DEPTH = 100
-
-
-def _shallow(value: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return value
-    raise ValueError(f"objects and lists are nested deeper than {_MAX_DEPTH} levels")
-
-
-AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
-"""Arbitrary JSON of limited depth."""
-
-
-def _bounded(value: Any, most: int = MAX_FIELDS) -> Any:
-    """Check the size of a list or an object before any of its items is validated."""
-    if isinstance(value, list | dict) and len(value) > most:
-        raise PydanticCustomError("too_long", "{count} items; the limit is {most}", {"count": len(value), "most": most})
-    return value
-
-
-def few(most: int) -> BeforeValidator:
-    """Return a check of the size of a list or an object, for models and fields."""
-    return BeforeValidator(lambda value: _bounded(value, most))
-
-
-TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), few(64)]
-"""Variables for the chat template."""
-
-
-def _token_ids(values: list[Any], where: str = "") -> list[int]:
-    """Check a list as a whole. 1.4 million items take 0.1 s; an error per item would take 26 s (x86-64, 2026-11-16)."""
-    if not values:
-        raise ValueError(f"{where}empty list of tokens; a request needs at least one token")
-    if set(map(type, values)) != {int} or min(values) < 0 or max(values) > _MAX_TOKEN_ID:
-        valid = (type(value) is int and 0 <= value <= _MAX_TOKEN_ID for value in values)
-        at = next(index for index, is_valid in enumerate(valid) if not is_valid)
-        raise ValueError(f"{where}item {at} is not a token id, an integer in [0, {_MAX_TOKEN_ID}]")
-    return values
-
-
-def _allowed_ids(value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError("expected a list of token ids")
-    return _token_ids(_bounded(value, MAX_ALLOWED_TOKENS))
-
-
-def _one_prompt(value: Any) -> str | list[int]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return _token_ids(value)
-    raise ValueError("expected a text or a list of token ids")
-
-
-def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
-    """Check one or several prompts. The first item of a list determines its type."""
-    if not isinstance(value, list) or not value or type(value[0]) is int:
-        return _one_prompt(value)
-    if len(value) > _MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts; the limit is {_MAX_PROMPTS}")
-    if isinstance(value[0], str):
-        if not all(isinstance(prompt, str) for prompt in value):
-            raise ValueError("all prompts must be texts if the first one is a text")
-        return value
-    if not all(isinstance(prompt, list) for prompt in value):
-        raise ValueError("expected a text, token ids, texts, or lists of token ids")
-    return [_token_ids(prompt, f"prompt {index}: ") for index, prompt in enumerate(value)]
-
-
-def _token_list(value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError("expected a list of token ids")
-    return _token_ids(value)
-
-
-_Tokens = Annotated[list[TokenId], Field(min_length=1)]
-OnePrompt = Annotated[str | list[int], PlainValidator(_one_prompt, json_schema_input_type=Text | _Tokens)]
-Prompts = Annotated[
-    str | list[int] | list[str] | list[list[int]],
-    PlainValidator(
-        _prompts,
-        json_schema_input_type=Text
-        | _Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[_Tokens], Field(min_length=1, max_length=_MAX_PROMPTS)],
-    ),
-]
-
-
-class Strict(BaseModel):
-    """Base model that converts no types and rejects unknown fields and infinities."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    _few_fields = model_validator(mode="before")(lambda value: _bounded(value))
-
-
-class TextPart(Strict):
-    """A part of a message's content. Only text is supported."""
-
-    type: Literal["text"]
-    text: Text
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object. Clients send JSON text; chat templates expect an object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-        _shallow({"arguments": arguments})
-    except (ValueError, RecursionError):  # the model wrote invalid JSON; the template gets the text
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-class Message(Strict):
-    """One turn of a conversation. Ignores fields that other servers add to answers (refusal, annotations, ...)."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), few(4096)] | None = None
-    name: ShortText | None = None
-    reasoning_content: Text | None = None
-    """Reasoning of an earlier answer. Templates that support it keep it while a tool loop runs."""
-    tool_calls: Annotated[list[AnyObject], Field(max_length=128, fail_fast=True), few(128)] | None = None
-    tool_call_id: ShortText | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content or tool_calls")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for chat templates, with its content joined to one text."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        tool_calls = [_template_call(call) for call in self.tool_calls or ()]
-        optional = {
-            "name": self.name,
-            "reasoning_content": self.reasoning_content,
-            "tool_calls": tool_calls,
-            "tool_call_id": self.tool_call_id,
-        }
-        return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), few(4096)]
-
-
-class FunctionDefinition(Strict):
-    """A function that the model may call."""
-
-    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: Text | None = None
-    parameters: AnyObject | None = None
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    """A tool definition, which is passed to the chat template unchanged."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class NamedFunction(Strict):
-    name: Name
-
-
-class NamedToolChoice(Strict):
-    """The function that the model must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-def check_end(messages: Sequence[Message], add_prompt: bool | None, is_continued: bool | None) -> None:
-    """Check the fields for the end of a chat prompt. Raises ValueError."""
-    if not is_continued:
-        return
-    if add_prompt:
-        raise ValueError("continue_final_message excludes add_generation_prompt: true")
-    last = messages[-1].for_template()
-    if last["role"] != "assistant" or not last["content"].strip():
-        raise ValueError("continue_final_message needs a final message of the assistant that is not empty")
 
 
 class StreamOptions(Strict):
@@ -278,11 +77,6 @@ ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="
 
 Schema = AnyObject | Text
 """A JSON schema, as an object or as text."""
-Choices = Annotated[
-    list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]],
-    Field(min_length=1, max_length=1024, fail_fast=True),
-    few(1024),
-]
 
 
 class StructuredOutputs(Strict):
@@ -309,66 +103,47 @@ GRAMMAR_FIELDS = (
 """Fields that can hold a grammar of the answer."""
 
 
-def _biases(values: dict[str, float]) -> dict[str, float]:
-    low, high = LOGIT_BIAS
-    for name, value in values.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _MAX_TOKEN_ID):
-            raise ValueError(f"every key is a token id, an integer in [0, {_MAX_TOKEN_ID}]")
-        if not low <= value <= high:
-            raise ValueError(f"the bias of token {name} is not in [{low:g}, {high:g}]")
-    return values
-
-
 class Sampling(Strict):
     """Fields that chat completions and text completions share."""
 
     place: ClassVar[str]
     """The endpoint in fields.ApiField.places."""
 
-    model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    temperature: Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    model: ModelName
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
-    frequency_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
-    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY[0], le=REPETITION_PENALTY[1])] | None = None
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True), few(16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True), few(64)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop: StopText | StopTexts | None = None
+    stop_token_ids: StopTokens | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_tokens: Count | None = None
     """0 needs echo or prompt_logprobs."""
-    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    prompt_logprobs_start: Count | None = None
     """Index of the first prompt token whose log-probability is computed. Earlier tokens may come from the cache."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    truncate_prompt_tokens: PositiveCount | None = None
     """Number of tokens at the end of each prompt to keep."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    request_id: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    priority: Priority | None = None
+    request_id: RequestId | None = None
     """Name of the request for logs and /control/explain, like the header x-request-id."""
-    logit_bias: (
-        Annotated[dict[str, float], Field(max_length=MAX_BIASES), few(MAX_BIASES), AfterValidator(_biases)] | None
-    ) = None
-    allowed_token_ids: (
-        Annotated[
-            list[int],
-            Field(min_length=1, max_length=MAX_ALLOWED_TOKENS),
-            PlainValidator(_allowed_ids, json_schema_input_type=list[TokenId]),
-        ]
-        | None
-    ) = None
-    bad_words: Annotated[list[StopText], Field(max_length=64, fail_fast=True), few(64)] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords | None = None
     session_id: Name | None = None
-    prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
+    prompt_cache_key: SessionKey | None = None
     session_over: bool | None = None
     expects_return_seconds: Annotated[float, Field(ge=0, le=_YEAR_SECONDS)] | None = None
     response_format: ResponseFormat | None = None
@@ -378,7 +153,7 @@ class Sampling(Strict):
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     # These fields are accepted because OpenAI's clients send them. They have no effect.
-    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    user: SessionKey | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64), few(64)] | None = None
     store: bool | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
@@ -435,7 +210,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     prompt_field: ClassVar = "messages"
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: PositiveCount | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     """Chat templates write the special tokens."""
@@ -533,80 +308,3 @@ class CompletionRequest(Sampling):  # POST /v1/completions
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
-
-
-class _PromptOrMessages(Strict):
-    prompt: OnePrompt | None = None
-    messages: Messages | None = None
-    parse_special: bool | None = None
-    """The default is true for a prompt and false for messages, as in the completion endpoints."""
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), few(128)] | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_one(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt and messages: set one of them")
-        if self.messages is not None:
-            check_end(self.messages, self.add_generation_prompt, self.continue_final_message)
-        return self
-
-    def to_chat(self) -> ChatRequest:
-        """Return a chat request with the same prompt."""
-        return ChatRequest(
-            model="-",
-            messages=self.messages or [],
-            parse_special=bool(self.parse_special),
-            tools=self.tools,
-            chat_template_kwargs=self.chat_template_kwargs,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-        )
-
-
-class TokenizeRequest(_PromptOrMessages):
-    """POST /tokenize: a text or a conversation."""
-
-    model: Annotated[str, StringConstraints(max_length=512)] | None = None
-    prompt: Text | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Strict):
-    """POST /detokenize."""
-
-    model: Annotated[str, StringConstraints(max_length=512)] | None = None
-    tokens: Annotated[
-        list[int], PlainValidator(_token_list, json_schema_input_type=Annotated[list[TokenId], Field(min_length=1)])
-    ]
-
-
-class PromptBody(_PromptOrMessages):
-    """A prompt for the control API, and the tenant and salt that select the cache."""
-
-    cache_salt: Name | None = None
-    tenant: Name | None = None
-
-
-class PinBody(PromptBody):  # POST /control/pin
-    name: Name
-
-
-class NameBody(Strict):  # POST /control/unpin
-    name: Name
-
-
-class SessionBody(Strict):  # POST /v1/sessions/close
-    session_id: Name
-
-
-class ResetBody(Strict):  # POST /control/reset
-    clear_stores: bool = False
-
-
-class ResizeBody(Strict):  # POST /control/resize
-    tier: Literal["device", "host"]
-    num_blocks: Annotated[int, Field(ge=1, lt=1 << 31)]

@@ -11,21 +11,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from kvtier.engine.params import TEMPERATURE
 from kvtier.server.agent_fields import RESPONSES_FIELDS
-from kvtier.server.config import MAX_PRIORITY
-from kvtier.server.messages_api import Loose
-from kvtier.server.protocol import (
-    INT64,
+from kvtier.server.field_types import (
     AnyObject,
-    ChatRequest,
+    ModelName,
     Name,
+    PositiveCount,
+    Priority,
+    Seed,
     ShortText,
     Strict,
+    Temperature,
     TemplateVariables,
     Text,
+    ToolName,
+    TopK,
+    TopP,
     few,
 )
+from kvtier.server.messages_api import Loose
+from kvtier.server.protocol import ChatRequest
 
 _MAX_ITEMS = 4096
 _LOGPROBS = "message.output_text.logprobs"
@@ -86,7 +91,7 @@ class FunctionCallItem(Loose):
 
     type: Literal["function_call"]
     call_id: ShortText
-    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     arguments: Text
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
@@ -196,7 +201,7 @@ class ResponsesRequest(Strict):
     fields: ClassVar = RESPONSES_FIELDS
     names: ClassVar = NAMES
 
-    model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    model: ModelName
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True),
@@ -204,11 +209,11 @@ class ResponsesRequest(Strict):
         BeforeValidator(_as_items, json_schema_input_type=Text | list[InputItem]),
     ]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    temperature: Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    max_output_tokens: PositiveCount | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
     stream: bool | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True), few(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
@@ -218,7 +223,7 @@ class ResponsesRequest(Strict):
     include: Annotated[list[ShortText], Field(max_length=64, fail_fast=True), few(64)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     cache_salt: Name | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
 
     @model_validator(mode="after")
     def _has_no_logprobs(self) -> Self:

@@ -14,7 +14,7 @@ from kvtier.server.completion_format import to_json
 from kvtier.server.control import is_asleep, sleep, wake
 from kvtier.server.engine_client import Heartbeat
 from kvtier.server.errors import ApiError
-from kvtier.server.protocol import DetokenizeRequest
+from kvtier.server.prompt_bodies import DetokenizeRequest
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _LEVELS = ("1", "2")

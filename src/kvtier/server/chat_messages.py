@@ -1,0 +1,104 @@
+"""Messages and tools of chat requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from kvtier.server.field_types import AnyObject, Name, ShortText, Strict, Text, ToolName, check_depth, few
+
+
+class TextPart(Strict):
+    """A part of a message's content. Only text is supported."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object. Clients send JSON text; chat templates expect an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+        check_depth({"arguments": arguments})
+    except (ValueError, RecursionError):  # the model wrote invalid JSON; the template gets the text
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class Message(Strict):
+    """One turn of a conversation. Ignores fields that other servers add to answers (refusal, annotations, ...)."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), few(4096)] | None = None
+    name: ShortText | None = None
+    reasoning_content: Text | None = None
+    """Reasoning of an earlier answer. Templates that support it keep it while a tool loop runs."""
+    tool_calls: Annotated[list[AnyObject], Field(max_length=128, fail_fast=True), few(128)] | None = None
+    tool_call_id: ShortText | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content or tool_calls")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message for chat templates, with its content joined to one text."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        tool_calls = [_template_call(call) for call in self.tool_calls or ()]
+        optional = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": tool_calls,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), few(4096)]
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: AnyObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool definition, which is passed to the chat template unchanged."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Strict):
+    name: Name
+
+
+class NamedToolChoice(Strict):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def check_end(messages: Sequence[Message], add_prompt: bool | None, is_continued: bool | None) -> None:
+    """Check the fields for the end of a chat prompt. Raises ValueError."""
+    if not is_continued:
+        return
+    if add_prompt:
+        raise ValueError("continue_final_message excludes add_generation_prompt: true")
+    last = messages[-1].for_template()
+    if last["role"] != "assistant" or not last["content"].strip():
+        raise ValueError("continue_final_message needs a final message of the assistant that is not empty")
