@@ -21,6 +21,9 @@ TRACE ?= $(KVTIER_TRACE)
 VLLM ?= 0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/installed-$(VLLM)
+# Ray in an environment of its own, which also sees the packages of .venv: only tests and benchmarks of fleets use it.
+RAY_BIN := .venv-ray/bin
+RAY_STAMP := .venv-ray/installed
 # Clients of the server in an environment of their own, since they pin other versions. Only tests use it.
 CLIENTS_BIN := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/installed
@@ -28,6 +31,7 @@ BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .PHONY: venv demo serve test soak mutate check docs bench gpu clean vllm test-vllm soak-vllm clients test-clients test-sglang
+.PHONY: ray test-ray
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -95,6 +99,20 @@ soak-vllm: $(VLLM_STAMP)  ## run vLLM with random faults for SOAK_SECONDS (600),
 	PYTHONPATH=tests $(VLLM_BIN)/python -m vllm_soak --seconds $${SOAK_SECONDS:-600}
 	KVTIER_KILLS=$${KVTIER_KILLS:-30} $(VLLM_BIN)/python -m pytest tests/vllm/test_restart.py -k kills
 
+ray: $(RAY_STAMP)  ## create .venv-ray with Ray Serve on top of .venv (0.5 GB)
+
+# A .pth file adds the packages of .venv and src, so that torch is not installed twice.
+$(RAY_STAMP): $(STAMP) pyproject.toml Makefile
+	test -x $(RAY_BIN)/python || $(PYTHON) -m venv .venv-ray
+	printf '%s\n' $(CURDIR)/src $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+		> $$($(RAY_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvtier-dev.pth
+	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) .ci/group ray)
+	touch $@
+
+# Ray and its dependencies raise deprecation warnings.
+test-ray: $(RAY_STAMP)  ## run the tests of a fleet on Ray Serve: two raylets, three replicas (ARGS)
+	$(RAY_BIN)/python -m pytest -o filterwarnings=ignore -p no:cacheprovider -p no:randomly tests/ray $(ARGS)
+
 clients: $(CLIENTS_STAMP)  ## create .venv-clients with clients and agent frameworks (0.9 GB)
 
 # pip tries older versions of these packages for more than 20 minutes; uv needs 20 seconds.
@@ -155,4 +173,4 @@ gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.vllm_worker --results $(RESULTS)
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv .venv-vllm .venv-clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .venv-ray .venv-clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

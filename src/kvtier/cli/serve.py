@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.cli.engine_options import add_engine_options, add_fields, engine_options, read_fields
-from kvtier.cli.parser import Commands, add_command, suggest
+from kvtier.cli.parser import Commands, Parser, add_command, suggest
 from kvtier.errors import ArgumentError, UnavailableError
+from kvtier.integrations.ray.config import RayConfig
 from kvtier.server.config import EngineOptions, Limits, ServerConfig, Tenant
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "prometheus_client")
@@ -29,6 +30,7 @@ def add(commands: Commands) -> None:
     kvtier serve --model /models/llama-3-8b --device cuda --dtype bf16 --port 9000
     KVTIER_API_KEY=... KVTIER_ADMIN_KEY=... kvtier serve --host 0.0.0.0
     kvtier serve --config kvtier.toml      (see docs/operating.md)
+    kvtier serve --cluster ray --replicas 3      (see docs/fleet.md)
     """
     command = add_command(commands, "serve", text, examples, run)
     add_fields(command, "server", ServerConfig)
@@ -36,6 +38,7 @@ def add(commands: Commands) -> None:
     add_engine_options(command)
     add_fields(command, "engine", EngineOptions, "max_rows max_step_tokens events events_replay record")
     add_fields(command, "limits", Limits)
+    add_fields(command, "fleet (docs/fleet.md)", RayConfig)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,13 +48,38 @@ def run(options: argparse.Namespace) -> int:
     from kvtier.server.serve import serve
 
     config = _config(options)
+    fleet = RayConfig(config, **read_fields(options, RayConfig))
+    if not fleet.cluster and fleet != RayConfig(config):
+        raise ArgumentError("--replicas and the other options of a fleet need --cluster ray")
     _start_log(options)
 
     def ready(address: str) -> None:
         event = {"event": "ready", "model": config.model_name, "address": address}
         print(json.dumps(event) if options.json else f"kvtier: serving {config.model_name} at {address}", flush=True)
 
+    if fleet.cluster:
+        return _serve_fleet(fleet, ready)
     return serve(config, ready=ready)
+
+
+def _serve_fleet(config: RayConfig, ready: Callable[[str], object]) -> int:
+    try:
+        from kvtier.integrations.ray.launch import serve_fleet
+    except ImportError as error:
+        raise UnavailableError(f"--cluster ray needs the extra: pip install 'kvtier[ray]' ({error})") from error
+    return serve_fleet(config, ready)
+
+
+def fleet_config_of(table: Mapping[str, Any]) -> RayConfig:
+    """Return the configuration for a table with the options of `kvtier serve`, and perhaps with tenants."""
+    commands = Parser().add_subparsers(parser_class=Parser)
+    add(commands)
+    command: Parser = commands.choices["serve"]
+    settings = {name: value for name, value in table.items() if name != "tenants"}
+    command.apply_settings("serve", os.environ, {"serve": settings}, "args")
+    command.set_defaults(config_file={"tenants": table.get("tenants", [])})
+    options = command.parse_args([])
+    return RayConfig(_config(options), **read_fields(options, RayConfig))
 
 
 def _config(options: argparse.Namespace) -> ServerConfig:

@@ -23,7 +23,8 @@ class Admission:
 
     def __init__(self, started: Started, max_waiting: int) -> None:
         self._started = started
-        self._max_answers = started.max_rows + max_waiting
+        self._max_waiting = max_waiting
+        self.num_rows = started.max_rows  # answers that run at once, on all engines
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
         self._debts: dict[str, tuple[float, float]] = {}
@@ -42,12 +43,13 @@ class Admission:
         """Count answers during the with statement. Raises 429 above a limit, 503 if closed."""
         began = time.monotonic()
         with self.prepare(tenant):
-            if self.num_answers + num_answers > self._max_answers:
-                rounds = self.num_answers / self._started.max_rows - 1
+            max_answers = self.num_rows + self._max_waiting
+            if self.num_answers + num_answers > max_answers:
+                rounds = self.num_answers / self.num_rows - 1
                 seconds = max(1, math.ceil(rounds * self._mean_seconds))
                 message = (
                     f"{self.num_answers} answers are running or waiting and the request needs {num_answers} more; "
-                    f"the limit is {self._max_answers}; retry in about {seconds} s"
+                    f"the limit is {max_answers}; retry in about {seconds} s"
                 )
                 raise ApiError(429, message, code="overloaded", retry_after=seconds)
             self.num_answers += num_answers

@@ -20,7 +20,7 @@ from kvtier.errors import ArgumentError, KvtierError
 from kvtier.server.admission import Admission
 from kvtier.server.completion_format import AnswerFormat, CompletionFormat, Usage, with_usage
 from kvtier.server.config import Limits, Tenant, salt_of, tenant_name
-from kvtier.server.engine_client import EngineClient, Mailbox
+from kvtier.server.engine_client import EngineLink, Mailbox
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.fields import HEADER
 from kvtier.server.grammars import AnswerGrammar
@@ -76,7 +76,7 @@ class HttpJob:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    engine: EngineClient
+    engine: EngineLink
     schemas: SchemaChecks
     tokenizer: Tokenizer
     limits: Limits

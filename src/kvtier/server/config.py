@@ -63,6 +63,8 @@ class EngineOptions:
     events: str = option("", "publish KV events for routers over ZMQ, in vLLM's format", metavar="URL")
     """Anyone who can connect reads the tokens of all prompts."""
     events_replay: str = option("", "answer requests for missed events at this address", metavar="URL")
+    events_token_ids: bool = True
+    """False to leave the tokens of prompts out of the events."""
     record: str = option("", "write a trace of the requests, without their text, for kvtier replay", metavar="FILE")
 
 

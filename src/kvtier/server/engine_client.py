@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvtier.engine.params import Explanation, Output
 from kvtier.errors import ClosedError, FormatError
@@ -89,6 +90,28 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
+class EngineLink(Protocol):
+    """Sends requests and calls to one engine, or to the engines of a fleet."""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine on this machine; 0 if there is none."""
+        ...
+
+    def submit(
+        self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float
+    ) -> contextlib.AbstractContextManager[None]:
+        """Run a job's requests and put their outputs into `mailbox`. Leaving the with statement cancels open requests.
+
+        After `deadline`, a value of time.monotonic(), `mailbox.take` raises TimeoutError.
+        """
+        ...
+
+    async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
+        """Call a control function of the engine, or PING."""
+        ...
+
+
 class EngineClient:
     """Starts the engine process, sends requests and calls to it, and delivers its events.
 
@@ -126,10 +149,6 @@ class EngineClient:
 
     @contextmanager
     def submit(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> Iterator[None]:
-        """Run a job's requests and put their outputs into `mailbox`. Leaving the with statement cancels open requests.
-
-        After `deadline`, a value of time.monotonic(), `mailbox.take` raises TimeoutError.
-        """
         mailbox.num_left = sum(submit.params.n for submit in submits)
         timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), mailbox.fail, TimeoutError())
         try:
@@ -228,7 +247,7 @@ class Heartbeat:
     "beat" between two steps, within a longer deadline.
     """
 
-    engine: EngineClient
+    engine: EngineLink
     limits: Limits
     _failures: dict[str, str] = field(default_factory=dict)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvtier.engine.engine import Engine
 from kvtier.index import Estimate
 from kvtier.memory import PINNED, Placement
 from kvtier.memory.costs import saved_costs
+from kvtier.router import ReplicaCosts
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
@@ -48,6 +49,21 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "waiting": len(engine.scheduler.waiting),
         "holds": stats.num_allocations,
         "ghost": _ghost(engine),
+    }
+
+
+def routing(engine: Engine) -> dict[str, Any]:
+    """Return what a router needs: the fields of block keys, the measured costs, and the load of this engine."""
+    namespace, stats = engine.manager.namespace, engine.manager.stats
+    device = next((tier for tier in stats.tiers if tier.num_blocks), None)
+    in_use = device.num_used - device.num_evictable if device is not None else 0
+    return {
+        "namespace": {each.name: getattr(namespace, each.name) for each in fields(namespace) if each.init},
+        "costs": asdict(ReplicaCosts.of(engine.manager.cost_model, namespace.block_tokens)),
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "max_rows": engine.config.scheduler.max_rows,
+        "pressure": in_use / device.num_blocks if device is not None else 0.0,
     }
 
 
@@ -110,6 +126,7 @@ def _without_result(method: Callable[..., None]) -> Callable[..., dict[str, bool
 CONTROLS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
     {
         "snapshot": snapshot,
+        "routing": routing,
         "metrics": lambda engine: {"metrics": engine.tiers.metrics.collect()},
         "explain": lambda engine, request_id: asdict(engine.explain(request_id)),
         "beat": lambda _: {},  # a reply proves that the engine's thread runs

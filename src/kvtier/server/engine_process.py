@@ -71,7 +71,7 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
         except Exception as error:  # the front end reports any error and exits
             channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
             return
-        EngineServer(engine, channel).run()
+        EngineServer(engine, channel, listener).run()
 
 
 def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> EventPublisher | None:
@@ -80,7 +80,8 @@ def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> EventPubli
         if options.events_replay:
             raise ArgumentError("--events-replay needs --events")
         return None
-    publisher = publish_events(EventConfig(options.events, options.events_replay))
+    config = EventConfig(options.events, options.events_replay, token_ids=options.events_token_ids)
+    publisher = publish_events(config)
     opened.enter_context(contextlib.closing(publisher))
     publisher(IndexCleared())
     return publisher
@@ -168,9 +169,10 @@ class EngineServer:
     The main thread reads commands. A low-priority thread compiles schemas. The runner's thread does everything else.
     """
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: Channel, publisher: EventPublisher | None = None) -> None:
         self._engine = engine
         self._channel = channel
+        self._addresses = ("", "") if publisher is None else (publisher.endpoint, publisher.replay_endpoint)
         self._runner = EngineRunner(engine, self._fail)
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
@@ -189,6 +191,7 @@ class EngineServer:
             config.scheduler.max_rows,
             tuple(self._engine.model.config.eos_token_ids),
             tuple(missing_native_code()),
+            *self._addresses,
         )
         with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine failed
             self._channel.send(Reply(0, started))

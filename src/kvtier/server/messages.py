@@ -92,6 +92,9 @@ class Started:
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
     """Features that are missing on this machine. The front end logs them."""
+    events: str = ""
+    """Address of the KV events, and below of their replay; empty if the engine does not publish them."""
+    events_replay: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
-from kvtier.engine.tokenizer import load_tokenizer
+from kvtier.engine.tokenizer import Tokenizer, load_tokenizer
 from kvtier.errors import UnavailableError
 from kvtier.server.admission import Admission
 from kvtier.server.app import make_app
 from kvtier.server.config import Limits, ServerConfig, Tenant, salt_of
 from kvtier.server.connections import make_table
-from kvtier.server.engine_client import EngineClient, Heartbeat
+from kvtier.server.engine_client import EngineClient, EngineLink, Heartbeat
 from kvtier.server.http_connection import HttpConnection
+from kvtier.server.messages import Started
 from kvtier.server.metrics_page import MetricsPage
 from kvtier.server.prepare import PrepareConfig
 from kvtier.server.request_log import RequestLog
@@ -37,7 +40,7 @@ if TYPE_CHECKING:  # needs the extra `otel`
     from kvtier.server.tracing import Tracing
 
 _log = logging.getLogger("kvtier.server")
-_CLOSE_SECONDS = 60.0  # time for the engine to save the cache
+CLOSE_SECONDS = 60.0  # time for the engine to save the cache
 _TRACE_SECONDS = 5.0  # time to send the last traces
 _THREAD_SECONDS = 5.0  # time for the executor's threads to end after the engine process has exited
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -53,7 +56,7 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
                 listening, draining --the engine exited--> exit, code 1
                 any --second SIGTERM or SIGINT--> exit at once, code 128 + signal, nothing saved
     """
-    tracing = _open_tracing(config)
+    tracing = open_tracing(config)
     executor = ThreadPoolExecutor(thread_name_prefix="kvtier")
     with (
         contextlib.closing(_bind(config.host, config.port)) as listener,
@@ -64,6 +67,35 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
         code = runner.run(_run(config, listener, metrics_listener, tracing, ready))
         _end_threads(executor, code)
         return code
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """The application of a server and its parts."""
+
+    app: ASGIApp
+    admission: Admission
+    pool: WorkerPool
+    request_log: RequestLog
+    heartbeat: Heartbeat
+    """Not running yet."""
+    page: MetricsPage
+
+
+def make_front_end(
+    config: ServerConfig, engine: EngineLink, started: Started, tokenizer: Tokenizer, tracing: Tracing | None
+) -> FrontEnd:
+    """Start the worker pool and build the application. Call it in a running event loop."""
+    limits = config.limits
+    admission = Admission(started, limits.waiting)
+    model = (config.engine.model, config.model_names, started.vocab_size, started.eos_token_ids)
+    prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds, config.keep_billing_line)
+    pool = WorkerPool(prepare, limits.prepare_processes, has_tenants=bool(config.tenants))
+    pool.start()
+    request_log, heartbeat = RequestLog(config.model_name, started.block_tokens), Heartbeat(engine, limits)
+    page = MetricsPage(heartbeat, request_log)
+    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat, page, tracing)
+    return FrontEnd(app, admission, pool, request_log, heartbeat, page)
 
 
 def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
@@ -117,42 +149,38 @@ async def _run(
         started = await engine.start()
         for note in started.notes:
             _log.warning("%s", note)
-        await _set_quotas(engine, config.tenants)
+        await set_quotas(engine, config.tenants)
     except BaseException as error:
         await engine.close(0.0)
         if isinstance(error, asyncio.CancelledError):
             return 0
         raise
-    limits = config.limits
-    admission = Admission(started, limits.waiting)
-    model = (config.engine.model, config.model_names, started.vocab_size, started.eos_token_ids)
-    prepare = PrepareConfig(*model, limits.answers, limits.prepare_seconds, config.keep_billing_line)
-    pool = WorkerPool(prepare, limits.prepare_processes, has_tenants=bool(config.tenants))
-    pool.start()
-    request_log, heartbeat = RequestLog(config.model_name, started.block_tokens), Heartbeat(engine, limits)
-    page = MetricsPage(heartbeat, request_log)
-    app = make_app(config, started.max_context, tokenizer, pool, admission, request_log, heartbeat, page, tracing)
-    address = _address(listener)
-    server = _Uvicorn(_uvicorn_config(limits, app, request_log), lambda: ready(address))
+    front, limits, address = (
+        make_front_end(config, engine, started, tokenizer, tracing),
+        config.limits,
+        _address(listener),
+    )
+    heartbeat, request_log = front.heartbeat, front.request_log
+    server = _Uvicorn(_uvicorn_config(limits, front.app, request_log), lambda: ready(address))
 
     def stop() -> None:
-        admission.closed = "it is shutting down"
+        front.admission.closed = "it is shutting down"
         server.should_exit = True
 
     _handle_signals(stop)
     watches = [asyncio.create_task(work) for work in (_stop_without_engine(engine, stop), heartbeat.run())]
     if metrics_listener is not None:
-        listens, metrics_config = asyncio.Event(), _uvicorn_config(limits, page, request_log)
+        listens, metrics_config = asyncio.Event(), _uvicorn_config(limits, front.page, request_log)
         watches.append(asyncio.create_task(_serve_metrics(metrics_listener, metrics_config, listens)))
         await listens.wait()
     _log.info("serving model=%s at %s", config.model_name, address)
     await server.serve(sockets=[listener])
-    await pool.close()
+    await front.pool.close()
     failed = engine.ended.is_set()
     for watch in watches:
         watch.cancel()
     _log.info("saving the cache and exiting")
-    seconds = _CLOSE_SECONDS if await heartbeat.is_responsive() else 0.0
+    seconds = CLOSE_SECONDS if await heartbeat.is_responsive() else 0.0
     code = await engine.close(seconds)
     if tracing is not None:
         await _close_tracing(tracing)
@@ -208,7 +236,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _open_tracing(config: ServerConfig) -> Tracing | None:
+def open_tracing(config: ServerConfig) -> Tracing | None:
     if not config.otlp_traces_endpoint:
         return None
     try:
@@ -226,7 +254,7 @@ async def _close_tracing(tracing: Tracing) -> None:
         _log.warning("the last traces were not sent within %g s", _TRACE_SECONDS)
 
 
-async def _set_quotas(engine: EngineClient, tenants: Sequence[Tenant]) -> None:
+async def set_quotas(engine: EngineLink, tenants: Sequence[Tenant]) -> None:
     for tenant in tenants:
         for tier, num_blocks in (("device", tenant.device_blocks), ("host", tenant.host_blocks)):
             if num_blocks:

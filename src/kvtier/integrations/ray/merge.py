@@ -1,0 +1,33 @@
+"""Merges the replies of several engines to one control call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Numbers that describe each engine, and are not amounts that add up.
+_SAME = frozenset({"block_bytes", "window_seconds", "limit_gb_per_s", "hit_rate", "error", "num_cached_tokens"})
+_NAMES = ("name", "source", "target")  # fields that identify a row
+
+
+def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one reply. Counts are added; rows with the same names are merged; other values are those of the first."""
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: _merged_value(key, [value[key] for value in values if key in value]) for key in keys}
+
+
+def _merged_value(key: str, values: Sequence[Any]) -> Any:
+    first = next((value for value in values if value is not None), None)
+    match first:
+        case bool():
+            return all(values)
+        case int() | float() if key not in _SAME:
+            return sum(value for value in values if value is not None)
+        case Mapping():
+            return merged([value for value in values if value is not None])
+        case list() | tuple() if first and all(isinstance(row, Mapping) for value in values for row in value):
+            rows: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+            for row in (row for value in values for row in value):
+                rows.setdefault(tuple(row.get(name) for name in _NAMES), []).append(row)
+            return [merged(group) for group in rows.values()]
+    return first

@@ -1,0 +1,17 @@
+"""Autoscaling policy for Ray Serve: as many replicas as the running requests and the cache in use need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from kvtier.router.scaling import ReplicaLoad, num_replicas_for
+
+
+def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return the number of replicas. Ray Serve applies its limits and delays to the result."""
+    metrics = context.aggregated_metrics or {}
+    load, pressure = metrics.get("load", {}), metrics.get("pressure", {})
+    loads = [ReplicaLoad(load[name], pressure.get(name, 0.0)) for name in load]
+    return num_replicas_for(loads, context.current_num_replicas), {}

@@ -1,0 +1,73 @@
+"""RouteTicket: what the router of Serve needs to choose a replica for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from kvtier.router import RouteDecision, Router
+from kvtier.router.placement import U64, as_hashes
+
+
+class RouteTicket:
+    """First argument of a call to a replica. Connects the front end with the router, which runs on another thread.
+
+    Only an empty ticket is sent to the replica. The router keeps the decision until `finish`.
+    """
+
+    def __init__(self, hashes: U64 | None = None, num_tokens: int = 0) -> None:
+        self.hashes = as_hashes([]) if hashes is None else hashes
+        self.num_tokens = num_tokens
+        self.avoid: frozenset[str] = frozenset()
+        """Replicas that failed this request."""
+        self.replica = ""
+        """The replica that received the request; empty if none has."""
+        self._lock = threading.Lock()
+        self._place: tuple[asyncio.AbstractEventLoop, Router, RouteDecision] | None = None
+        self._is_closed = False
+
+    def __reduce__(self) -> tuple[type[RouteTicket], tuple[()]]:
+        return RouteTicket, ()
+
+    def choose(self, router: Router, among: frozenset[str]) -> str | None:
+        """Choose one of the replicas, on the router's thread. A previous choice is dropped."""
+        with self._lock:
+            self._drop()
+            if self._is_closed:
+                return None
+            others = frozenset(router.replicas) - among
+            decision = router.route(self.hashes, self.num_tokens, without=others | self.avoid)
+            if decision is None:  # every replica has failed; try one of them again
+                decision = router.route(self.hashes, self.num_tokens, without=others)
+            if decision is None:
+                return None
+            self._place = (asyncio.get_running_loop(), router, decision)
+            return decision.replica
+
+    def on_routed(self, router: Router, replica: str) -> None:
+        """Note which replica received the request. Call it on the router's thread."""
+        if (self._place is None or self._place[2].replica != replica) and replica in router.replicas:
+            self.choose(router, frozenset({replica}))
+        self.replica = replica
+
+    def on_first_token(self) -> None:
+        """Remove the prompt from the queue of its replica."""
+        with self._lock:
+            if self._place is not None:
+                loop, router, decision = self._place
+                loop.call_soon_threadsafe(router.on_first_token, decision)
+
+    def finish(self) -> None:
+        """End the request in the router. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            if self._place is not None:
+                loop, router, decision = self._place
+                loop.call_soon_threadsafe(router.on_finish, decision)
+                self._place = None
+
+    def _drop(self) -> None:
+        if self._place is not None:
+            _, router, decision = self._place
+            router.on_finish(decision)
+            self._place = None

@@ -1,0 +1,44 @@
+"""How many replicas a fleet needs for its load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import RangeError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """Load of one replica."""
+
+    requests: float
+    """Running and waiting requests, as a share of the requests that run in one step."""
+    pressure: float
+    """Share of the device blocks that running requests use. The rest caches prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """Largest load per replica. A fleet above one of these values grows."""
+
+    requests: float = 0.7
+    pressure: float = 0.7
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.pressure) <= 0:
+            raise RangeError(f"the largest loads must be above 0, got {self}")
+
+
+def num_replicas_for(loads: Sequence[ReplicaLoad], current: int, config: ScalingConfig | None = None) -> int:
+    """Return the number of replicas at which the mean load is at most the largest one; at least 1.
+
+    Without a load of any replica, the number stays.
+    """
+    if not loads:
+        return current
+    limits = config or ScalingConfig()
+    requests = sum(load.requests for load in loads) / limits.requests
+    pressure = sum(load.pressure for load in loads) / limits.pressure
+    return max(1, math.ceil(max(requests, pressure) - 1e-9))

@@ -1,0 +1,21 @@
+"""Fixtures that start a Ray cluster. The tests are skipped if Ray is not installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from ray_support import Fleet
+
+
+@pytest.fixture(scope="session")
+def cluster(tiny_model):
+    """Two raylets with Ray Serve, without an application."""
+    try:
+        importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("Ray is not installed here: make ray, then make test-ray")
+    fleet = Fleet(tiny_model)
+    yield fleet
+    fleet.close()
