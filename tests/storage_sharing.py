@@ -56,6 +56,8 @@ def version_in(number: int, content: bytes) -> int | None:
 
 
 class Worker:
+    """A process that calls the store at random until it is killed."""
+
     def __init__(self, folder: str, workload: str, place: int, seed: int, sync: Sync) -> None:
         self._place, self._is_full = place, workload == "full"
         self._random, self._version = random.Random(seed * NUM_PLACES + place), seed * 1_000_000
@@ -122,7 +124,8 @@ class Worker:
 
     def _check(self, outcomes: tuple[ObjectResult, ...], allowed: set[ObjectStatus], call: str) -> None:
         for outcome in outcomes:
-            is_full = self._is_full and "no room" in outcome.reason  # the objects of running calls are not evicted
+            # A write may fail in the workload "full", because objects that other calls use cannot be evicted.
+            is_full = self._is_full and "no room" in outcome.reason
             if outcome.status not in allowed and not is_full:
                 self.say("wrong", call, outcome.status, outcome.reason)
 

@@ -59,8 +59,10 @@ def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> 
 
 
 def check_disk(store: DiskStore) -> None:
-    """Raise AssertionError if the metadata and the files of an idle store are inconsistent. The store must own its
-    folder. Stores that use its slots must be closed."""
+    """Raise AssertionError if the metadata and the files of an idle store are inconsistent.
+
+    The store must own its folder, and all other stores in the folder must be closed.
+    """
     assert all(session.join(10.0) for session in store._participant._server._sessions), "a client is still open"
     space = store._participant.owned
     catalog = space._catalog

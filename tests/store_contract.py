@@ -94,7 +94,7 @@ def test_memory_of_any_kind_and_alignment_is_accepted(store):
 def test_objects_of_several_pieces_are_read_back(store, sizes):
     """Reads and writes accept a list of buffers per object.
 
-    The buffers of a read may differ in size from the write's.
+    An object need not be read into buffers of the same sizes as those from which it was written.
     """
     nbytes = sum(sizes)
     content = payload_of(3, nbytes)
@@ -116,7 +116,7 @@ def test_objects_of_several_pieces_are_read_back(store, sizes):
 @pytest.mark.parametrize("start", [0, 64, 4096])
 @pytest.mark.parametrize("count", [2, 9, 1500])
 def test_objects_scattered_in_one_buffer_are_read_back(store, start, size, count):
-    """The pieces are in reversed order and have gaps. 1,500 pieces are more than one system call accepts."""
+    """The pieces are in reversed order, with gaps between them. One system call accepts fewer than 1,500 pieces."""
     count = min(count, 200_000 // size)
     memory = mmap.mmap(-1, 4096 + 2 * count * size + 4096)
     offsets = start + 2 * size * np.arange(count)[::-1]

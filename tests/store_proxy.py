@@ -22,7 +22,7 @@ class Faults:
     delay_s: float = 0.0
     """Delay before each piece that the server sends."""
     flips: tuple[int, ...] = ()
-    """Positions of the bits to flip, counted in bits."""
+    """Offsets of the bits to flip, in bits instead of bytes."""
     cut_at: int | None = None
     """Offset at which the connection is closed."""
     hangs_at: int | None = None
@@ -34,7 +34,7 @@ class Faults:
 class Proxy:
     """Listens on `port` until it is closed.
 
-    `num_asked` is the number of bytes received from clients, and `num_turns` is the number of round trips.
+    `num_asked` counts the bytes that clients have sent, and `num_turns` counts the round trips.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -88,7 +88,7 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
-            for each in (client, server):  # as Redis does; else some answers wait 40 ms for an ACK
+            for each in (client, server):  # like Redis; otherwise some answers wait 40 ms for an ACK
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}

@@ -169,7 +169,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        if len(self.requests) >= 6:  # not a precondition: timing must not decide which rules can run
+        # Not a precondition, because the number of requests depends on timing. Hypothesis could not reproduce a failure
+        # if timing decided which rules can run.
+        if len(self.requests) >= 6:
             return
         self.num_requests += 1
         chain = Chain(self.manager.namespace, tokens, salt=salt)

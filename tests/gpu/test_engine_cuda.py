@@ -80,7 +80,7 @@ def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
 def test_pinned_copier_does_not_overwrite_unread_memory():
     """Send more data on a busy stream than the copier can buffer.
 
-    The copier must not overwrite data that is still unread.
+    The copier must not overwrite data that the GPU has not read yet.
     """
     from kvtier.engine.pinned_copier import PinnedCopier
 

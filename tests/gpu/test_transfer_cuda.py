@@ -117,7 +117,7 @@ def test_layer_compute_waits_for_load_without_blocking_host(form):
             for layer in range(8):
                 load.layers.wait(layer, compute)
                 seen[layer] = (tensors[layer][0][:300] == 3).sum()
-        assert num_layers_done(load) == 0  # all copies are enqueued, but the gate is still closed
+        assert num_layers_done(load) == 0  # all copies are enqueued, but they still wait for `gate`
         with pytest.raises(LayerSwapTimeoutError):
             load.layers.wait(7, timeout=0)
         compute.synchronize()
@@ -220,7 +220,7 @@ def test_slow_staging_ring_switches_kernel_stream():
             for lane in manager._lanes.values():
                 used.add((lane.direction, lane._ring._kernels.handle))
                 lane._ring._best_gbs = 1e6  # every copy counts as slow
-        assert len(used) >= 6  # without a switch, there would be 2 streams
+        assert len(used) >= 6  # without a switch, each of the 2 lanes would have used 1 kernel stream
 
 
 def test_calibrate_measures_link_speed_and_model_slowdown():

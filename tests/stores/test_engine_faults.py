@@ -121,7 +121,7 @@ def test_engine_outputs_do_not_change_under_store_faults(model, setup, chats, ex
     assert failed > 0
 
 
-@pytest.mark.parametrize("hangs_at", [0, 5000])  # in the first response, or in the middle of seven blocks
+@pytest.mark.parametrize("hangs_at", [0, 5000])  # at the first response, or in the middle of the seven fetched blocks
 def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expected, hangs_at):
     fill_store(model, setup, chats)
     clock = Clock()
@@ -140,7 +140,7 @@ def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expect
     assert store.stats.num_refused > refused
     setup.proxy.set(Faults())
     clock.now = 1000.0
-    reconnected = make_engine(model, store)  # the breaker of the store closes again
+    reconnected = make_engine(model, store)  # its first call closes the breaker
     assert talk(reconnected, chats) == expected
     assert num_fetched(reconnected) > 0
     reconnected.close()

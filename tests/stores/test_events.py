@@ -232,7 +232,7 @@ def test_dropped_events_are_replaced_by_all_blocks_cleared():
         num_dropped = publisher.num_dropped
         messages: list[tuple[int, list[object]]] = []
         while Cleared() not in (events := [event for _, events in messages for event in events]):
-            publisher(BlocksRemoved("device", KEYS[2]))  # accepted as soon as the queue has a free place
+            publisher(BlocksRemoved("device", KEYS[2]))  # dropped until the queue has a free place
             messages = subscriber.replay(subscriber.numbers[0])
         after = events[events.index(Cleared()) + 1]
         assert after == Removed([int.from_bytes(KEYS[2][-8:], "big")], "GPU", 0, "LOCAL")

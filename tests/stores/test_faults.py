@@ -156,7 +156,7 @@ def test_number_of_round_trips_depends_on_threads_not_keys(redis_port):
         store = setup.store()
         keys = [key_of(n) for n in range(100)]
         put(store, *range(100), nbytes=100_000)
-        # Warm up: every thread opens its connection now, so that no handshake adds round trips to the calls below.
+        # Every thread opens its connection now, so that no handshake adds round trips to the calls below.
         assert store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys]).ok
         calls = {
             "contains": lambda: store.contains(keys),
@@ -176,7 +176,8 @@ def test_each_thread_makes_one_round_trip_per_batch(redis_port, num_objects):
         put(store, *range(num_objects), nbytes=100_000)
         reads = [Read(key_of(n), LABEL, bytearray(100_000)) for n in range(num_objects)]
         num_connections = -1
-        while setup.proxy.num_connections != num_connections:  # repeat, because opening a connection adds round trips
+        # Opening a connection adds round trips, so repeat the call until it opens no connection.
+        while setup.proxy.num_connections != num_connections:
             num_connections = setup.proxy.num_connections
             setup.proxy.num_turns = 0
             assert store.read_into(reads).ok
@@ -232,7 +233,10 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
-    """Copying such an object would write past the end of the caller's memory, or leave a part of it unwritten."""
+    """The record claims 5,000 bytes, but the payload is shorter or longer.
+
+    Copying the payload would leave a part of the caller's memory unwritten, or write past the end of the memory.
+    """
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
@@ -254,9 +258,9 @@ def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
 
 
 class OvertakenBucket:
-    """A bucket whose first `times` reads of a name `n` return the value of the name `wrong[n]`.
+    """A bucket that returns wrong values: the first `times` reads of name `n` return the value of name `wrong[n]`.
 
-    Mooncake returns such wrong values if an object is removed during a read and another object reuses its memory.
+    Mooncake does this if an object is removed during a read and another object reuses its memory.
     """
 
     def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:
@@ -314,7 +318,7 @@ def test_object_whose_repeated_read_is_wrong_is_deleted(setup):
 
 
 def test_error_in_second_read_fails_only_suspect_objects(redis_port):
-    with contextlib.closing(Setup("redis", redis_port)) as setup:  # one request reads all three objects
+    with contextlib.closing(Setup("redis", redis_port)) as setup:  # Redis, because one request reads all objects
         store = overtaken_store(setup, {})
         put(store, 1, 2, 3)
         name = Envelope().name(key_of(2))

@@ -183,7 +183,10 @@ def test_redis_evicted_objects_are_missing_and_others_are_intact(tmp_path):
 
 
 def test_redis_write_past_deadline_stores_no_later_changes(tmp_path):
-    """The caller changes the memory after the deadline. The client sends most of it later, when the server wakes up."""
+    """After the deadline, the caller changes its memory, and the server sleeps for some more time.
+
+    The client sends most of the memory only when the server wakes up. Changed bytes must not become valid objects.
+    """
     import redis
 
     from kvtier.storage.remote.bucket import RequestSize
@@ -237,7 +240,7 @@ def test_redis_cluster_client_follows_moved_slots(cluster_ports):
     ids = {port: node.cluster("MYID").decode() for port, node in nodes.items()}
     before = redis.RedisCluster(host="127.0.0.1", port=cluster_ports[0])
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}?cluster=yes&prefix={prefix}")) as store:
-        assert put(store, *range(20)).ok  # the client caches the slot map
+        assert put(store, *range(20)).ok  # the client now caches the slot map, which becomes outdated below
         store.remove([key_of(n) for n in range(20)])
         for number in range(20):
             name = prefix + key_of(number).hex()

@@ -49,7 +49,7 @@ def test_pages_faulty_server_is_a_miss_until_it_recovers(name, redis_port):
             assert 0 <= pages.num_leading(HASHES) <= len(HASHES)
         proxy.set(Faults())
         while not all(pages.set(HASHES, INDICES) if name != "corrupt" else [True]):
-            pool.kv_buffer.copy_(before)  # the breaker rejects calls for a while
+            pool.kv_buffer.copy_(before)  # repeat, because the breaker still rejects calls for a while
         pool.kv_buffer.copy_(before)
         while not all(pages.get(HASHES, INDICES)):
             pool.kv_buffer.copy_(before)

@@ -58,7 +58,7 @@ class Cache:
     def chain(self, number: int, num_blocks: int = 4, salt: bytes = b"") -> Chain:
         return Chain(self.namespace, [number] * (num_blocks * BLOCK) + [1], salt=salt)
 
-    def ask(self, chain: Chain) -> Request:
+    def add(self, chain: Chain) -> Request:
         request = Request(f"r{self.now}-{chain.tokens[0]}", chain, 1)
         self.scheduler.add(request, self.now)
         return request
@@ -87,7 +87,7 @@ class Cache:
         return RowResult((1,) if row.wants_token else (), False)
 
     def serve(self, chain: Chain) -> Request:
-        request = self.ask(chain)
+        request = self.add(chain)
         for _ in range(2000):
             if request.state.is_over:
                 self.tiers._drain()
@@ -124,7 +124,7 @@ def test_sleep_frees_device_blocks_and_wake_loads_from_host(caches):
     cache.tiers.sleep()
     assert cache.groups[0].cache.numel() == 0
     assert (cache.num_in("device"), cache.num_in("host")) == (0, 4)
-    waiting = cache.ask(cache.chain(1))
+    waiting = cache.add(cache.chain(1))
     cache.step()
     assert waiting.state is RequestState.WAITING
     cache.tiers.wake()
@@ -139,7 +139,7 @@ def test_sleep_frees_device_blocks_and_wake_loads_from_host(caches):
 def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
     """During sleep, steps continue transfers between host and store. `wake` must wait for these transfers."""
     cache = caches(saving=WritebackConfig(max_blocks=1))
-    cache.ask(cache.chain(1))
+    cache.add(cache.chain(1))
     for _ in range(3):
         cache.step()
     cache.tiers.sleep()
@@ -166,14 +166,17 @@ def test_sleep_saves_all_blocks_with_any_write_policy(caches, policy):
 
 
 def test_prefetch_does_not_wait_for_block_that_was_not_fetched(caches):
-    """The lease of another request keeps the node of a block that was not fetched. `prefetch` must not wait for it."""
+    """The lease of another request keeps a node of the tree whose block was not fetched.
+
+    `prefetch` must not wait for this block.
+    """
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
     cache.serve(cache.chain(1))
     cache.tiers.reset()
     lost = cache.chain(1).keys()[32:64]
     memory.remove([lost])
-    request = cache.ask(cache.chain(1))
+    request = cache.add(cache.chain(1))
     request.prefetch = cache.manager.prefetch(request.chain, now=cache.now)
     while not request.prefetch.is_over:
         cache.tiers._drain()
@@ -229,7 +232,7 @@ def test_waiting_requests_finish_after_resize_during_transfers(caches, tier, siz
     cache = caches()
     for number in range(3):
         cache.serve(cache.chain(number))
-    requests = [cache.ask(cache.chain(number, 3)) for number in range(3)]
+    requests = [cache.add(cache.chain(number, 3)) for number in range(3)]
     cache.step()
     cache.tiers.resize(tier, size)
     for _ in range(500):
@@ -278,7 +281,7 @@ def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
 def test_drop_runs_after_planned_writes_to_store(caches):
     """Regression: a plan contained both a write to the store and a drop, and the drop ran before the write."""
     cache = caches()
-    request, chain = cache.ask(cache.chain(1)), cache.chain(1)
+    request, chain = cache.add(cache.chain(1)), cache.chain(1)
     planned = 0
     while not (request.state.is_over and not cache.manager.has_plans):
         cache.step()

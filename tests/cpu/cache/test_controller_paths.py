@@ -85,9 +85,9 @@ def test_num_host_ready_is_the_minimum_over_cache_groups(monkeypatch):
     monkeypatch.setattr(HostMemory, "_make_present", held)
     monkeypatch.setitem(HostMemory.__init__.__kwdefaults__, "piece_bytes", 2 * LAYOUT.groups[0].slot_bytes)
     making = Call(lambda: made.append(Rig(8, 8)))
-    making.must_wait()  # until the first slots are ready
+    making.must_wait()  # the constructor waits for the first slots
     may_begin.set()
-    making.must_end()  # before all slots are ready
+    making.must_end()  # the constructor does not wait for the other slots
     controller = made[0].controller
     main, draft = controller._hosts
     assert (draft.wait_ready(), main.num_ready) == (8, 2)
@@ -143,13 +143,13 @@ def settle(scrubber) -> None:
     scrubber._verify_some()
 
 
-@pytest.mark.parametrize("purpose", [Route.DEVICE_TO_HOST, Route.STORE_TO_HOST])
-def test_rewritten_slot_is_not_reported_as_damaged(rigs, purpose):
+@pytest.mark.parametrize("route", [Route.DEVICE_TO_HOST, Route.STORE_TO_HOST])
+def test_rewritten_slot_is_not_reported_as_damaged(rigs, route):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1], [3, 4]))
     rig.run(rig.store([4], [0]))
     settle(rig.controller._scrubber)
-    (outcome,) = rig.run(rig.save([1], [3]) if purpose is Route.DEVICE_TO_HOST else rig.fetch([0], [3]))
+    (outcome,) = rig.run(rig.save([1], [3]) if route is Route.DEVICE_TO_HOST else rig.fetch([0], [3]))
     assert outcome.ok
     assert rig.host(3) == rig.device(1)
     settle(rig.controller._scrubber)
@@ -340,7 +340,7 @@ def test_wait_returns_when_a_load_ends_before_a_save(rigs):
     load = rig.load([1], [7])
     rig.controller.submit(Plan(2, 0, (load,)))
     waiting = Call(lambda: rig.controller.wait(60))
-    waiting.must_end()  # although the save is still blocked
+    waiting.must_end()  # the save is still blocked
     rig.controller._in_flight[load.id].copies[1].settle(30)
     outcomes = [outcome for report in rig.controller.poll() for outcome in report.results]
     assert [outcome.transfer_id for outcome in outcomes] == [load.id]

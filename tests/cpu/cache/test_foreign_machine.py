@@ -1,7 +1,7 @@
 """State machine of a manager without a device tier. A small engine owns the device blocks and checks all KV it reads.
 
-Like vLLM, the engine counts references to its blocks, and fills a block with NaN when its last reference ends. If a
-save reads a freed block, or if a step uses a load too early, a later check of the KV fails.
+Like vLLM, the engine counts references to its blocks. It fills a block with NaN when the last reference ends. If a save
+reads a freed block, or if a step uses a loaded block before it has arrived, a later check of the KV fails.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ScrubbedMemory:
 
 
 @pytest.fixture
-def room():
+def memory():
     made = ScrubbedMemory()
     yield made
     made.scrubber.close()
@@ -73,55 +73,55 @@ def quiet():
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_scrubber_reports_only_the_corrupt_block(room, group):
-    room.write(0, 2, 5)
-    room.wait_until_known(0, 2, 5)
-    room.flip(2, group)
-    assert room.wait_for_damage() == [2]
-    assert room.wait_for_damage() == [2]  # reported in every round until the slot is written
-    room.write(2)
-    room.wait_until_known(2)
-    room.flip(5, group)
-    assert room.wait_for_damage() == [5]
+def test_scrubber_reports_only_the_corrupt_block(memory, group):
+    memory.write(0, 2, 5)
+    memory.wait_until_known(0, 2, 5)
+    memory.flip(2, group)
+    assert memory.wait_for_damage() == [2]
+    assert memory.wait_for_damage() == [2]  # reported in every round until the slot is written
+    memory.write(2)
+    memory.wait_until_known(2)
+    memory.flip(5, group)
+    assert memory.wait_for_damage() == [5]
 
 
-def test_scrubber_does_not_report_rewritten_blocks(room):
+def test_scrubber_does_not_report_rewritten_blocks(memory):
     for number in range(400):
-        room.write(number % 3, 3)
-        assert room.scrubber.take_damaged() == []
-    room.wait_until_known(0, 1, 2, 3)
-    assert room.scrubber.take_damaged() == []
+        memory.write(number % 3, 3)
+        assert memory.scrubber.take_damaged() == []
+    memory.wait_until_known(0, 1, 2, 3)
+    assert memory.scrubber.take_damaged() == []
 
 
-def test_scrubber_skips_forgotten_slots(room):
-    room.write(1, 4)
-    room.wait_until_known(1, 4)
-    room.scrubber.forget([1])
-    room.flip(1, 0)
-    room.flip(4, 0)
-    assert room.wait_for_damage() == [4]
+def test_scrubber_skips_forgotten_slots(memory):
+    memory.write(1, 4)
+    memory.wait_until_known(1, 4)
+    memory.scrubber.forget([1])
+    memory.flip(1, 0)
+    memory.flip(4, 0)
+    assert memory.wait_for_damage() == [4]
 
 
-def test_use_of_new_memory_keeps_checksums_of_copied_slots(room):
-    room.write(0, 4)
-    room.wait_until_known(0, 4)
-    old, new = room.hosts, room.new(3)
+def test_use_of_new_memory_keeps_checksums_of_copied_slots(memory):
+    memory.write(0, 4)
+    memory.wait_until_known(0, 4)
+    old, new = memory.hosts, memory.new(3)
     for before, after in zip(old, new, strict=True):
         after.slots()[:3].copy_(before.slots()[:3])
-    room.scrubber.use(new, 3)
+    memory.scrubber.use(new, 3)
     for host in old:
         host.free()
-    room.hosts = new
-    assert set(room.scrubber._sums) == {0}
-    room.flip(0, 1)
-    assert room.wait_for_damage() == [0]
+    memory.hosts = new
+    assert set(memory.scrubber._sums) == {0}
+    memory.flip(0, 1)
+    assert memory.wait_for_damage() == [0]
 
 
-def test_second_close_of_scrubber_has_no_effect(room):
-    room.write(0)
-    room.scrubber.close()
-    room.scrubber.close()
-    assert not room.scrubber._thread.is_alive()
+def test_second_close_of_scrubber_has_no_effect(memory):
+    memory.write(0)
+    memory.scrubber.close()
+    memory.scrubber.close()
+    assert not memory.scrubber._thread.is_alive()
 
 
 BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
@@ -138,12 +138,12 @@ def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_b
 
 def test_scrubber_without_pause_verifies_bytes_of_100_ms(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
-    room = ScrubbedMemory()
-    room.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself
-    room.write(0, 1, 2)
-    room.scrubber._verify_some()
-    assert list(room.scrubber._sums) == [0, 1]
-    for host in room.hosts:
+    memory = ScrubbedMemory()
+    memory.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself
+    memory.write(0, 1, 2)
+    memory.scrubber._verify_some()
+    assert list(memory.scrubber._sums) == [0, 1]
+    for host in memory.hosts:
         host.free()
 
 

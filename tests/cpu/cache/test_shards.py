@@ -56,7 +56,10 @@ def layouts(draw):
 
 
 def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
-    """Return random tensors [block, outer, head, byte] for every group. A replicated tensor has one head."""
+    """Return random tensors [block, outer, head, byte] for every group.
+
+    `outer` stands for all axes before the head axis. A replicated tensor has one head.
+    """
     random = np.random.default_rng(seed)
     made = []
     for group in layout.groups:
@@ -71,10 +74,7 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """Return the expected blocks [block, byte] of a rank for every group.
-
-    They contain the rank's heads of each tensor.
-    """
+    """Return the expected blocks [block, byte] of a rank for every group: the rank's heads of each tensor."""
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []
@@ -108,7 +108,7 @@ class Ranks:
             )
             for rank, caches in enumerate(self.caches)
         ]
-        self.presences: list[list[StoreLookup]] = [[] for _ in range(num_ranks)]
+        self.lookups: list[list[StoreLookup]] = [[] for _ in range(num_ranks)]
         self.ids = itertools.count(1)
 
     def fill(self, blocks: list[list[np.ndarray]]) -> None:
@@ -128,28 +128,28 @@ class Ranks:
                 for report in controller.poll():
                     assert report.rank == rank
                     outcomes += report.results
-                    self.presences[rank] += report.lookups
+                    self.lookups[rank] += report.lookups
             done.append(outcomes)
         return done
 
-    def transfer(self, purpose: Route, blocks=range(BLOCKS)) -> TransferRequest:
+    def transfer(self, route: Route, blocks=range(BLOCKS)) -> TransferRequest:
         device, host = (slot_bytes(np.array(each, np.int32)) for each in (list(blocks), [HOST[i] for i in blocks]))
         ends = {
             Route.DEVICE_TO_HOST: ("device", "host", device, host),
             Route.HOST_TO_DEVICE: ("host", "device", host, device),
             Route.HOST_TO_STORE: ("host", "disk", host, b""),
             Route.STORE_TO_HOST: ("disk", "host", b"", host),
-        }[purpose]
-        return TransferRequest(next(self.ids), purpose, *ends, b"".join(KEYS[i] for i in blocks))
+        }[route]
+        return TransferRequest(next(self.ids), route, *ends, b"".join(KEYS[i] for i in blocks))
 
     def save_and_store(self) -> None:
-        for purpose in (Route.DEVICE_TO_HOST, Route.HOST_TO_STORE):
-            for outcomes in self.run(self.transfer(purpose)):
+        for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_STORE):
+            for outcomes in self.run(self.transfer(route)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
 
     def fetch_and_load(self) -> None:
-        for purpose in (Route.STORE_TO_HOST, Route.HOST_TO_DEVICE):
-            for outcomes in self.run(self.transfer(purpose)):
+        for route in (Route.STORE_TO_HOST, Route.HOST_TO_DEVICE):
+            for outcomes in self.run(self.transfer(route)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
 
     def assert_holds(self, blocks: list[list[np.ndarray]]) -> None:
@@ -197,7 +197,7 @@ def test_stored_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num
         made.append(Ranks(layout, num_readers, 4, stores[1]))
         made[2].fill(blocks)
         made[2].save_and_store()
-        assert payloads(stores[0]) == payloads(stores[1])  # the same objects with either number of ranks
+        assert payloads(stores[0]) == payloads(stores[1])  # both numbers of ranks store the same objects
         made.append(Ranks(layout, num_writers, 4, stores[1]))
         made[3].fetch_and_load()
         made[3].assert_holds(blocks)
@@ -291,8 +291,8 @@ def test_disk_has_one_folder_per_shard_for_any_number_of_ranks(tmp_path):
             cache_ranks.save_and_store()
         else:
             cache_ranks.run(Probe(99, "disk"))
-            for presences in cache_ranks.presences:
-                assert sorted(b"".join(each.present for each in presences)) == sorted(b"".join(KEYS))
+            for lookups in cache_ranks.lookups:
+                assert sorted(b"".join(each.present for each in lookups)) == sorted(b"".join(KEYS))
             cache_ranks.fetch_and_load()
             cache_ranks.assert_holds(blocks)
         assert stores[0].stats.num_objects == BLOCKS * 4 // num_ranks
@@ -313,7 +313,7 @@ def test_open_shards_closes_opened_stores_after_an_error(tmp_path):
     with pytest.raises(Exception, match="shard-1-of-2"):
         open_shards([url], range(2), 2)
     (tmp_path / "shard-1-of-2").unlink()
-    open_shards([url], range(2), 2).close()  # the first folder is not locked
+    open_shards([url], range(2), 2).close()  # the failed call has not left the first folder locked
 
 
 # ---- lookups -------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_block_with_a_missing_shard_is_absent(ranks, num_ranks, which):
     owners = {rank for rank in range(num_ranks) if which == 1 or 2 in Sharding(rank, num_ranks, 4).shards}
     cache_ranks.run(Probe(5, "disk", b"".join(KEYS)))
     cache_ranks.run(Probe(6, "disk"))
-    for rank, (asked, *found) in enumerate(cache_ranks.presences):
+    for rank, (asked, *found) in enumerate(cache_ranks.lookups):
         expected = KEYS[1] if rank in owners else b""
         assert asked.absent == expected
         assert asked.present == b"".join(key for key in KEYS if key != expected)
@@ -368,7 +368,7 @@ def test_drop_of_keys_removes_objects_in_all_shard_stores(ranks):
     cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
     assert [len(store.objects) for store in stores.stores] == [2 * (BLOCKS - 2), *[BLOCKS - 2] * 3]
     cache_ranks.run(Probe(5, "disk", b"".join(KEYS)))
-    assert cache_ranks.presences[0][-1].absent == KEYS[0] + KEYS[1]
+    assert cache_ranks.lookups[0][-1].absent == KEYS[0] + KEYS[1]
     cache_ranks.run(Drop("disk"))
     assert not any(store.objects for store in stores.stores)
 
@@ -400,7 +400,7 @@ def test_fetch_of_corrupt_shard_leaves_host_bytes_unchanged(ranks):
     kept = hosts[0].block(HOST[2]).numpy()
     expected = of_rank(LAYOUT, blocks, 0, 1)[0][2]
     rows = (kept.reshape(-1, 4, 16), expected.reshape(-1, 4, 16))
-    assert (rows[0][:, 1] == 0xEE).all()  # shard 1 is corrupt
+    assert (rows[0][:, 1] == 0xEE).all()  # head 1, which is in the corrupt shard, was not written
     np.testing.assert_array_equal(rows[0][:, [0, 2, 3]], rows[1][:, [0, 2, 3]])
 
 
@@ -431,31 +431,31 @@ class Cache:
         raise AssertionError("the transfers did not finish")
 
     def compute(self, blocks) -> None:
-        hold = self.manager.match(self.chain)
-        assert self.manager.allocate(hold, 4 * BLOCKS) is None
-        order = [int(slot) for slot in hold.table]
+        allocation = self.manager.match(self.chain)
+        assert self.manager.allocate(allocation, 4 * BLOCKS) is None
+        order = [int(slot) for slot in allocation.table]
         for rank, caches in enumerate(self.ranks.caches):
             for cache, mine in zip(caches, of_rank(LAYOUT, blocks, rank, self.ranks.num_ranks), strict=True):
                 cache[order] = torch.from_numpy(mine)
-        self.manager.on_scheduled(hold)
-        self.manager.publish(hold, 4 * BLOCKS)
-        self.manager.finish(hold)
+        self.manager.on_scheduled(allocation)
+        self.manager.publish(allocation, 4 * BLOCKS)
+        self.manager.finish(allocation)
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
         """Load the chain to the device, and check the loaded blocks on every rank. Return their number."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
-        hold = self.manager.match(self.chain, prefetch=fetch)
+        allocation = self.manager.match(self.chain, prefetch=fetch)
         self.manager.end_prefetch(fetch)
-        assert self.manager.allocate(hold, 4 * hold.lease.num_matched) is None
-        self.settle(lambda: self.manager.is_ready(hold))
-        num_found = hold.lease.num_matched
+        assert self.manager.allocate(allocation, 4 * allocation.lease.num_matched) is None
+        self.settle(lambda: self.manager.is_ready(allocation))
+        num_found = allocation.lease.num_matched
         for rank, caches in enumerate(self.ranks.caches):
             for cache, mine in zip(caches, of_rank(LAYOUT, blocks, rank, self.ranks.num_ranks), strict=True):
                 for block in range(num_found):
-                    np.testing.assert_array_equal(cache[int(hold.table[block])].numpy(), mine[block])
-        self.manager.finish(hold)
+                    np.testing.assert_array_equal(cache[int(allocation.table[block])].numpy(), mine[block])
+        self.manager.finish(allocation)
         return num_found
 
 

@@ -1,4 +1,4 @@
-"""The exclusive host tier: eviction order, late saves of the device's next victims, and blocks that are lost."""
+"""The exclusive host tier: eviction order, saves of blocks that the device evicts next, and blocks that are lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_exclusive_host_holds_more_prompts_than_inclusive_host():
         chains = [prompt(number, 4) for number in range(12)]
         num_held[exclusive] = sum(max(lab.num_in(tier, chain) for tier in ("device", "host")) for chain in chains)
     assert num_held[False] == 16
-    assert num_held[True] >= 28  # the device's next victims, one prompt, are in both tiers
+    # The tiers have 32 slots together. The 4 blocks that the device evicts next are in both tiers.
+    assert num_held[True] >= 28
 
 
 def test_blocks_are_saved_early_while_host_has_free_slots():
@@ -75,8 +76,8 @@ def test_loaded_block_returns_to_host_before_eviction():
     assert lab.num_in("host", prompt(old, 4)) == 4
 
 
-def test_late_save_drops_block_without_waiting():
-    """No plan runs between the allocations, so the device evicts blocks before they are saved again."""
+def test_device_evicts_unsaved_block_without_waiting():
+    """No plan runs between the allocations, so no block is saved again before the device evicts it."""
     lab = full_lab()
     allocations = [lab.manager.match(prompt(40 + number, 4)) for number in range(3)]
     for allocation in allocations:
@@ -164,7 +165,7 @@ def test_foreign_device_uses_inclusive_rule():
 
 
 def test_tenant_at_device_quota_saves_its_own_blocks_first():
-    """A tenant at its quota evicts its own blocks, so these blocks are saved again first."""
+    """A tenant at its quota evicts its own blocks. Therefore its own oldest blocks must be saved again."""
     lab = Lab(64, host=HostConfig(64, ahead_share=0.25, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)))
     lab.control.set_quota("device", b"t", 32)
     for number in range(9):

@@ -59,7 +59,7 @@ def test_loaded_blocks_become_evictable_after_request_ends():
         for number in (1, 2):
             lab.serve(prompt(number, 3))
             device = lab.control.tier("device")
-            assert device.num_evictable == device.pool.num_used  # because no request is running
+            assert device.num_evictable == device.pool.num_used  # no request is running
     assert lab.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 9
 
 

@@ -130,7 +130,7 @@ def test_prefetch_reads_missing_blocks_from_next_store():
 
 
 def test_prefetch_of_blocks_in_memory_is_retried_after_eviction():
-    """A waiting request does not hold blocks that are already in memory. It fetches evicted blocks again."""
+    """A waiting request holds no lease on blocks that are already in memory. If they are evicted, it fetches them."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
     waiting = lab.fetched(prompt(1, 6))
@@ -218,7 +218,7 @@ def test_prefetch_that_waits_for_another_evicts_no_block():
 
 
 def test_prefetch_ends_if_another_prefetch_of_its_blocks_fails():
-    """The first prefetch found no block, but still has a lease. The second prefetch must not wait for it."""
+    """The first prefetch found no block, but still has a lease. The second prefetch must not wait for the first."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
     lab.worker.stores["disk"].clear()
@@ -508,7 +508,7 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
     lab.run_workers()
     (move,) = lab.plan().transfers
     keys, store = split_keys(move.keys), lab.manager.stores["disk"]
-    # the store answered this lookup before the write
+    # Apply the result of a lookup that the store executed before the write.
     lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))
     assert move.route is Route.HOST_TO_STORE
     assert (store.num_known, store.num_leading(keys)) == (0, 0)
@@ -521,9 +521,9 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
 
 
 def test_number_of_known_keys_per_store_is_bounded():
-    """Stores do not report evictions.
+    """Stores do not report evictions, so the manager cannot remove the keys of evicted blocks.
 
-    Therefore the manager remembers a limited number of keys and forgets the oldest.
+    Instead it remembers a limited number of keys and forgets the oldest.
     """
     lab = lab_with_stored(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):

@@ -31,7 +31,7 @@ IDENTITIES = {
 def test_prompts_share_only_blocks_before_first_difference():
     """Serve the same tokens with nine combinations of salt, adapter and image.
 
-    Evictions make every tier serve blocks.
+    Some blocks are evicted between the requests, so that they are read from every tier.
     """
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
@@ -48,7 +48,7 @@ def test_prompts_share_only_blocks_before_first_difference():
             assert allocation.tokens_from == {"disk": 4 * BLOCK, "host": 0, "device": 0}
     for chain in chains.values():
         lab.evict("device")
-        lab.serve(chain)  # reads blocks from host memory and from the store. Lab verifies each block
+        lab.serve(chain)  # reads some blocks from host memory and others from the store, and verifies each block
 
 
 def test_finished_load_makes_blocks_ready_for_other_requests():
@@ -323,7 +323,7 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """A plan has at most 60 bytes per block. The key has 32 bytes, the digest has 16, and the slots have 4 or 8.
+    """A plan has at most 60 bytes per block, for example 32 for the key and 4 for each slot.
 
     A report has at most 34 bytes per block, and a chain has 4 bytes per token.
     """

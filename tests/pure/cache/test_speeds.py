@@ -21,7 +21,7 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
     """Return the non-negative costs with the smallest sum of squared errors, and this sum.
 
-    Try every subset of costs.
+    Solve for every subset of the costs, with all other costs 0.
     """
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
@@ -124,60 +124,58 @@ def test_fit_does_not_depend_on_units(scale):
 
 def test_cost_model_adapts_to_slower_link():
     """After a link becomes ten times slower, 200 transfers bring the estimate within 5 % of the new time."""
-    speeds, amounts = CostModel(), itertools.cycle((4, 16, 64))
+    model, amounts = CostModel(), itertools.cycle((4, 16, 64))
     for _, count in zip(range(300), amounts, strict=False):
-        speeds.observe_transfer(LOAD, count, 0.001 + 0.0001 * count)
+        model.observe_transfer(LOAD, count, 0.001 + 0.0001 * count)
     for number, count in zip(range(200), amounts, strict=False):
-        speeds.observe_transfer(LOAD, count, 0.01 + 0.001 * count)
+        model.observe_transfer(LOAD, count, 0.01 + 0.001 * count)
         if number == 40:
-            assert speeds.transfer_seconds(LOAD, 32) > 0.5 * 0.042
-    assert speeds.transfer_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
+            assert model.transfer_seconds(LOAD, 32) > 0.5 * 0.042
+    assert model.transfer_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
 
 
 def test_cost_model_measures_each_store_separately():
-    speeds = CostModel()
+    model = CostModel()
     for count in (1, 10, 100):
-        speeds.observe_transfer((Route.STORE_TO_HOST, "near"), count, 0.001 * count)
-        speeds.observe_transfer((Route.STORE_TO_HOST, "far"), count, 0.1 * count)
-    assert speeds.transfer_seconds((Route.STORE_TO_HOST, "near"), 10) == pytest.approx(0.01)
-    assert speeds.transfer_seconds((Route.STORE_TO_HOST, "far"), 10) == pytest.approx(1.0)
-    assert speeds.transfer_seconds((Route.STORE_TO_HOST, "other"), 10) is None
+        model.observe_transfer((Route.STORE_TO_HOST, "near"), count, 0.001 * count)
+        model.observe_transfer((Route.STORE_TO_HOST, "far"), count, 0.1 * count)
+    assert model.transfer_seconds((Route.STORE_TO_HOST, "near"), 10) == pytest.approx(0.01)
+    assert model.transfer_seconds((Route.STORE_TO_HOST, "far"), 10) == pytest.approx(1.0)
+    assert model.transfer_seconds((Route.STORE_TO_HOST, "other"), 10) is None
 
 
 def test_decision_text_contains_load_and_compute_times():
-    speeds = CostModel()
-    assert str(speeds.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
+    model = CostModel()
+    assert str(model.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
     for count in (1, 10, 50):
-        speeds.observe_transfer(LOAD, count, 0.002 * count)
-        speeds.observe_compute(count, count * count / 2, 0.001 * count)
-    decision = speeds.decide({LOAD: 4}, 0, 16)
+        model.observe_transfer(LOAD, count, 0.002 * count)
+        model.observe_compute(count, count * count / 2, 0.001 * count)
+    decision = model.decide({LOAD: 4}, 0, 16)
     assert decision.load
     assert str(decision) == "load 16 tokens: loading takes 8.00 ms, under the 16.00 ms of computing"
-    decision = speeds.decide({LOAD: 4 + 40}, 0, 16)  # 40 other blocks are queued before these 4
+    decision = model.decide({LOAD: 4 + 40}, 0, 16)  # 40 other blocks are queued before these 4
     assert not decision.load
     assert str(decision) == "recompute 16 tokens: loading takes 88.00 ms, over the 16.00 ms of computing"
-    assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # no fetch has been measured
+    assert model.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # no fetch has been measured
 
 
 def test_early_blocks_are_computed_and_late_blocks_are_loaded():
     """The cost of computing a token grows with its position, but the cost of loading it does not."""
-    speeds = CostModel()
+    model = CostModel()
     for first in (0, 1000, 10000, 30000):
         for count in (16, 64):
-            speeds.observe_compute(
-                count, count * (first + count / 2), 1e-5 * count + 1e-8 * count * (first + count / 2)
-            )
+            model.observe_compute(count, count * (first + count / 2), 1e-5 * count + 1e-8 * count * (first + count / 2))
     for count in (1, 4, 16):
-        speeds.observe_transfer(LOAD, count, 0.0005 * count)
-    assert not speeds.decide({LOAD: 4}, 0, 64).load
-    assert speeds.decide({LOAD: 4}, 30000, 64).load
+        model.observe_transfer(LOAD, count, 0.0005 * count)
+    assert not model.decide({LOAD: 4}, 0, 64).load
+    assert model.decide({LOAD: 4}, 30000, 64).load
 
 
 class Machine:
     """A machine with exact load and compute times, and a cost model that observes these times."""
 
     def __init__(self, latency: float) -> None:
-        self.latency, self.speeds = latency, CostModel()
+        self.latency, self.model = latency, CostModel()
 
     def steps(self, first: int, stop: int):
         """Yield (tokens, attended tokens, seconds) for each step of at most 512 tokens."""
@@ -195,12 +193,12 @@ class Machine:
     def serve(self, num_tokens: int, *, is_new: bool) -> bool:
         """Serve one request and observe its times. Return True if its blocks were loaded."""
         blocks = (num_tokens - 1) // 16
-        load = not is_new and self.speeds.decide({LOAD: blocks, FETCH: blocks}, 0, blocks * 16).load
+        load = not is_new and self.model.decide({LOAD: blocks, FETCH: blocks}, 0, blocks * 16).load
         if load:
-            self.speeds.observe_transfer(FETCH, blocks, self.latency + 0.003 + 0.0002 * blocks)
-            self.speeds.observe_transfer(LOAD, blocks, 0.0006 + 0.00003 * blocks)
+            self.model.observe_transfer(FETCH, blocks, self.latency + 0.003 + 0.0002 * blocks)
+            self.model.observe_transfer(LOAD, blocks, 0.0006 + 0.00003 * blocks)
         for step in self.steps(blocks * 16 if load else 0, num_tokens):
-            self.speeds.observe_compute(*step)
+            self.model.observe_compute(*step)
         return load
 
 
@@ -281,51 +279,57 @@ def test_cost_model_ignores_failed_transfer():
 
 def test_cost_model_tries_slow_link_again():
     """One slow sample must not prevent all later loads. Without loads, the model would never see a faster sample."""
-    speeds = CostModel()
+    model = CostModel()
     link = (Route.HOST_TO_DEVICE, "")
-    speeds.observe_transfer(link, 1, 10.0)
+    model.observe_transfer(link, 1, 10.0)
     for _ in range(50):
-        speeds.observe_compute(100, 0.0, 1.0)
+        model.observe_compute(100, 0.0, 1.0)
     decisions = []
     for _ in range(200):
-        decision = speeds.decide({link: 1}, 0, 100)
+        decision = model.decide({link: 1}, 0, 100)
         decisions.append(decision.load)
         if decision.load:
-            speeds.observe_transfer(link, 1, 0.001)
+            model.observe_transfer(link, 1, 0.001)
     assert not any(decisions[:31])
     assert all(decisions[31:])
     assert "a trial" in str(next(trial_decisions()))
 
 
 def test_each_trial_of_slow_link_allows_one_load():
-    """A trial must not reset the fit: with only one sample, the model would allow loads of other numbers of blocks."""
-    speeds, link = CostModel(), (Route.STORE_TO_HOST, "disk")
+    """A trial must not make the model forget its other samples.
+
+    With the trial as its only sample, the model would allow loads of other numbers of blocks.
+    """
+    model, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
-        speeds.observe_transfer(link, count, 1.0 + 0.01 * count)
-        speeds.observe_compute(16 * count, 0.0, 0.1)
+        model.observe_transfer(link, count, 1.0 + 0.01 * count)
+        model.observe_compute(16 * count, 0.0, 0.1)
     loads = 0
     for number in range(33 * 6):
         count = (1, 4, 16, 64)[number // 8 % 4]
-        if speeds.decide({link: count}, 0, 16 * count).load:
+        if model.decide({link: count}, 0, 16 * count).load:
             loads += 1
-            speeds.observe_transfer(link, count, 1.0 + 0.01 * count)
+            model.observe_transfer(link, count, 1.0 + 0.01 * count)
     assert loads == 6
-    assert speeds.transfer_seconds(link, 64) == pytest.approx(1.64, rel=0.01)
+    assert model.transfer_seconds(link, 64) == pytest.approx(1.64, rel=0.01)
 
 
 def trial_decisions():
-    speeds = CostModel()
-    speeds.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 10.0)
-    speeds.observe_compute(100, 0.0, 1.0)
+    model = CostModel()
+    model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 10.0)
+    model.observe_compute(100, 0.0, 1.0)
     while True:
-        decision = speeds.decide({(Route.HOST_TO_DEVICE, ""): 1}, 0, 100)
+        decision = model.decide({(Route.HOST_TO_DEVICE, ""): 1}, 0, 100)
         if decision.load:
             yield decision
 
 
 @pytest.mark.parametrize("exponent", range(1, 14))
 def test_prediction_for_nearly_collinear_amounts_is_in_range(exponent):
-    """With a large exponent, the amounts count as collinear. Noise makes some unconstrained costs negative."""
+    """The larger the exponent, the closer the amounts are to collinear.
+
+    Because of the noise, some costs would be negative if the fit allowed that.
+    """
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):
         fit = OnlineLeastSquares(2, in_doubt)

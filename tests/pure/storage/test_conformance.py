@@ -18,7 +18,7 @@ SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 3}
 
 
 def client_of(owner: DiskStore, folder) -> DiskStore:
-    """Return a store that uses the slots of another one in the same folder."""
+    """Return a second store in the folder of `owner`, which uses the slots that `owner` manages."""
     client = DiskStore(folder, MAX_BYTES, **SMALL)
     client.owner = owner
     return client

@@ -124,9 +124,9 @@ def test_restart_does_not_read_payloads(open_store):
 
 
 def test_records_of_one_batch_are_written_together(open_store):
-    """A batch of 12 objects needs 12 writes for payloads and one for all records.
+    """A batch of 12 new objects needs 12 writes for payloads and one write for all records.
 
-    One more write erases replaced records.
+    If the batch replaces objects, one more write erases the old records.
     """
     disk = SimulatedDisk()
     store = open_store(files=disk)
@@ -476,7 +476,7 @@ def test_folder_locked_by_earlier_version_is_refused(open_store, tmp_path):
 
 
 def test_folder_lock_uses_file_if_folders_cannot_be_locked(tmp_path, monkeypatch):
-    """NFS cannot lock a folder, because a folder can be opened only for reading."""
+    """On NFS, a lock needs a file that is open for writing, but a folder can be opened only for reading."""
     flock = fcntl.flock
 
     def refuse_folders(descriptor, operation):
@@ -771,7 +771,10 @@ def test_slot_is_not_overwritten_while_it_is_read(open_store):
 
 
 def test_each_concurrent_removal_is_synced_before_its_report(open_store):
-    """The second removal syncs the table before the first removal erases its record. The first must sync again."""
+    """The second removal syncs the table before the first removal erases its record.
+
+    Therefore the first removal must sync the table again.
+    """
     disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(files=disk, sync=Sync.WRITE)
     put(store, 1, 2)
@@ -794,7 +797,10 @@ def test_each_concurrent_removal_is_synced_before_its_report(open_store):
 
 @pytest.mark.parametrize("how", ["replaced", "evicted"])
 def test_removal_waits_until_older_record_is_erased(open_store, how):
-    """Otherwise the object could reappear after a power failure."""
+    """A removal must not be reported before the older record of the object is erased.
+
+    Otherwise the object could reappear after a power failure.
+    """
     disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(128 << 10, files=disk, sync=Sync.WRITE, num_threads=4)
     put(store, 1)
@@ -806,7 +812,8 @@ def test_removal_waits_until_older_record_is_erased(open_store, how):
     def hold(name, _):
         nonlocal num_writes
         num_writes += name == "write"
-        # a replacement writes payload and record before it erases the old record, but an eviction erases at once
+        # The write that erases the old record is the third of a replacement (after the payload and the new record),
+        # and the first of an eviction.
         if name == "write" and num_writes == (3 if how == "replaced" else 1):
             erasing.set()
             resume.wait()

@@ -105,7 +105,8 @@ def test_corrupt_object_read_by_client_is_quarantined(stores, folder):
 
 
 def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
-    """The owner has the file open. The client must not try again until its deadline."""
+    """The owner can still read the file, because it has the file open. The client must fail at once, without
+    retries."""
     put(stores[0], 1)
     for path in folder.glob("segment-*.kv"):
         path.unlink()
@@ -118,7 +119,7 @@ def test_calls_wait_for_closing_owner_until_their_deadline(folder):
     owner = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, **SMALL)
     put(client, 1)
-    owner._participant.leave(1.0)  # the owner is still locked, as while it writes everything out
+    owner._participant.leave(1.0)  # stops serving, but keeps the lock, like an owner that writes its data at close
     assert client.contains([key_of(1)], timeout_s=0.2)[0].status is ObjectStatus.FAILED
     owner.close()
     while not has(client, 1)[0]:  # the breaker is open for a second
@@ -178,7 +179,7 @@ def test_stopped_owner_fails_calls_at_their_deadline(folder):
             assert store.contains([key_of(100)], timeout_s=0.3)[0].status is ObjectStatus.FAILED
             assert time.monotonic() - begin < 5
         finally:
-            owner.kill()  # the end of the with block waits for the process, and a stopped one does not end
+            owner.kill()  # at the end of the `with` statement, Popen would wait forever for a stopped process
         owner.wait()
         while not has(store, 100)[0]:  # the breaker is open for a second
             time.sleep(0.05)

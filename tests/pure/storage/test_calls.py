@@ -1,3 +1,5 @@
+"""Calls to stores: results and deadlines of a Batch, and when a Breaker refuses calls to a failing store."""
+
 from __future__ import annotations
 
 import threading
