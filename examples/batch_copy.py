@@ -1,7 +1,7 @@
 """Many scattered copies as one batch: gather the blocks of a sequence from a paged KV cache, and compact rows.
 
-BatchCopy merges copies that continue each other, orders those that depend on each other, and chooses the cheapest path
-for the machine: host copies, the driver's batch call, or a gather kernel on a GPU.
+BatchCopy merges adjacent copies and runs dependent copies in order. It chooses the cheapest path of the machine: host
+copies, the driver's batch call, or a gather kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gather(cache: Buffer, table: list[int], target: Buffer) -> None:
 
 
 def shift(rows: Buffer, row_elements: int, first: int) -> None:
-    """Move all rows from `first` on one row up. Sources and targets overlap; the result is that of copying in order."""
+    """Move all rows from `first` on one row up. Each copy overwrites the source of the previous one."""
     num_rows = rows.size // row_elements
     with BatchCopy() as copy:
         for row in range(first, num_rows):

@@ -1,7 +1,7 @@
 """A store of your own, a table in SQLite, as the lowest tier of a cache.
 
-RemoteStore implements kvtier.storage.Store over a Bucket, which keeps values by name. It adds checksums, labels,
-deadlines, threads, retries, a circuit breaker and encryption: a bucket may lose, change or confuse its values.
+A Bucket keeps values by name. RemoteStore implements kvtier.storage.Store over a bucket. It adds checksums, labels,
+deadlines, threads, retries, a circuit breaker and encryption, and detects values that the bucket lost or changed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SqliteBucket:
         return [name for (name,) in rows], rows[-1][0] if len(rows) == limit else ""
 
     def reset(self) -> None:
-        """Open new connections, after an error. There are none to a file."""
+        """Do nothing. A bucket on a server would drop its connections, because RemoteStore calls this after errors."""
 
     def close(self) -> None:
         with self._lock:

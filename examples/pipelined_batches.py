@@ -1,7 +1,7 @@
-"""Continuous batching with two batches in flight: the host prepares a step while the device computes the one before.
+"""Continuous batching with two batches in flight: the host prepares a step while the device computes the previous step.
 
-Each request counts up from its start value. The current value of every row is in a State on the device, which follows
-the request when rows are added, removed and reordered; no step waits for the result of the step before.
+Each request counts up from its start value. The current value of every row is in a State on the device. When rows are
+added, removed or reordered, the State moves the values with their requests. No step waits for the previous result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Request:
 class Counter(Module):
     def __init__(self) -> None:
         self.state = State((MAX_ROWS,), "i64")  # one value per row, on the device
-        self.first = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(PHASES)]  # of new rows, one per phase
+        self.first = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(PHASES)]  # values of new rows, by phase
         self.results = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(PHASES)]
 
     def setup(self, env: Environment) -> None:  # engine thread
@@ -36,7 +36,7 @@ class Counter(Module):
         for row, ticket in enumerate(batch.requests):
             self.first[batch.phase][row] = ticket.request.start
 
-    def prepare(self, env: Environment) -> None:  # executor thread; forward and unprep, too
+    def prepare(self, env: Environment) -> None:  # like forward and unprep, on the executor thread
         perm, new = env.at(BATCH).perm, self.first[env.at(BATCH).phase]
         self.state.warp(perm, env.at(COPY), new=new)  # bring rows into the order of this batch
 
@@ -48,7 +48,7 @@ class Counter(Module):
         batch, values = env.at(BATCH), self.state.front
         enqueue(lambda: self.results[batch.phase].copy_(values))
 
-    def update(self, env: Environment) -> None:  # engine thread again: the results are complete
+    def update(self, env: Environment) -> None:  # engine thread again, when the results are complete
         batch = env.at(BATCH)
         for row, ticket in enumerate(batch.requests):
             if ticket.is_running:  # False for the step that was in flight when the request finished
@@ -67,7 +67,7 @@ def main() -> None:
     pipeline = Pipeline([Counter()], phases=PHASES)
     tickets = [pipeline.add(Request(100 * i, num_values=3 + i % 4)) for i in range(10)]
     while running := [ticket for ticket in tickets if ticket.is_running]:
-        pipeline.step(running[:MAX_ROWS])  # issues a batch; collects the one before
+        pipeline.step(running[:MAX_ROWS])  # submits a batch, and collects the previous one
     pipeline.close()
     for ticket in tickets:
         start, count = ticket.request.start, ticket.request.num_values

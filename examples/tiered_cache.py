@@ -46,7 +46,7 @@ class TieredCache:
         while not manager.is_prefetched(prefetch, now=time.monotonic()):
             self.exchange()
         allocation = manager.match(chain, prefetch=prefetch)
-        assert manager.allocate(allocation, len(tokens)) is None  # evicts cold blocks; host -> device
+        assert manager.allocate(allocation, len(tokens)) is None  # evicts cold blocks, and starts host -> device
         while not manager.is_ready(allocation):
             self.exchange()
         manager.end_prefetch(prefetch)
@@ -55,7 +55,7 @@ class TieredCache:
             block, offset = divmod(position, BLOCK_TOKENS)
             kv = torch.Generator().manual_seed(hash(tuple(tokens[: position + 1])) % 2**63)  # stands for a model
             self.kv[int(allocation.table[block]), :, :, offset] = torch.randn(LAYERS, 2, HEADS, HEAD_DIM, generator=kv)
-        manager.publish(allocation, len(tokens))  # other prompts can match the full blocks; device -> host -> store
+        manager.publish(allocation, len(tokens))  # other prompts can match the blocks; starts device -> host -> store
         result = self.kv[allocation.table[: len(tokens) // BLOCK_TOKENS].tolist()]
         manager.finish(allocation)
         while manager.has_plans:  # an engine would run other requests

@@ -36,12 +36,12 @@ class ToyEngine:
             self.scheduler.update(step, self.compute(step), self.now)
 
     def compute(self, step: Step) -> list[RowResult]:
-        for copy in step.copies:  # a block that matches partly is copied, then continued
+        for copy in step.copies:  # a cached block that matches partly is copied, and the copy is continued
             self.kv[copy.target] = self.kv[copy.source]
         return [self.compute_row(row) for row in step.rows]
 
     def compute_row(self, row: Row) -> RowResult:
-        """Compute tokens [first, stop) of a request: read the KV before them, write theirs, return the next token."""
+        """Compute tokens [first, stop) of a request: read the earlier KV, write the new KV, return the next token."""
         assert row.request.allocation is not None
         table = row.request.allocation.table
         tokens = row.request.chain.token_range(row.first, row.stop)

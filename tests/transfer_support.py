@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition for tests that must not notify a thread before the thread waits on the condition."""
+    """A condition that reports when a thread waits on it, for tests that must not notify the thread earlier."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ def run_in_thread(function):
 
 
 class SteppedMover:
-    """Executes one copy per permit, and records the host slots of each copy."""
+    """A mover that waits for a permit from the test before each copy, and records the host slots of each copy."""
 
     def __init__(self):
         self.permits, self.host, self.slots, self.jobs = threading.Semaphore(0), None, [], []

@@ -1,3 +1,5 @@
+"""Allocators: default and custom allocation functions, the lifetime of memory, statistics, and errors."""
+
 from __future__ import annotations
 
 import ctypes
@@ -27,7 +29,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 class Pool:
-    """Has an allocator that gets its memory from torch, and records every allocation and deallocation."""
+    """Provides an allocator, which gets its memory from torch, and records its allocations and deallocations."""
 
     def __init__(self, placement: Placement = CPU) -> None:
         self.placement = placement

@@ -1,3 +1,5 @@
+"""Buffer: construction, slices, views, elements of every type, streams, closing, and packing."""
+
 from __future__ import annotations
 
 import copy as copy_module

@@ -1,3 +1,5 @@
+"""The kvtier command: help, `doctor`, invalid bytes, closed pipes and unreadable files."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""The current stream and allocators: nested contexts, threads, asyncio tasks, and explicit arguments."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""copy(), clear() and empty_like(): bytes of every element type, overlap, streams, and invalid arguments."""
+
 from __future__ import annotations
 
 import ctypes

@@ -1,3 +1,5 @@
+"""HostQueue: order of tasks, marks, errors, lifetime of task memory, and closing."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Sharing memory with numpy, torch, DLPack and CUDA arrays without copies, in both directions."""
+
 from __future__ import annotations
 
 import array as array_module

@@ -49,9 +49,9 @@ def num_found(blocks: list[Block], held: Container[Block]) -> int:
 def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> int:
     """Return the number of hits of an LRU cache (if `refresh`) or of a FIFO cache.
 
-    The blocks of a request are evicted from its last block to its first. FIFO moves the blocks of a request to the end
-    of
-    the queue only if the request adds a block. This way, a block is never evicted before its successors in a prompt.
+    Blocks are evicted from the start of a queue. A request appends its last block first, so that a block is never
+    evicted before its successors in a prompt. FIFO leaves the blocks of a request in place if all of them are in the
+    cache.
     """
     held: dict[Block, None] = {}
     hits = 0

@@ -295,9 +295,8 @@ def test_placement_of_address_comes_from_the_driver():
     for place in PLACES:
         buffer = Buffer(4096, "u8", place)
         assert cuda.placement_of(buffer.data()) == place
-    large = Buffer(
-        64 << 20, "u8", PINNED
-    )  # memory of this size is registered with CUDA and does not come from torch's pool
+    # Memory of this size does not come from torch's pool. The allocator maps it and registers it with CUDA.
+    large = Buffer(64 << 20, "u8", PINNED)
     assert cuda.placement_of(large.data()) == PINNED
     assert large.torch().is_pinned()
 

@@ -1,3 +1,5 @@
+"""Element types: sizes, byte offsets of packed elements, and names in numpy and ml_dtypes."""
+
 from __future__ import annotations
 
 import subprocess

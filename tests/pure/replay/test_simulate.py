@@ -66,7 +66,10 @@ def test_prompt_is_chunked_while_next_request_queues():
 
 
 def test_probe_report_is_applied_before_next_arrival():
-    """The first step probes the disk. The report must be applied before the next request arrives."""
+    """The first step probes the disk, and the request waits for the report.
+
+    The report must be applied at once, and not only when the next request arrives at 10,000 s.
+    """
     first, _ = simulator(100, 100, 100).run([request(0, 1, 2), request(10_000, 3)]).requests
     assert first.ttft == 1124
 
@@ -93,9 +96,9 @@ def test_duration_of_simulated_load_depends_on_link_speed():
 
 
 def test_simulated_layer_waits_only_for_its_part_of_load():
-    """Compute of 100 s hides a load of 8 s.
+    """Computing takes 100 s, and each of the 10 layers waits only for its own part of the load.
 
-    After a load of 200 s, only the last of 10 layers remains to be computed.
+    A load of 8 s is hidden completely. After a load of 200 s, only the last layer remains to be computed (10 s).
     """
     earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
     again = replace(earlier[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
@@ -139,7 +142,7 @@ def test_oversized_request_is_refused_and_counted():
 
 
 def test_hit_rate_excludes_refused_requests():
-    """The second request hits its prefix, but is refused later, when its answer has filled the memory."""
+    """The second request has cache hits, but is refused later, because its long answer does not fit into memory."""
     run = simulator(4).run([request(0, 1, 2), request(10_000, 1, 2, answer=2000), request(20_000, 1, 2)])
     assert [each.is_refused for each in run.requests] == [False, True, False]
     assert [each.tokens_from["device"] for each in run.requests] == [0, 1024, 1024]
