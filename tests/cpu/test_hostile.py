@@ -99,6 +99,7 @@ def test_attack_receives_answer_and_stays_below_body_limit(name):
         return await attack.prepare(target, attack.address)()
 
     outcome, body = asyncio.run(serve_once("HTTP/1.1 400 Bad\r\n\r\n", client))
-    assert outcome == "400" or attack.item == 4  # the server closes early, which can reset the connection
+    attacks_connection = attack.item == 4  # such an attack may end with a reset connection and without an answer
+    assert outcome == "400" or attacks_connection
     assert len(body) <= BODY_LIMIT
-    assert attack.item == 4 or json.loads(body)["model"] == "m"
+    assert attacks_connection or json.loads(body)["model"] == "m"

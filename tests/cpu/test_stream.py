@@ -482,9 +482,8 @@ class Place:
 class StreamsMachine(RuleBasedStateMachine):
     """Drives up to three streams from one thread, so that the model can predict order and errors.
 
-    In the model, each task knows the tasks and gates before it. When it runs, it checks that all these tasks have run
-    and
-    that all these gates are open. Then it appends its number to the log.
+    In the model, each task knows the tasks and gates before it. When it runs, it checks that all
+    these tasks have run and that all these gates are open. Then it appends its number to the log.
     """
 
     def __init__(self) -> None:

@@ -1,3 +1,5 @@
+"""What importing kvtier loads, and the tree of its error classes."""
+
 from __future__ import annotations
 
 import builtins

@@ -14,7 +14,7 @@ from kvtier.messages import Route
 _DECAY = 1 - 1 / 40  # per sample; slow enough for a stable fit, fast enough to follow changes of the speed
 _BATCH_SAMPLES = 16
 _MIN_PIVOT = 1e-7  # smaller pivots count as 0; the limit is absolute because the diagonal is scaled to 1
-_TRY_AFTER = 32  # consecutive refused loads before a trial load, because the link may have become faster
+_TRY_AFTER = 32  # after this many consecutive refusals, one load is tried, because the link may have become faster
 _CONFIRM_SHARE = 0.7  # a trial confirms the old measurements if it takes at least this share of the predicted time
 Matrix = list[list[float]]
 Link = tuple[Route, str]
@@ -91,7 +91,9 @@ class OnlineLeastSquares:
         squares = [[value / (scale[i] * scale[j]) for j, value in enumerate(row)] for i, row in enumerate(sums)]
         products = [value / scale[i] for i, value in enumerate(self._products.tolist())]
         solutions = _solutions(squares, products, used)
-        explained = [_dot(products, costs) for costs in solutions]  # explained part of the sum of squares
+        # Keep the solutions that fit as well as the best one. `explained` is the part of the sum of squares that a
+        # solution explains.
+        explained = [_dot(products, costs) for costs in solutions]
         enough = max(explained) * (1 - 1e-6)
         return [
             [cost / unit for cost, unit in zip(costs, scale, strict=True)]
@@ -163,6 +165,8 @@ class CostModel:
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
+        """Record the time of a transfer. After a trial, the time either confirms the old measurements or replaces
+        them."""
         before = self._doubted.pop(link, None)
         if before is not None and seconds >= _CONFIRM_SHARE * (before.predict((num_blocks,)) or 0.0):
             self._transfers[link] = before

@@ -53,7 +53,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
-        self._action_max_length = 14  # minimum column width; argparse computes it without the indentation of commands
+        # Minimum width of the first column. argparse computes the width, but ignores the indentation of commands.
+        self._action_max_length = 14
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default

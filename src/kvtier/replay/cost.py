@@ -53,7 +53,7 @@ class Roofline:
 
     def seconds(self, work: Work) -> float:
         model = self._model
-        # In a mixture of experts, each token reads the weights of its own experts, up to all weights.
+        # In a mixture of experts, tokens use different experts, so more tokens read more weights, up to all weights.
         weights = min(model.params, model.used_params * max(1, work.num_tokens)) * model.weight_bytes
         products = max(self._token * work.num_tokens, weights / self._bandwidth)
         attention = max(self._attended * work.attended_tokens, self._read * work.read_tokens)

@@ -16,14 +16,16 @@ STEP = 100 * GIB
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
+    """A simulated setup: its sizes per replica, its price and its result."""
+
     host_bytes: int
     disk_bytes: int
     price: float
     """Price of one replica's host memory and disk, in dollars."""
     summary: Summary
 
-    def holds(self, ttft_p99: float) -> bool:
-        """True if TTFT p99 meets the target and no request is refused. (Refused requests are not part of TTFT p99.)"""
+    def meets(self, ttft_p99: float) -> bool:
+        """True if TTFT p99 is within the target and no request is refused. TTFT p99 does not include such requests."""
         return not self.summary.num_refused and self.summary.ttft["p99"] <= ttft_p99
 
 
@@ -81,7 +83,7 @@ def plan(
         ]
 
     points = run(setups(setup, share), "setups")
-    fitting = [point for point in points if point.holds(target_ttft_p99)]
+    fitting = [point for point in points if point.meets(target_ttft_p99)]
     chosen = min(fitting, key=lambda point: (point.price, point.summary.ttft["p99"]), default=None)
     nearest = min(points, key=lambda point: (point.summary.num_refused, point.summary.ttft["p99"], point.price))
     base = chosen or nearest

@@ -74,8 +74,8 @@ class Scattered(Sequence[memoryview]):
 
 
 Pieces = Buffer | Sequence[Buffer]
-"""Memory of one object: one buffer, or a list or tuple of buffers, or a Scattered, that together hold its bytes in this
-order."""
+"""Memory of one object: a buffer, a list or tuple of buffers, or a Scattered. Several buffers hold the bytes of the
+object one after another."""
 CallKind = Literal["lookups", "reads", "writes", "removals"]
 
 

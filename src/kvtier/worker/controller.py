@@ -210,7 +210,8 @@ class CacheController:
     def close(self) -> None:
         """Close the stores and free the host memory. Idempotent.
 
-        Store transfers finish. Copies between device and host end after the slices that were already submitted.
+        Transfers with stores run to their end. A copy between device and host stops after the slices that were
+        already submitted.
         """
         self._stores.close()
         self._transfers.close()

@@ -7,6 +7,7 @@ from controller_support import Rig
 
 @pytest.fixture
 def rigs():
+    """Return a function that creates a Rig. The fixture closes the controllers of all rigs."""
     made: list[Rig] = []
 
     def make(*arguments, **options) -> Rig:

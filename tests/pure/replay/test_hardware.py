@@ -53,7 +53,7 @@ def prefill(first: int, count: int) -> Work:
     ],
 )
 def test_h200_preset_reproduces_measured_times(works, milliseconds):
-    """The preset was fitted to rows of benchmarks/results/engine_gpu.jsonl and tiers_gpu.jsonl."""
+    """The preset was fitted to records in benchmarks/results/engine_gpu.jsonl and tiers_gpu.jsonl."""
     cost = Roofline(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h200"))
     assert sum(cost.seconds(work) for work in works) * 1e3 == pytest.approx(milliseconds, rel=0.03)
     assert not preset(GpuSpec, "h200").assumed
