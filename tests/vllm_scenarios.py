@@ -481,6 +481,19 @@ def ask_with_audio(driver: Driver, prompt: Sequence[int], num_samples: int, pitc
     return answers
 
 
+def ask_with_images(driver: Driver, prompt: Sequence[int], pixels: int, seeds: Sequence[int]) -> list[Answer]:
+    """Send the prompt once per image, each time with an empty device cache. vLLM puts the image before the prompt."""
+    import numpy as np
+    from PIL import Image
+
+    answers = []
+    for seed in seeds:
+        image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (pixels, pixels, 3), dtype=np.uint8))
+        assert driver.reset()
+        answers += driver.ask([{"prompt_token_ids": prompt, "multi_modal_data": {"image": image}}])
+    return answers
+
+
 def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_examples: int) -> tuple[int, int]:
     """Check that two random requests have equal block keys iff vLLM's hashes are equal. Return both counts."""
     from hypothesis import HealthCheck, given, settings
