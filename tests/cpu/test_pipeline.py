@@ -482,10 +482,10 @@ class PipelineMachine(RuleBasedStateMachine):
         generating = rows[: data.draw(st.integers(0, len(rows)))]
         before = list(self.pipeline.order)
         self.pipeline.step(rows, generating=generating)
-        if before == list(self.pipeline.order) or not self.pipeline.order:
-            return
-        order = [ticket in generating for ticket in self.pipeline.order]
-        assert order == sorted(order, reverse=True)
+        if before == list(self.pipeline.order):
+            return  # SETUP failed, or the old order was already right
+        is_generating = [ticket in generating for ticket in self.pipeline.order]
+        assert is_generating == sorted(is_generating, reverse=True), "generating requests must come first"
 
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 20))
     def steps(self, seed, count):

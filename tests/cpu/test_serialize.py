@@ -53,6 +53,7 @@ def with_valid_checksum(record: bytes) -> bytes:
 
 
 def changed(record: bytes, offset: int, layout: str, *values: Any) -> bytes:
+    """Return the record with values written at an offset. `layout` is a struct format, for example "<H"."""
     block = bytearray(record)
     struct.pack_into(layout, block, offset, *values)
     return bytes(block)
@@ -348,17 +349,17 @@ def test_load_of_version_zero_raises():
 @pytest.mark.parametrize(
     ("offset", "layout", "value"),
     [
-        (10, "<H", 9),
+        (10, "<H", 9),  # number of dimensions
         (10, "<H", 0),
-        (16, "16s", b"u7"),
+        (16, "16s", b"u7"),  # element type
         (16, "16s", b"null"),
         (16, "16s", b"\xff\xfe"),
         (16, "16s", b"i64"),
-        (32, "<Q", 6),
+        (32, "<Q", 6),  # number of elements
         (32, "<Q", 1 << 63),
-        (40, "<Q", 4),
-        (48, "<Q", 8192),
-        (64, "<Q", 4),
+        (40, "<Q", 4),  # payload bytes
+        (48, "<Q", 8192),  # offset of the payload
+        (64, "<Q", 4),  # first dimension of the shape
     ],
 )
 def test_load_with_inconsistent_header_raises(offset, layout, value, reader):
