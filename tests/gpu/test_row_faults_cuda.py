@@ -10,7 +10,7 @@ from engine_helpers import VOCAB
 from fault_support import STAGES, check_row_faults
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, sample
+from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, draw, sample, to_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 16, VOCAB, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -50,7 +50,7 @@ def test_sample_on_cuda_fails_only_rows_with_non_finite_logits(kind, value):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
-def test_sample_on_cuda_synchronizes_only_to_read_tokens(kind):
+def test_sample_on_cuda_does_not_synchronize(kind):
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, params = PinnedCopier(), SamplingParams(**KINDS[kind])
@@ -61,7 +61,8 @@ def test_sample_on_cuda_synchronizes_only_to_read_tokens(kind):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            samples = sample(logits, requests, copies.to_list, copies.to_device)
+            drawn = draw(logits, requests, [0] * 4, copies.to_device)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        samples = to_samples(drawn, drawn.tokens.tolist(), requests)
         assert [row.token_id == NO_TOKEN for row in samples] == [False, False, True, False]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from kvtier.errors import ArgumentError, StateError
 from kvtier.memory import BatchCopy, Event
+from kvtier.memory.copy_paths import PathName
 from kvtier.state import Permutation
 
 Side = Literal["engine", "executor"]
@@ -124,10 +125,12 @@ class BatchData:
     the copies of SETUP are enqueued. The executor records `done` after the work of the device ops is enqueued.
     """
 
-    def __init__(self, phase: int) -> None:
+    def __init__(self, phase: int, path: PathName | None = None) -> None:
+        """`path` is the path of the copies, see BatchCopy."""
         if phase < 0:
             raise ArgumentError(f"a phase must be at least 0, got {phase}")
         self.phase = phase
+        self._path = path
         self.state = "free"
         self.sequence = -1
         """Number of the step, counted over all phases."""
@@ -138,8 +141,10 @@ class BatchData:
         self.perm = _NO_ROWS
         self.requests: Sequence[Any] = ()
         self.local_token_num: Sequence[int] = ()
+        self.work: Any = None
+        """What the caller of the pipeline passes to the modules of this step."""
         self.error: BaseException | None = None
-        """Error in a device op of this batch or of an earlier batch. Set by the executor."""
+        """Error in an op of this batch, or in a device op of an earlier batch."""
         self.failed_itself = False
         """True if the error occurred in this batch."""
         self._environment = Environment()
@@ -158,7 +163,14 @@ class BatchData:
         """Number of tokens in this step, summed over all ranks."""
         return sum(self.local_token_num)
 
-    def begin(self, sequence: int, perm: Permutation, requests: Sequence[Any], local_token_num: Sequence[int]) -> None:
+    def begin(
+        self,
+        sequence: int,
+        perm: Permutation,
+        requests: Sequence[Any],
+        local_token_num: Sequence[int],
+        work: Any = None,
+    ) -> None:
         """Fill a free slot for a step. Pass one request per row of the new order and one token count per rank."""
         if self.state != "free":
             raise StateError(f"phase {self.phase} is {self.state}, because step {self.sequence} is not finished")
@@ -168,7 +180,7 @@ class BatchData:
             raise StateError(f"step {sequence} cannot follow step {self.sequence} in phase {self.phase}")
         self._clear()
         self.sequence, self.perm = sequence, perm
-        self.requests, self.local_token_num = tuple(requests), tuple(local_token_num)
+        self.requests, self.local_token_num, self.work = tuple(requests), tuple(local_token_num), work
         self.state = "begun"
 
     def environment(self, op: BatchOp) -> Environment:
@@ -176,7 +188,7 @@ class BatchData:
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
-            self._environment.produce(COPY, BatchCopy())
+            self._environment.produce(COPY, BatchCopy(path=self._path))
         return self._environment
 
     def check(self, op: BatchOp) -> None:
@@ -190,10 +202,17 @@ class BatchData:
         """Record that `op` has run. The work of a device op may still be queued."""
         self.check(op)
         self.state = _AFTER[op]
+        if self.state == "free":
+            self._drop()
 
     def abandon(self) -> None:
         """Free the slot after an error. This is allowed in any state."""
         self.state = "free"
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop references to tensors. The environment refers to this batch, so that they would stay in a cycle."""
+        self.work, self._environment = None, Environment()
 
 
 BATCH = Key("batch", BatchData)

@@ -96,6 +96,10 @@ class ThreadExecutor:
     def submit(self, batch: BatchData) -> None:
         self._inbound.put(batch)
 
+    def has_result(self) -> bool:
+        """True if `collect` returns at once."""
+        return not self._outbound.empty()
+
     def collect(self) -> BatchData:
         """Wait for the oldest submitted batch, and return it."""
         return self._outbound.get()
@@ -120,6 +124,9 @@ class InlineExecutor:
     def submit(self, batch: BatchData) -> None:
         self._work(batch)
         self._done.append(batch)
+
+    def has_result(self) -> bool:
+        return bool(self._done)
 
     def collect(self) -> BatchData:
         return self._done.popleft()

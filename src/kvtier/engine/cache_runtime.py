@@ -129,13 +129,15 @@ class StepTransfers:
         """Return a function that waits for the load of one layer of this group, or None if the step has no loads."""
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
-    def arrived(self) -> bool:
-        """Wait for the loads. True if they succeeded on rank 0 and no other rank has reported a failure."""
-        if self._waits is None:
-            return True
-        arrived = self._waits.arrived()
-        self._runtime.poll()
-        return arrived and self._runtime.failed.isdisjoint(self._loads)
+    def have_arrived(self) -> bool:
+        """Wait for the loads of rank 0. True if they succeeded. Called on the executor's thread."""
+        return self._waits is None or self._waits.arrived()
+
+    def have_succeeded(self) -> bool:
+        """Apply the reports of the loads. True if no rank has reported a failure."""
+        if self._loads:
+            self._runtime.poll()
+        return self._runtime.failed.isdisjoint(self._loads)
 
     def on_forward_launched(self) -> None:
         """Start deferred transfers and apply reports while the device computes."""
@@ -174,6 +176,8 @@ class CacheRuntime:
         self.failed: set[int] = set()
         """Ids of transfers that failed on one rank and have not yet finished on all ranks."""
         self.is_asleep = False
+        self.finish_steps: Callable[[], object] | None = None
+        """Function of the engine that finishes the steps in flight. Requests cannot be paused before."""
         self._moved: Counter[tuple[str, str]] = Counter()
         self._moved_recently: deque[tuple[float, tuple[str, str], int]] = deque()
         self.metrics = Registry()
@@ -325,7 +329,7 @@ class CacheRuntime:
         """Pause requests, copy the blocks on the device to the host, and free the device memory. Idempotent."""
         if self.is_asleep:
             return
-        self._scheduler.pause(self._clock())
+        self._pause()
         try:
             self._admin.save_all()
             self._drain_saves()
@@ -362,7 +366,7 @@ class CacheRuntime:
             return
         if self.is_asleep:
             raise StateError("the cache is asleep; wake it before you resize the host tier")
-        self._scheduler.pause(self._clock())
+        self._pause()
         try:
             self._admin.save_all()
             self._drain_saves()
@@ -390,6 +394,11 @@ class CacheRuntime:
         self._controller.close()
 
     # ---- internals -------------------------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        if self.finish_steps is not None:
+            self.finish_steps()
+        self._scheduler.pause(self._clock())
 
     @property
     def _block_bytes(self) -> int:

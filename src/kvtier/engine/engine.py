@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,15 @@ import numpy as np
 import torch
 
 from kvtier.batch import Pipeline, Timeline
-from kvtier.batch.executor import InlineExecutor
-from kvtier.batch.pipeline import TicketStatus
+from kvtier.batch.executor import InlineExecutor, ThreadExecutor
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.caches import StoreOrUrls, open_caches
 from kvtier.engine.model import Model
-from kvtier.engine.modules import InputBuilder, ModelForward, Sampler
+from kvtier.engine.modules import InputBuilder, ModelForward, Sampler, StepRun, plan_row
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
+from kvtier.engine.rows import DeviceRows
 from kvtier.engine.sampling import RequestSampler
 from kvtier.engine.scoring import PromptScores
 from kvtier.engine.sequence import EngineSequence, StopChecker
@@ -34,9 +35,15 @@ from kvtier.index import NO_HINTS, Chain, GhostCache, Hints, Listener, Namespace
 from kvtier.index.ghost import SHADOWS
 from kvtier.memory import Placement
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.scheduler.scheduler import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
+    from kvtier.engine.parallel import Ranks
     from kvtier.engine.pinned_copier import PinnedCopier
+
+# Time to sleep between polls while blocks are in flight, so that other threads can run. A step takes as long with 20 us
+# as with 100 us (H200, 2026-11-16).
+_POLL_SECONDS = 50e-6
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -61,12 +68,17 @@ class EngineConfig:
     Engines can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
+    phases: int = 1
+    """Number of steps in flight, 1 or 2. With 2, the host schedules a step while the device computes the step before
+    it. A sequence whose end is found late computes one token that is discarded."""
 
     def __post_init__(self) -> None:
         least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.phases not in range(1, MAX_IN_FLIGHT + 1):
+            raise RangeError(f"phases must be 1 or {MAX_IN_FLIGHT}, got {self.phases}")
         if self.rank_timeout_seconds <= 0:
             raise RangeError(f"rank_timeout_seconds must be above 0, got {self.rank_timeout_seconds}")
 
@@ -114,22 +126,15 @@ class Engine:
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
             self.scheduler = Scheduler(self.manager, scheduler)
             self.tiers = CacheRuntime(self.manager, self.groups, controller, counted, self.scheduler, clock)
-            copies = _pinned_copier(model.weights.device, self.tiers.poll_while_waiting)
-            self._inputs = InputBuilder(self.groups, copies)
-            self._choose = Sampler(self._inputs, copies)
-            forward = ModelForward(self.groups, self._inputs, ranks)
-            self._pipeline = Pipeline(
-                [self._inputs, forward, self._choose],
-                phases=1,
-                placement=Placement.parse(str(model.weights.device)),
-                executor=InlineExecutor,
-                timeline=timeline,
-            )
+            self._pipeline = self._new_pipeline(ranks, lookahead, timeline)
+            self.tiers.finish_steps = self._finish_steps
         except BaseException:
             controller.close()
             raise
-        self._clock = clock
+        self._clock, self._ranks = clock, ranks
         self._ids = itertools.count()
+        self._runs: deque[StepRun] = deque()  # steps in flight, oldest first
+        self._undelivered: list[Output] = []  # outputs of steps that ended between two calls of `step`
         self._live: dict[str, EngineSequence] = {}  # by the id of the scheduler request
         self._ended: dict[str, Explanation] = {}
 
@@ -165,39 +170,24 @@ class Engine:
         return name
 
     def step(self) -> list[Output]:
-        """Run one step and return the new output of each sequence. If there is no work, wait briefly."""
+        """Start one step, and return the new output of the steps that ended. If there is no work, wait briefly."""
         now = self._clock()
         self.tiers.poll_before_step()
+        outputs, self._undelivered = self._undelivered, []
         step = self.scheduler.schedule(now)
-        outputs = [output for request in step.refused for output in self._refused(request)]
-        if not step.rows:
+        outputs += [output for request in step.refused for output in self._refused(request)]
+        num_running = len(self._runs)
+        if step.rows:
+            outputs += self._start_step(step)
+        else:
             self.tiers.submit(step.plan)
+        if not step.rows or len(self._runs) == self.config.phases:
+            outputs += self._collect(0 if not step.rows else self.config.phases - 1)
+        if not step.rows:
             self.scheduler.update(step, [], now)
-            if not outputs:
+            if not outputs and not num_running:
                 self.tiers.wait()
-            return outputs
-        transfers = self.tiers.begin_step(step.plan, step.loads)
-        try:
-            live = [self._live[row.request.id] for row in step.rows]
-            for sequence in live:
-                self._explain_miss(sequence)
-            self._inputs.plan(step, transfers)
-            tickets = [sequence.ticket for sequence in live]
-            pairs = zip(step.rows, tickets, strict=True)
-            generating = [ticket for row, ticket in pairs if row.wants_token and row.num_tokens <= 1]
-            self._pipeline.step(tickets, generating=generating, tokens=[step.num_tokens])
-            self._pipeline.drain()
-            failed = next((ticket for ticket in tickets if ticket.status is TicketStatus.FAILED), None)
-            if failed is not None and failed.error is not None:
-                raise failed.error
-        except BaseException as error:
-            outputs += self._failed(step, error)
-            if not isinstance(error, Exception) or isinstance(error, EngineError):  # the process exits, or a rank died
-                raise
-            return outputs
-        finally:
-            transfers.submit_deferred()  # needed only if the step failed before its forward pass
-        return outputs + self._finish(step)
+        return outputs
 
     def abort(self, request_id: str) -> bool:
         """Cancel all sequences of a request and release their blocks. Returns False for an unknown request."""
@@ -212,7 +202,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """True if there are requests to run or transfers to plan."""
-        return self.scheduler.has_work() or self.manager.has_plans
+        return bool(self.scheduler.has_work() or self.manager.has_plans or self._runs or self._undelivered)
 
     def explain(self, request_id: str) -> Explanation:
         """Return the state of a running or recently ended request."""
@@ -230,6 +220,7 @@ class Engine:
         for name in {sequence.id for sequence in self._live.values()}:
             self.abort(name)
         self._pipeline.close()
+        self.tiers.finish_steps = None  # it refers to this engine, whose memory would stay until a garbage collection
         self.tiers.close()
 
     def close_session(self, session_id: str, *, salt: bytes = b"") -> int:
@@ -266,7 +257,7 @@ class Engine:
     ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
         chain = Chain(self.manager.namespace, tokens, salt=salt)
-        scores = None
+        sampler, scores = RequestSampler(params, tokens, self.model.config.eos_token_ids, index), None
         if params.prompt_logprobs is not None and not index:  # the other sequences share the prompt of the first
             scores = PromptScores(tokens, params.prompt_logprobs_start, params.prompt_logprobs)
         request = Request(
@@ -276,8 +267,8 @@ class Engine:
             priority=priority,
             hints=hints,
             max_cached_tokens=None if scores is None else params.prompt_logprobs_start - 1,
+            waits_for_token=sampler.waits_for_token or self.proposer is not None,
         )
-        sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)
         stream = self.tokenizer.stream() if self.tokenizer is not None else None
         return EngineSequence(
             name, index, request, sampler, stream, StopChecker(params.stop, include=params.include_stop), scores
@@ -301,15 +292,89 @@ class Engine:
         except Exception as error:  # only this request fails
             sequence.sampler.fail(error)
 
-    def _finish(self, step: Step) -> list[Output]:
-        """Add the samples to their sequences, update the scheduler, and release ended requests."""
-        outputs, results, now = [], [], self._clock()
+    def _new_pipeline(self, ranks: Ranks | None, lookahead: int, timeline: Timeline | None) -> Pipeline:
+        config, device = self.config, self.model.weights.device
+        limits, copies = config.scheduler, _pinned_copier(device)
+        max_blocks = -(-(limits.max_context + lookahead + 1) // config.block_tokens)
+        rows = DeviceRows(
+            *(limits.max_rows, max_blocks, limits.max_step_tokens, config.block_tokens, device, config.phases)
+        )
+        modules = InputBuilder(self.groups, rows, ranks), ModelForward(self.groups, rows, ranks), Sampler(rows, copies)
+        return Pipeline(
+            modules,
+            phases=config.phases,
+            placement=Placement.parse(str(device)),
+            executor=ThreadExecutor if config.phases > 1 else InlineExecutor,
+            host_streams=False,
+            timeline=timeline,
+        )
+
+    def _start_step(self, step: Step) -> list[Output]:
+        """Submit a step to the pipeline. If that fails, finish the steps before it and end the requests of the step."""
+        run = StepRun(step, self.tiers.begin_step(step.plan, step.loads), {})
+        tickets, resident = [], []
         for row in step.rows:
             sequence = self._live[row.request.id]
-            samples = self._choose.samples.get(row.request.id)
+            self._explain_miss(sequence)
+            try:
+                planned = plan_row(row, sequence)
+            except Exception as error:  # only this request fails
+                sequence.sampler.fail(error)
+                continue
+            run.planned[row.request.id] = sequence, planned
+            tickets.append(sequence.ticket)
+            if planned.is_resident:
+                resident.append(sequence.ticket)
+        failure: BaseException | None
+        try:
+            failure = self._pipeline.submit(tickets, generating=resident, tokens=[step.num_tokens], work=run).error
+        except BaseException as raised:  # an exit or an interrupt
+            failure = raised
+        run.transfers.on_forward_launched()
+        if failure is None or self._pipeline.num_in_flight > len(self._runs):
+            self._runs.append(run)
+            return []
+        outputs = self._collect(0)
+        return outputs + self._failed(step, failure)
+
+    def _collect(self, num_left: int) -> list[Output]:
+        """Finish the oldest steps until `num_left` are in flight. After a failure, finish all of them."""
+        outputs: list[Output] = []
+        while len(self._runs) > num_left:
+            while not self._pipeline.has_result and self.tiers.poll_while_waiting():
+                time.sleep(_POLL_SECONDS)
+            run = self._runs.popleft()
+            try:
+                batch = self._pipeline.collect()
+            except BaseException as error:  # an exit or an interrupt
+                return outputs + self._failed(run.step, error)
+            assert batch is not None
+            if batch.error is None:
+                outputs += self._finish(run)
+                continue
+            num_left = 0
+            if batch.failed_itself:
+                outputs += self._failed(run.step, batch.error)
+            else:
+                self.scheduler.discard(run.step, self._clock())
+        return outputs
+
+    def _finish_steps(self) -> None:
+        """Finish the steps in flight. The next call of `step` returns their output."""
+        self._undelivered += self._collect(0)
+
+    def _finish(self, run: StepRun) -> list[Output]:
+        """Add the samples to their sequences, update the scheduler, and release ended requests."""
+        outputs, results, now, step = [], [], self._clock(), run.step
+        for row in step.rows:
+            if row.request.state.is_over:  # the request ended while the row was in flight
+                results.append(RowResult())
+                continue
+            sequence = self._live[row.request.id]
+            samples = run.samples.get(row.request.id)
             tokens: tuple[int, ...] = ()
             try:
-                if (scores := self._choose.scores.get(row.request.id)) and not sequence.sampler.error:
+                if (scores := run.scores.get(row.request.id)) and not sequence.sampler.error:
                     outputs += sequence.take_scores(scores)
                 if samples and not sequence.sampler.error:
                     output = sequence.take(samples)
@@ -356,7 +421,7 @@ class Engine:
     def _propose(self, proposer: Proposer) -> None:
         """Draft tokens for generating requests. If the proposer fails, the requests continue without drafts."""
         # Requests whose blocks are being loaded again are left out, because their block tables are incomplete.
-        running = [request for request in self.scheduler.running if request.is_generating]
+        running = [each for each in self.scheduler.running if each.is_generating and not each.in_flight]
         ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
         if not ready:
             return
@@ -389,13 +454,17 @@ class Engine:
         return self._end(sequence, reason, request.reason)
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:
-        """End all requests of a failed step with the error of the step. The engine continues."""
+        """End all requests of a failed step with its error. Raise the error if the engine cannot continue."""
         outputs = []
+        if self._ranks is not None:
+            error = self._ranks.error_of(error)
         for request in self.scheduler.fail(step, self._clock()):
             sequence = self._live.pop(request.id)
             sequence.ticket.fail(error)
             why = sequence.sampler.error or f"{type(error).__name__}: {error}"
             outputs += self._end(sequence, FinishReason.ERROR, why)
+        if not isinstance(error, Exception) or isinstance(error, EngineError):  # the process exits, or a rank died
+            raise error
         return outputs
 
     def _end(self, sequence: EngineSequence, reason: FinishReason, error: str) -> list[Output]:
@@ -410,13 +479,13 @@ class Engine:
             del self._ended[next(iter(self._ended))]
 
 
-def _pinned_copier(device: torch.device, poll: Callable[[], bool]) -> PinnedCopier | None:
-    """Return a copier that calls `poll` while it waits for the GPU, or None if the device is not a GPU."""
+def _pinned_copier(device: torch.device) -> PinnedCopier | None:
+    """Return a copier for a GPU, or None for other devices."""
     if device.type != "cuda":
         return None
     from kvtier.engine.pinned_copier import PinnedCopier
 
-    return PinnedCopier(poll)
+    return PinnedCopier()
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:

@@ -19,6 +19,7 @@ import torch
 from kvtier.errors import ArgumentError, RangeError
 
 Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
 # A table of torch types, because numpy takes 5 us to compute the name of a type.
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
@@ -56,10 +57,25 @@ class ForwardBatch:
         return len(self.query_lens) == len(self.input_ids)
 
     @classmethod
-    def build(
-        cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device, send: Send | None = None
-    ) -> ForwardBatch:
-        """Check every sequence against its block table and build a batch. `send` copies bytes to the device."""
+    def build(cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device) -> ForwardBatch:
+        """Check every sequence against its block table and build a batch."""
+        layout = BatchLayout.of(sequences, block_tokens)
+        return layout.batch(*to_tensors([np.concatenate(layout.numbers), layout.tables], device, None))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """The inputs of a step as arrays on the host."""
+
+    numbers: tuple[I64, ...]
+    """input_ids, positions, slots, query_starts, context_lens and logit_rows of the ForwardBatch."""
+    tables: np.ndarray[Any, np.dtype[np.int32]]
+    query_lens: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceInput], block_tokens: int) -> BatchLayout:
+        """Check every sequence against its block table."""
         if not sequences:
             raise ArgumentError("a forward pass needs at least one sequence")
         query_lens = np.array([len(each.token_ids) for each in sequences], np.int64)
@@ -79,17 +95,17 @@ class ForwardBatch:
         before = np.cumsum(wanted) - wanted  # logits are for the last rows of each sequence
         logit_rows = np.repeat(starts[1:] - wanted - before, wanted) + np.arange(int(wanted.sum()))
         contexts = computed + query_lens
-        arrays = {
-            "input_ids": np.fromiter(itertools.chain.from_iterable(each.token_ids for each in sequences), np.int64),
-            "positions": positions,
-            "slots": slots,
-            "query_starts": starts.astype(np.int32),
-            "context_lens": contexts.astype(np.int32),
-            "block_tables": tables,
-            "logit_rows": logit_rows,
-        }
-        tensors = dict(zip(arrays, to_tensors(list(arrays.values()), device, send), strict=True))
-        return cls(**tensors, query_lens=tuple(query_lens.tolist()), contexts=tuple(contexts.tolist()))
+        ids = np.fromiter(itertools.chain.from_iterable(each.token_ids for each in sequences), np.int64)
+        numbers = ids, positions, slots, starts, contexts, logit_rows
+        return cls(numbers, tables, tuple(query_lens.tolist()), tuple(contexts.tolist()))
+
+    def batch(self, numbers: torch.Tensor, tables: torch.Tensor) -> ForwardBatch:
+        """Return the batch for the concatenated `numbers` and the tables on the device."""
+        parts = numbers[: sum(map(len, self.numbers))].split([len(each) for each in self.numbers])
+        ids, positions, slots, starts, contexts, logit_rows = parts
+        return ForwardBatch(
+            *(ids, positions, slots, starts.int(), contexts.int(), tables, logit_rows), self.query_lens, self.contexts
+        )
 
 
 def _padded(

@@ -7,7 +7,7 @@ A block is contiguous over all layers and can be copied in one piece. Attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class Model:
                 fed = self._all_reduce(fed)
             normed, residual = ops.add_rms_norm(fed, residual, next_norm, config.norm_eps)
         return normed
+
+    def share_tokens(self, input_ids: Tensor, places: Sequence[int]) -> None:
+        """Send tokens from rank 0 to the other ranks, which pass 0 at `places`. Every rank must call this method."""
+        if places and self._all_reduce is not None:
+            input_ids[places] = self._all_reduce(input_ids[places])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,27 +1,32 @@
-"""The pipeline modules of the engine. They run a scheduler step in three of the eight ops of the pipeline.
+"""The pipeline modules of the engine. They run a scheduler step in the ops of the pipeline.
 
-SETUP     InputBuilder   builds a ForwardBatch from the rows of the step, on the device
-PREPARE   InputBuilder   copies the blocks in Step.copies
+SETUP     InputBuilder   sends rows that are new or changed to the device
+PREPARE   InputBuilder   moves the rows into the order of the batch, and copies the blocks in Step.copies
 FORWARD   ModelForward   computes the logits
-FORWARD   Sampler        samples tokens for the engine
+FORWARD   Sampler        samples tokens and writes them into the rows
+FETCH     Sampler        copies the tokens to the host
+UPDATE    Sampler        adds the tokens to the samples of the step
+
+PREPARE and FORWARD run on the executor's thread, the other ops on the engine's thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from kvtier.batch import BATCH, Environment, Key, Module
+from kvtier.batch import BATCH, COPY, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.params import PromptLogprobs
-from kvtier.engine.sampling import Sample, sample
+from kvtier.engine.rows import UNKNOWN, DeviceRows, RowInput
+from kvtier.engine.sampling import Drawn, Sample, draw, to_samples
 from kvtier.engine.scoring import score_rows
 from kvtier.engine.sequence import EngineSequence
 from kvtier.scheduler import Row, Step
@@ -32,9 +37,25 @@ if TYPE_CHECKING:
     from kvtier.engine.pinned_copier import PinnedCopier
 
 LOGITS = Key("logits", torch.Tensor)
-FORWARD_BATCH = Key("forward batch", ForwardBatch)
-SCORES = Key("scores", dict)
-"""Log-probabilities of prompt tokens, by the id of the scheduler request."""
+
+
+@dataclass(slots=True, eq=False)
+class StepRun:
+    """One step on its way through the pipeline."""
+
+    step: Step
+    transfers: StepTransfers
+    planned: dict[str, tuple[EngineSequence, RowInput]]
+    """Rows whose inputs could be built, by the id of the scheduler request."""
+    rows: list[tuple[EngineSequence, RowInput]] = field(default_factory=list)
+    """The planned rows, in the order of the batch."""
+    drawn: Drawn | None = None
+    """Sampled tokens on the device. None if the rows need the host between two tokens, or if blocks are missing."""
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    scores: dict[str, list[PromptLogprobs]] = field(default_factory=dict)
+    """Log-probabilities of prompt tokens."""
+    has_loaded: bool = True
+    """False if a load failed on this rank. The results are then invalid, and the scheduler runs the rows again."""
 
 
 class DeviceCacheGroup:
@@ -81,51 +102,24 @@ class DeviceCacheGroup:
 
 
 class InputBuilder(Module):
-    """Builds the inputs of a step, in the row order of the pipeline."""
+    """Sends the rows of a step to the device, in the row order of the pipeline."""
 
-    writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
-    transfers: StepTransfers
-    step: Step
-
-    def __init__(self, groups: Sequence[DeviceCacheGroup], copies: PinnedCopier | None = None) -> None:
-        self._groups = groups
-        self._copies = copies
-        self._planned: Mapping[str, Row] = {}
-        self.rows: list[tuple[Row, EngineSequence]] = []
-        """Rows of the current batch, in the order of the batch, without rows whose inputs could not be built."""
-        self.num_scored: list[int] = []
-        """Number of prompt tokens that each row scores."""
-        self._ready: dict[int, ForwardBatch] = {}
-        self.sequences: list[SequenceInput] = []
-
-    def plan(self, step: Step, transfers: StepTransfers) -> None:
-        self.step, self.transfers = step, transfers
-        self._planned = {row.request.id: row for row in step.rows}
+    def __init__(self, groups: Sequence[DeviceCacheGroup], rows: DeviceRows, ranks: Ranks | None = None) -> None:
+        self._groups, self._rows, self._ranks = groups, rows, ranks
 
     def setup(self, env: Environment) -> None:
-        """Build the batch on the host and copy it to the device. A request fails if its input cannot be built."""
         batch = env.at(BATCH)
-        self.rows, self.num_scored, inputs = [], [], []
-        for ticket in batch.requests:
-            sequence: EngineSequence = ticket.request
-            row = self._planned[sequence.request.id]
-            try:
-                scored = sequence.scores.num_rows(row.first, row.stop) if sequence.scores is not None else 0
-                inputs.append(_input(row, scored))
-            except Exception as error:
-                sequence.sampler.fail(error)
-            else:
-                self.rows.append((row, sequence))
-                self.num_scored.append(scored)
-        self.sequences = inputs
-        group = self._groups[0]
-        send = self._copies.to_device if self._copies is not None else None
-        device = group.model.weights.device
-        self._ready[batch.phase] = ForwardBatch.build(inputs, group.block_tokens, device, send)
+        run: StepRun = batch.work
+        run.rows = [run.planned[ticket.request.request.id] for ticket in batch.requests]
+        rows = [row for _, row in run.rows]
+        self._rows.setup(batch, rows, env.at(COPY))
+        if self._ranks is not None:
+            self._ranks.begin_step(run.step, [each.inputs for each in rows])
 
     def prepare(self, env: Environment) -> None:
-        env.produce(FORWARD_BATCH, self._ready.pop(env.at(BATCH).phase))
-        if copies := self.step.copies:
+        batch = env.at(BATCH)
+        self._rows.prepare(batch.phase, env.at(COPY))
+        if copies := batch.work.step.copies:
             for group in self._groups:
                 group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
 
@@ -133,56 +127,47 @@ class InputBuilder(Module):
 class ModelForward(Module):
     """Runs the models of all cache groups. The first model produces the logits."""
 
-    reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
-    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS, SCORES})
+    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, groups: Sequence[DeviceCacheGroup], inputs: InputBuilder, ranks: Ranks | None = None) -> None:
-        self._groups = groups
-        self._inputs = inputs
-        self._ranks = ranks
+    def __init__(self, groups: Sequence[DeviceCacheGroup], rows: DeviceRows, ranks: Ranks | None = None) -> None:
+        self._groups, self._rows, self._ranks = groups, rows, ranks
 
     def forward(self, env: Environment) -> None:
         """Fill the caches and compute logits. Layers wait for blocks that are being loaded."""
-        inputs, ranks = self._inputs, self._ranks
-        with ranks.step(inputs.step, inputs.sequences) if ranks is not None else contextlib.nullcontext():
-            self._compute(env)
-        self._inputs.transfers.on_forward_launched()
-
-    def _compute(self, env: Environment) -> None:
-        batch, transfers = env.at(FORWARD_BATCH), self._inputs.transfers
-        scores: dict[str, list[PromptLogprobs]] = {}
-        if any(self._inputs.num_scored):
-            logits = self._score(batch, transfers.before_layer(0), scores)
+        run: StepRun = env.at(BATCH).work
+        batch = self._rows.batch(env.at(BATCH).phase)
+        if self._ranks is not None:
+            self._groups[0].model.share_tokens(batch.input_ids, unknown_tokens([each.inputs for _, each in run.rows]))
+        if any(each.num_scored for _, each in run.rows):
+            logits = self._score(batch, run)
         else:
-            logits = self._groups[0].logits(batch, transfers.before_layer(0))
+            logits = self._groups[0].logits(batch, run.transfers.before_layer(0))
         for number, group in enumerate(self._groups[1:], 1):
-            group.model.forward(batch, group.cache, transfers.before_layer(number))
+            group.model.forward(batch, group.cache, run.transfers.before_layer(number))
         env.produce(LOGITS, logits)
-        env.produce(SCORES, scores)
 
-    def _score(
-        self,
-        batch: ForwardBatch,
-        before_layer: Callable[[int], None] | None,
-        scores: dict[str, list[PromptLogprobs]],
-    ) -> torch.Tensor:
+    def update(self, env: Environment) -> None:  # noqa: ARG002
+        if self._ranks is not None:
+            self._ranks.end_step()
+
+    def _score(self, batch: ForwardBatch, run: StepRun) -> torch.Tensor:
         """Compute a batch with rows that score their prompts. Return the logits of the other rows."""
-        group, inputs = self._groups[0], self._inputs
-        hidden = group.model.forward(batch, group.cache, before_layer)
-        counts = np.array([inputs.num_scored, [_num_sampled(row) for row, _ in inputs.rows]])
-        is_scored = np.repeat(np.tile([True, False], len(inputs.rows)), counts.T.ravel())
+        group, rows = self._groups[0], run.rows
+        hidden = group.model.forward(batch, group.cache, run.transfers.before_layer(0))
+        counts = np.array([[each.num_scored, each.num_sampled] for _, each in rows])
+        is_scored = np.repeat(np.tile([True, False], len(rows)), counts.ravel())
         scored, sampled = (
             hidden[torch.from_numpy(np.flatnonzero(chosen)).to(hidden.device)] for chosen in (is_scored, ~is_scored)
         )
         mine = [
-            (sequence.request.id, sequence.scores, count)
-            for count, (_, sequence) in zip(inputs.num_scored, inputs.rows, strict=True)
-            if count and sequence.scores is not None
+            (sequence.request.id, sequence.scores, each.row.stop, each.num_scored)
+            for sequence, each in rows
+            if each.num_scored and sequence.scores is not None
         ]
-        targets = np.concatenate([each.targets(count) for _, each, count in mine])
-        found = iter(score_rows(group.model, scored, targets, max(each.num_top for _, each, _ in mine)))
-        for id, _, count in mine:
-            scores[id] = list(itertools.islice(found, count))
+        targets = np.concatenate([each.targets(stop, count) for _, each, stop, count in mine])
+        found = iter(score_rows(group.model, scored, targets, max(each.num_top for _, each, _, _ in mine)))
+        for id, _, _, count in mine:
+            run.scores[id] = list(itertools.islice(found, count))
         return group.model.logits(sampled)
 
 
@@ -193,61 +178,102 @@ class Sampler(Module):
     failure, a row gets no more samples, and `RequestSampler.error` contains the reason.
     """
 
-    reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS, SCORES})
+    reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, inputs: InputBuilder, copies: PinnedCopier | None = None) -> None:
-        self._inputs = inputs
+    def __init__(self, rows: DeviceRows, copies: PinnedCopier | None = None) -> None:
+        self._rows = rows
         self._to_list = copies.to_list if copies is not None else None
         self._send = copies.to_device if copies is not None else None
-        self.samples: dict[str, list[Sample]] = {}
-        self.scores: dict[str, list[PromptLogprobs]] = {}
-        """Log-probabilities of prompt tokens, by the id of the scheduler request."""
 
     @torch.inference_mode()
     def forward(self, env: Environment) -> None:
-        logits, rows = env.at(LOGITS), self._inputs.rows
-        self.samples = {sequence.request.id: [] for _, sequence in rows}
-        self.scores = {}
-        if not self._inputs.transfers.arrived():
-            return  # blocks are missing, so the logits are wrong; the scheduler runs these rows again
-        self.scores = env.at(SCORES)
-        counts = np.array([_num_sampled(row) for row, _ in rows], np.int64)
+        logits, batch = env.at(LOGITS), env.at(BATCH)
+        run: StepRun = batch.work
+        run.has_loaded = run.transfers.have_arrived()
+        rows = [(sequence, each.row) for sequence, each in run.rows if each.num_sampled]
+        if not run.has_loaded or not rows:
+            return  # if blocks are missing, the logits are wrong; the scheduler runs these rows again
+        if not any(row.num_draft for _, row in rows):
+            run.drawn = drawn = self._draw(logits, rows, 0)
+            self._rows.write(batch.phase, drawn.tokens)
+            return
+        counts = np.array([row.num_draft + 1 for _, row in rows], np.int64)
         firsts = np.cumsum(counts) - counts
-        alive = [i for i, count in enumerate(counts) if count]
-        for depth in range(int(counts.max(initial=0))):
-            places = (firsts[alive] + depth).tolist()
-            # no copy is needed if all rows are sampled
-            mine = logits if len(places) == len(logits) else logits[places]
-            chosen = sample(mine, [rows[i][1].sampler for i in alive], self._to_list, self._send)
-            alive = [i for i, one in zip(alive, chosen, strict=True) if self._accept(*rows[i], one, depth)]
+        alive = list(range(len(rows)))
+        for depth in range(int(counts.max())):
+            mine = [rows[i] for i in alive]
+            drawn = self._draw(logits[(firsts[alive] + depth).tolist()], mine, depth)
+            if not depth:
+                self._rows.write(batch.phase, drawn.tokens)
+            samples = self._samples(
+                drawn, mine, drawn.tokens.tolist() if self._to_list is None else self._to_list(drawn.tokens)
+            )
+            alive = [i for i, one in zip(alive, samples, strict=True) if self._accept(run, *rows[i], one, depth)]
             if not alive:
                 return
 
-    def _accept(self, row: Row, sequence: EngineSequence, one: Sample, depth: int) -> bool:
+    def fetch(self, env: Environment) -> None:
+        batch = env.at(BATCH)
+        if batch.work.drawn is not None:
+            self._rows.fetch(batch.phase, len(batch.work.drawn.tokens), env.at(COPY))
+
+    def update(self, env: Environment) -> None:
+        batch = env.at(BATCH)
+        run: StepRun = batch.work
+        run.has_loaded = run.transfers.have_succeeded() and run.has_loaded
+        if not run.has_loaded:
+            run.samples, run.scores = {}, {}
+        elif run.drawn is not None:
+            rows = [(sequence, each.row) for sequence, each in run.rows if each.num_sampled]
+            tokens = self._rows.tokens(batch.phase, len(rows))
+            for (sequence, row), one in zip(rows, self._samples(run.drawn, rows, tokens), strict=True):
+                self._accept(run, sequence, row, one, 0)
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[EngineSequence, Row]], depth: int) -> Drawn:
+        numbers = [row.stop - row.num_draft - row.request.num_prompt_tokens + depth for _, row in rows]
+        return draw(logits, [sequence.sampler for sequence, _ in rows], numbers, self._send)
+
+    @staticmethod
+    def _samples(drawn: Drawn, rows: Sequence[tuple[EngineSequence, Row]], tokens: list[int]) -> list[Sample]:
+        return to_samples(drawn, tokens, [sequence.sampler for sequence, _ in rows])
+
+    @staticmethod
+    def _accept(run: StepRun, sequence: EngineSequence, row: Row, one: Sample, depth: int) -> bool:
         """Record a sample. True if it equals the draft token at this depth. Then the next position can be sampled."""
-        if sequence.sampler.error:
+        if sequence.sampler.error or row.request.state.is_over:
             return False
         try:
             sequence.sampler.accept(one.token_id)
         except Exception as error:  # raised by the constraint
             sequence.sampler.fail(error)
             return False
-        self.samples[sequence.request.id].append(one)
+        run.samples.setdefault(row.request.id, []).append(one)
         return depth < row.num_draft and row.request.draft[depth] == one.token_id
 
 
-def _num_sampled(row: Row) -> int:
-    """Return the number of tokens to sample for a row: one, and one more for each draft token to verify."""
-    return row.num_draft + 1 if row.wants_token else 0
+def plan_row(row: Row, sequence: EngineSequence) -> RowInput:
+    """Return the input of a row. Raises if the input cannot be built."""
+    num_scored = 0
+    if sequence.scores is not None:
+        num_scored = sequence.scores.num_rows(row.first, row.stop, follows=len(row.request.in_flight) > 1)
+    return RowInput(row, _input(row, num_scored), num_scored)
 
 
 def _input(row: Row, num_scored: int) -> SequenceInput:
     request = row.request
     assert request.allocation is not None
     known = row.stop - row.num_draft
-    if row.first == known - 1 == request.chain.num_tokens - 1:
+    if row.first == request.chain.num_tokens:
+        tokens = [UNKNOWN]
+    elif row.first == known - 1 == request.chain.num_tokens - 1:
         tokens = [request.chain.last_token]
     else:
         tokens = request.chain.token_range(row.first, known).tolist()
     tokens += request.draft[: row.num_draft]
-    return SequenceInput(tokens, row.first, request.allocation.table, num_scored + _num_sampled(row))
+    num_sampled = row.num_draft + 1 if row.wants_token else 0
+    return SequenceInput(tokens, row.first, request.allocation.table, num_scored + num_sampled)
+
+
+def unknown_tokens(inputs: Sequence[SequenceInput]) -> list[int]:
+    """Return the places of tokens that rank 0 has sampled and the host does not know yet. Their rows are the first."""
+    return [at for at, each in enumerate(inputs) if each.token_ids[0] == UNKNOWN]

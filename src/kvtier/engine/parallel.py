@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -66,6 +66,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
+        self._num_ended = [0] * (num_ranks - 1)  # steps that a rank has computed, and that `end_step` has not returned
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
@@ -93,23 +94,24 @@ class Ranks:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def step(self, step: Step, inputs: Sequence[SequenceInput]) -> Iterator[None]:
-        """Compute a step on the other ranks while the body of the `with` statement computes the step on rank 0.
-
-        Afterwards, `poll` returns the reports of all ranks for the loads of the step.
-        """
+    def begin_step(self, step: Step, inputs: Sequence[SequenceInput]) -> None:
+        """Compute a step on the other ranks, after the steps before it. Rank 0 must compute the step too."""
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
-        self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads)))
-        try:
-            yield
-        except Exception as error:
-            raise self._find_cause(error) from error
-        except BaseException as error:  # an exit or an interrupt, while the other ranks are in the middle of the step
-            self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
-            raise
+        self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads), replies=False))
+
+    def end_step(self) -> None:
+        """Wait until the other ranks have computed the oldest step. Then `poll` returns the reports of its loads."""
         for rank in self._ranks:
-            self._receive(rank, self._timeout)
+            while not self._num_ended[rank - 1]:
+                self._next(rank, self._timeout)
+            self._num_ended[rank - 1] -= 1
+
+    def error_of(self, error: BaseException) -> BaseException:
+        """Return the error that ends the engine after a step failed on rank 0. The other ranks are in that step."""
+        if isinstance(error, Exception):
+            return self._find_cause(error)
+        self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
+        return error
 
     # ---- Controller ------------------------------------------------------------------------------------------------
 
@@ -235,6 +237,7 @@ class Ranks:
     def _next(self, rank: int, timeout: float) -> RankMessage:
         message: RankMessage = self._guard(rank, lambda: receive(self._links[rank - 1], timeout))
         self._reports += message.reports
+        self._num_ended[rank - 1] += message.ends_step
         if message.error:
             raise self._fail(f"rank {rank} failed: {message.error}")
         return message
@@ -258,7 +261,8 @@ class Ranks:
                     return self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}")
             for rank in self._ranks:
                 try:
-                    self._receive(rank, _BLAME_SECONDS)
+                    while not self._num_ended[rank - 1]:
+                        self._next(rank, _BLAME_SECONDS)
                 except EngineError as theirs:
                     return theirs
         return self._fail(f"rank 0 failed in a step: {type(error).__name__}: {error}")

@@ -7,9 +7,7 @@ decode step took 17 to 18.5 ms instead of 12.9 ms (H200, 2026-11-15). A kernel d
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,6 @@ import triton.language as tl
 _NUM_KEPT = 8
 _BLOCK = 1024
 _WORD = 8
-# Time to sleep between polls while blocks are in flight, so that other threads can run. A step takes as long with 20 us
-# as with 100 us (H200, 2026-11-16).
-_POLL_SECONDS = 50e-6
 
 
 @triton.jit
@@ -49,9 +44,7 @@ class PinnedCopier:
     reused, because new memory and a new event would take 100 us per decode step (host of the H200, 2026-11-16).
     """
 
-    def __init__(self, poll: Callable[[], bool] = lambda: False) -> None:
-        """While this thread waits for the GPU, `poll` is called repeatedly until `poll` returns False."""
-        self._poll = poll
+    def __init__(self) -> None:
         self._sent: deque[_Pinned] = deque()
         self._back = torch.empty(0, dtype=torch.int64)
         self._arrived = torch.cuda.Event()
@@ -73,8 +66,6 @@ class PinnedCopier:
             self._back = torch.empty(_rounded(count), dtype=torch.int64, pin_memory=True)
         _run(tensor.contiguous(), self._back, count)
         self._arrived.record(torch.cuda.current_stream(tensor.device))
-        while not self._arrived.query() and self._poll():
-            time.sleep(_POLL_SECONDS)
         self._arrived.synchronize()
         numbers: list[int] = self._back[:count].tolist()
         return numbers

@@ -65,6 +65,8 @@ class RankMessage(NamedTuple):
     error: str = ""
     reports: tuple[Report, ...] = ()
     is_reply: bool = True
+    ends_step: bool = False
+    """True if the message follows a step. Its reports include those of the loads of the step."""
 
 
 def send(connection: Connection[Any, Any], message: object) -> None:

@@ -20,7 +20,7 @@ import torch
 from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
-from kvtier.engine.modules import DeviceCacheGroup
+from kvtier.engine.modules import DeviceCacheGroup, unknown_tokens
 from kvtier.engine.rank_link import RankCall, RankConfig, RankMessage, join_group, receive, rendezvous, send
 from kvtier.engine.split import split_config, with_tensors
 from kvtier.engine.weights import ModelWeights
@@ -97,12 +97,16 @@ class RankWorker:
         """Copy blocks from `sources` to `targets`, then compute a batch while `loads` arrive."""
         group = self._group
         waits = self._controller.layer_waits(loads) if loads else None
-        batch = ForwardBatch.build(inputs, group.block_tokens, group.model.weights.device)
+        places = unknown_tokens(inputs)
+        known = [each._replace(token_ids=[0]) if at in places else each for at, each in enumerate(inputs)]
+        batch = ForwardBatch.build(known, group.block_tokens, group.model.weights.device)
         if sources:
             group.copy_blocks(sources, targets)
+        group.model.share_tokens(batch.input_ids, places)
         group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
         if waits is not None:
-            waits.arrived()  # `run` sends the reports of the loads with the reply
+            waits.arrived()
+        send(self._link, RankMessage(reports=tuple(self._controller.poll()), is_reply=False, ends_step=True))
 
     def submit(self, plan: Plan) -> None:
         self._controller.submit(plan)

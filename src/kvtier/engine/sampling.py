@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import KvtierError, NoTokenError
 
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 NO_TOKEN = -1
@@ -29,6 +30,16 @@ _NO_DISTRIBUTION = (
 
 
 _CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the grammar together; relax one of them"
+
+
+class Drawn(NamedTuple):
+    """Tokens sampled for a batch of rows, on the device."""
+
+    tokens: torch.Tensor  # [rows] int64
+    reports: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """Log-probabilities of all tokens, and of the most likely tokens with their ids, by row."""
+    errors: dict[int, Exception]
+    """Errors of the constraints and restrictions, by row."""
 
 
 class Sample(NamedTuple):
@@ -90,16 +101,22 @@ class RequestSampler:
         """`index` is the number of this sample among the n samples of a request."""
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        self._random = np.random.default_rng([seed, index])
+        self._key = _mixed(_mixed(seed) + index)
         self._prompt = prompt
         self._counts: dict[int, int] = {}
-        self._num_chosen = 0
+        self.num_accepted = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
         is_restricted = params.logit_bias or params.allowed_token_ids or params.bad_words
         self._restrictions = TokenRestrictions(params) if is_restricted else None
         is_changed = params.penalties != Penalties() or self._restrictions is not None
         self._always_changes = is_changed or self._constraint is not None
+        self.waits_for_token = (
+            params.penalties != Penalties()
+            or self._constraint is not None
+            or any(len(each) > 1 for each in params.bad_words)
+        )
+        """True if the logits of a token depend on the tokens before it, which only the host has."""
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0
@@ -118,7 +135,7 @@ class RequestSampler:
     def accept(self, token_id: int) -> None:
         """Update the counts and the constraint. Call this method for every token that `sample` returns."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
-        self._num_chosen += 1
+        self.num_accepted += 1
         if self._restrictions is not None:
             self._restrictions.accept(token_id)
         if self._constraint is not None:
@@ -127,13 +144,13 @@ class RequestSampler:
     def is_end(self, token_id: int) -> bool:
         return token_id in self._ends
 
-    @property
-    def changes_logits(self) -> bool:
-        return self._always_changes or self._num_chosen < self._min_tokens
+    def changes_logits(self, number: int) -> bool:
+        """True if `adjust` changes the logits of output token `number`."""
+        return self._always_changes or number < self._min_tokens
 
     @torch.inference_mode()
-    def adjust(self, logits: torch.Tensor) -> None:
-        """Apply the penalties, the restrictions, `min_tokens` and the constraint to a row of logits, in place."""
+    def adjust(self, logits: torch.Tensor, number: int) -> None:
+        """Apply penalties, restrictions, `min_tokens` and constraint to the logits of output token `number`."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -149,15 +166,16 @@ class RequestSampler:
         restrictions = self._restrictions
         if restrictions is not None:
             restrictions.apply(logits)
-        if self._num_chosen < self._min_tokens:
+        if number < self._min_tokens:
             logits[list(self._ends)] = -torch.inf
         if self._constraint is not None:
             self._constraint.forbid(logits)
         if restrictions is not None and restrictions.can_conflict and bool(logits.isneginf().all()):
             raise NoTokenError(_CONFLICT)
 
-    def uniform(self) -> float:
-        return float(self._random.random())
+    def uniform(self, number: int) -> float:
+        """Return the random number in [0, 1) for output token `number`. It is the same if a step runs again."""
+        return (_mixed(self._key + number * _GOLDEN) >> 11) * 2.0**-53
 
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -165,44 +183,62 @@ class RequestSampler:
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
-@torch.inference_mode()
-def sample(
-    logits: torch.Tensor,
-    requests: Sequence[RequestSampler],
-    to_list: Callable[[torch.Tensor], list[int]] | None = None,
-    send: Send | None = None,
-) -> list[Sample]:
-    """Sample a token for each row of logits ([rows, vocab], float32). Overwrites the logits.
+def sample(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None = None) -> list[Sample]:
+    """Sample the next token of each request from logits ([rows, vocab], float32). Overwrites the logits."""
+    drawn = draw(logits, requests, [request.num_accepted for request in requests], send)
+    return to_samples(drawn, drawn.tokens.tolist(), requests)
 
-    A row fails if its constraint raises or its logits are not finite. It then gets NO_TOKEN, and the `error` of its
-    request is set. Other rows are unaffected. The check for finite logits runs on the device. `to_list` copies tokens
-    to the host, and `send` copies bytes to the device. By default, torch makes both copies.
+
+@torch.inference_mode()
+def draw(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], numbers: Sequence[int], send: Send | None = None
+) -> Drawn:
+    """Sample output token `numbers[row]` for each row of logits. Overwrites the logits.
+
+    A row fails if its constraint raises or its logits are not finite. A row whose logits are not finite gets NO_TOKEN.
+    Other rows are unaffected. The check for finite logits runs on the device. `send` copies bytes to the device.
     """
-    reports = _logprobs(logits, requests)
-    for row, request in enumerate(requests):
-        if request.changes_logits:
+    reports, errors = _logprobs(logits, requests), {}
+    for row, (request, number) in enumerate(zip(requests, numbers, strict=True)):
+        if request.changes_logits(number):
             try:
-                request.adjust(logits[row])
+                request.adjust(logits[row], number)
             except Exception as error:  # the caller provides the code of the constraint
-                request.fail(error)
+                errors[row] = error
     random = [row for row, request in enumerate(requests) if not request.is_greedy]
+    uniforms = [requests[row].uniform(numbers[row]) for row in random]
     if len(random) == len(requests):
-        chosen = _draw(logits, requests, send)
+        chosen = _draw(logits, requests, uniforms, send)
     else:
         chosen = logits.argmax(-1)
         # argmax prefers NaN, then +inf; it selects -inf only if all logits are -inf
         chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
         if random:
-            chosen[random] = _draw(logits[random], [requests[row] for row in random], send)
-    tokens = chosen.tolist() if to_list is None else to_list(chosen)
+            chosen[random] = _draw(logits[random], [requests[row] for row in random], uniforms, send)
+    return Drawn(chosen, reports, errors)
+
+
+def to_samples(drawn: Drawn, tokens: Sequence[int], requests: Sequence[RequestSampler]) -> list[Sample]:
+    """Return the samples for the tokens in `drawn`, and set the `error` of requests whose rows failed."""
     samples = [Sample(token, None) for token in tokens]
     for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-        if token == NO_TOKEN:
+        if row in drawn.errors:
+            request.fail(drawn.errors[row])
+        elif token == NO_TOKEN:
             request.error = request.error or _NO_DISTRIBUTION
-        if row in reports and not request.error:
-            logprobs, top = reports[row]
-            samples[row] = Sample(token, Logprobs(float(logprobs[token]), top))
+        if row in drawn.reports and not request.error:
+            logprobs, values, top = drawn.reports[row]
+            listed = tuple(zip(top.tolist(), values.tolist(), strict=True))
+            samples[row] = Sample(token, Logprobs(float(logprobs[token]), listed))
     return samples
+
+
+def _mixed(number: int) -> int:
+    """Return the output of the SplitMix64 generator in state `number`."""
+    number = (number + _GOLDEN) & _MASK
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
+    return number ^ number >> 31
 
 
 def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -215,29 +251,37 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
+def _draw(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], uniforms: Sequence[float], send: Send | None
+) -> torch.Tensor:
     """Sample each row. Rows with equal top_k and `is_sorted` form a group, so that no row depends on others."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
     if len(groups) == 1:
-        return _draw_group(logits, requests, send)
+        return _draw_group(logits, requests, uniforms, send)
     chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     for rows in groups.values():
-        chosen[rows] = _draw_group(logits[rows], [requests[row] for row in rows], send)
+        mine = [requests[row] for row in rows], [uniforms[row] for row in rows]
+        chosen[rows] = _draw_group(logits[rows], *mine, send)
     return chosen
 
 
-def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
+def _draw_group(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], uniforms: Sequence[float], send: Send | None
+) -> torch.Tensor:
     """Sample the rows of one group. Overwrites the logits."""
     code = native().code if logits.device.type == "cpu" and not requests[0].params.top_k else None
     if code is None or not code.takes(logits):
-        return _draw_in_torch(logits, requests, send)
-    rows = [(_temperature(each), each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
+        return _draw_in_torch(logits, requests, uniforms, send)
+    params = [(_temperature(each), each.params.min_p, each.params.top_p) for each in requests]
+    rows = [(*each, uniform) for each, uniform in zip(params, uniforms, strict=True)]
     return code.draw(logits, np.array(rows, SAMPLING_ROW))
 
 
-def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
+def _draw_in_torch(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], uniforms: Sequence[float], send: Send | None
+) -> torch.Tensor:
     """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
     All sums are computed by cumsum, which adds the elements of a row in order. torch.sum does not guarantee an order.
@@ -248,7 +292,7 @@ def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], sen
         np.array([_temperature(request) for request in requests], np.float32),
         np.array([each.min_p for each in params], np.float32),
         np.array([each.top_p for each in params], np.float64),
-        np.array([request.uniform() for request in requests], np.float64),
+        np.array(uniforms, np.float64),
     )
     temperature, min_p, top_p, uniform = (each[:, None] for each in to_tensors(columns, logits.device, send))
     highest = logits.amax(-1, keepdim=True)
@@ -305,7 +349,7 @@ def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
 
 def _logprobs(
     logits: torch.Tensor, requests: Sequence[RequestSampler]
-) -> dict[int, tuple[torch.Tensor, tuple[tuple[int, float], ...]]]:
+) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return the log-probabilities and most likely tokens of rows with `logprobs`, before penalties."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
@@ -313,8 +357,7 @@ def _logprobs(
     logprobs = logits[rows].log_softmax(-1)
     wanted = [requests[row].params.logprobs or 0 for row in rows]
     values, tokens = logprobs.topk(min(max(wanted), logits.shape[1]), dim=-1)
-    reports = {}
-    for i, (row, count) in enumerate(zip(rows, wanted, strict=True)):
-        top = tuple(zip(tokens[i, :count].tolist(), values[i, :count].tolist(), strict=True))
-        reports[row] = logprobs[i], top
-    return reports
+    return {
+        row: (logprobs[i], values[i, :count], tokens[i, :count])
+        for i, (row, count) in enumerate(zip(rows, wanted, strict=True))
+    }

@@ -29,19 +29,21 @@ class PromptScores:
         self._next = max(1, first)
         self.num_top = num_top
 
-    def num_rows(self, first: int, stop: int) -> int:
+    def num_rows(self, first: int, stop: int, *, follows: bool = False) -> int:
         """Return how many tokens are scored in a step that computes the tokens [first, stop).
 
-        The logits of a token score the next token. The last token of the prompt scores none.
+        The logits of a token score the next token. The last token of the prompt scores none. `follows` is True if the
+        step before it, which scores the tokens before this step, is in flight.
         """
-        begin, end = self._next - 1, min(stop, len(self._tokens) - 1)
+        begin, end = max(self._next - 1, first if follows else 0), min(stop, len(self._tokens) - 1)
         if first > begin < end:
             raise StateError(f"token {begin} came from the cache, but token {begin + 1} needs its logits")
         return max(0, end - begin)
 
-    def targets(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the next `count` tokens to score."""
-        return self._tokens[self._next : self._next + count].astype(np.int64)
+    def targets(self, stop: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the `count` tokens that a step scores which computes the tokens before `stop`."""
+        end = min(stop + 1, len(self._tokens))
+        return self._tokens[end - count : end].astype(np.int64)
 
     def take(self, scores: Sequence[PromptLogprobs]) -> None:
         """Advance past scored tokens. Raises StateError if a score is NaN."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,30 @@ class State:
         warp_rows(self._front, perm, self._back, copy, new=new)
         self.swap()
         return True
+
+    def write(self, source: torch.Tensor, rows: Any, first: Any, count: Any, copy: BatchCopy) -> None:
+        """Add the copies of elements [first[i], first[i] + count[i]) of row rows[i] from `source` to the front.
+
+        `source` has the shape of the front. Use it for rows that stay and change in part.
+        """
+        out, given = self._front, Rows("the source", source)
+        out.must_match(given)
+        given.must_hold(out.num_rows, "the state")
+        at, lengths = np.array(rows, np.int64), np.array(count, np.int64)
+        element = out.tensor.element_size()
+        offsets = at * out.row_bytes + np.array(first, np.int64) * element
+        if len(at) and (
+            int(at.max()) >= out.num_rows or int((offsets % out.row_bytes + lengths * element).max()) > out.row_bytes
+        ):
+            raise RangeError(
+                f"rows {rows} from {first} with {count} elements exceed the state {tuple(out.tensor.shape)}"
+            )
+        copy.table(
+            np.stack((given.address + offsets, out.address + offsets, lengths * element)),
+            src_placement=given.placement,
+            dst_placement=out.placement,
+            keep=[given.holding, out.holding],
+        )
 
 
 class RowMap:

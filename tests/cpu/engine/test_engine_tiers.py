@@ -65,19 +65,20 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
     engine = make(model, num_blocks, host)
     if overlaps_compute:  # as on a GPU, saves start after the launch of the forward pass and are polled during it
         engine.tiers._controller.overlaps_compute = True
-        engine._choose._to_list = polling(engine)
+        poll_while_collecting(engine)
     assert talk(engine, talks) == expected
 
 
-def polling(engine: Engine):
-    """Return a `to_list` that first polls transfers until no copy is in flight, like the one for a GPU."""
+def poll_while_collecting(engine: Engine) -> None:
+    """Poll transfers until no copy is in flight before each step is collected, as on a GPU."""
+    collect = engine._pipeline.collect
 
-    def to_list(tokens: torch.Tensor) -> list[int]:
+    def polled():
         while engine.tiers.poll_while_waiting():
             engine.tiers.wait()
-        return tokens.tolist()
+        return collect()
 
-    return to_list
+    engine._pipeline.collect = polled
 
 
 def test_poll_while_waiting_polls_until_copies_end(model):

@@ -203,11 +203,11 @@ def test_arrived_is_false_after_load_failed_on_one_rank():
     assert loads
     settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # rank 1 reports first, a failed load
     transfers = tiers.begin_step(manager.plan(), loads)
-    assert not transfers.arrived()
+    assert not transfers.have_succeeded()
     settle(ranks=(0,))
-    assert not transfers.arrived()
+    assert not transfers.have_succeeded()
     # The manager has applied the failure, so the load is no longer in flight.
-    assert tiers.begin_step(manager.plan(), loads).arrived()
+    assert tiers.begin_step(manager.plan(), loads).have_succeeded()
     manager.abort(hold)
     manager.check()
 
@@ -296,6 +296,26 @@ def test_two_ranks_with_all_tiers_answer_like_one_rank(requests, expected, tmp_p
         engine.close()
     assert not child.is_running()
     engine.close()  # a second close has no effect
+
+
+def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_path):
+    engine = engine_of(2, tmp_path, phases=2)
+    try:
+        for _ in range(3):
+            assert_equal(answers_of(engine, requests), expected)
+        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])
+        engine.tiers.sleep()
+        engine.tiers.wake()
+        assert_equal(answers_of(engine, requests), expected)
+        name = engine.add(requests[0], greedy(50))
+        for _ in range(8):
+            engine.step()
+        assert engine.scheduler.in_flight
+        assert all(stats.num_objects >= 0 for stats in engine._ranks.stats("disk"))  # a call while a step is in flight
+        assert engine.abort(name)
+        assert_equal(answers_of(engine, requests), expected)
+    finally:
+        engine.close()
 
 
 def test_stored_blocks_are_readable_with_any_number_of_ranks(requests, expected, tmp_path):

@@ -51,14 +51,14 @@ def test_adjusted_logits_equal_transformers_processors(bias, bad_words, allowed,
         sample(logits[None].clone(), [sampler])
         assert sampler.has_conflict
         return
-    assert sampler.changes_logits == bool(bias or bad_words or allowed)
-    sampler.adjust(logits)
+    assert sampler.changes_logits(0) == bool(bias or bad_words or allowed)
+    sampler.adjust(logits, sampler.num_accepted)
     torch.testing.assert_close(logits, expected[0])
 
 
 def test_biases_of_extreme_logits_stay_finite():
     logits = torch.tensor([3.4e38, -3.4e38, 0.0])
-    RequestSampler(SamplingParams(logit_bias=((0, 100.0), (1, -100.0)))).adjust(logits)
+    RequestSampler(SamplingParams(logit_bias=((0, 100.0), (1, -100.0)))).adjust(logits, 0)
     assert bool(logits.isfinite().all())
 
 

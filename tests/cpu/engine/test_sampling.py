@@ -149,7 +149,11 @@ def test_sample_is_reproducible_and_depends_on_answer_index():
 
     def stream(index):
         request = RequestSampler(params, index=index)
-        return [sample(row[None].clone(), [request])[0].token_id for row in logits]
+        tokens = []
+        for row in logits:
+            tokens.append(sample(row[None].clone(), [request])[0].token_id)
+            request.accept(tokens[-1])
+        return tokens
 
     assert stream(0) == stream(0)
     assert stream(0) != stream(1)
@@ -165,15 +169,15 @@ def test_penalties_match_transformers_and_expected_values():
         request.accept(token)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
     actual = logits.clone()
-    request.adjust(actual[0])
+    request.adjust(actual[0], request.num_accepted)
     torch.testing.assert_close(actual, expected)
 
     request = RequestSampler(SamplingParams(penalties=Penalties(presence=0.5, frequency=0.25)), prompt)
-    assert request.changes_logits
+    assert request.changes_logits(0)
     for token in output:
         request.accept(token)
     actual = logits.clone()
-    request.adjust(actual[0])
+    request.adjust(actual[0], request.num_accepted)
     change = torch.zeros(VOCAB)
     change[7], change[3] = 1.0, 0.75
     torch.testing.assert_close(actual[0], logits[0] - change)
@@ -289,7 +293,7 @@ def test_penalties_at_the_limits_keep_logits_finite(repetition, scale, vocab):
         request.accept(token)
     logits = rows(1, vocab=vocab).clamp(-1, 1) * scale
     adjusted = logits[0].clone()
-    request.adjust(adjusted)
+    request.adjust(adjusted, request.num_accepted)
     assert adjusted.isfinite().all()
     (actual,) = sample(logits, [request])
     assert 0 <= actual.token_id < vocab
@@ -300,7 +304,7 @@ def test_penalties_keep_non_finite_logits():
     request = RequestSampler(SamplingParams(penalties=Penalties(2.0, 1.0, 1.0)), range(8))
     request.accept(0)
     logits = torch.tensor([-torch.inf, torch.inf, torch.nan, *[1.0] * 5])
-    request.adjust(logits)
+    request.adjust(logits, request.num_accepted)
     assert logits[0] == -torch.inf
     assert logits[1] == torch.inf
     assert logits[2].isnan()

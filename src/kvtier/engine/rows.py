@@ -1,0 +1,245 @@
+"""DeviceRows: what a step needs of each row, kept on the device between steps: next token, position and block table.
+
+    SETUP     host -> staging    rows that are new or that the host has changed, through the BatchCopy of the op
+    PREPARE   staging -> State   `warp` moves the rows that stay and takes the new rows from the staging memory
+    FORWARD   State -> State     the step writes the sampled token and the next position of each row
+
+A decode step without new rows, moved rows or new blocks copies nothing. Each phase has its own staging memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvtier.batch import BatchData
+from kvtier.batch.pipeline import Ticket
+from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput
+from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
+from kvtier.scheduler import Row
+from kvtier.state import Permutation, State
+
+TOKEN, POSITION = 0, 1
+"""Columns of `DeviceRows.heads`."""
+UNKNOWN = -1
+"""The token of a row whose previous row, which samples this token, is in flight."""
+_NO_POSITION = -1
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class RowInput(NamedTuple):
+    """A row of a step, its input for the model, and the number of prompt tokens that it scores."""
+
+    row: Row
+    inputs: SequenceInput
+    num_scored: int
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens to sample: one, and one more for each draft token to verify."""
+        return self.row.num_draft + 1 if self.row.wants_token else 0
+
+    @property
+    def is_resident(self) -> bool:
+        """True if the row computes one token, which it reads from the device, and samples the next one."""
+        return self.row.wants_token and self.row.num_tokens == 1 and not self.num_scored
+
+
+class Staging:
+    """Host memory, pinned if the device is a GPU, and device memory of the same shape."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, placement: Placement) -> None:
+        host = PINNED if placement.is_device else placement
+        self._host, self._there = (Buffer(math.prod(shape), dtype, each) for each in (host, placement))
+        self.host = self._host.numpy().reshape(shape)
+        self.there = self._there.torch().view(shape)
+        self.host[...] = 0
+
+    def send(self, copy: BatchCopy, first: Any, count: Any) -> None:
+        """Add copies of `count[i]` elements from element `first[i]` on to the device."""
+        copy.pieces(self._host, first, count, self._there, first)
+
+    def fetch(self, copy: BatchCopy, count: int) -> None:
+        """Add a copy of the first `count` elements to the host."""
+        copy(self._there, count, self._host)
+
+
+class _Resident(NamedTuple):
+    """What the device holds for a row once the steps in flight have ended."""
+
+    position: int
+    """Position of the token that is known on the device, or _NO_POSITION."""
+    owner: object
+    """The allocation that the block table belongs to."""
+    table: Any
+
+
+class _PhaseRows:
+    """Staging memory of one phase, and the changes that PREPARE applies."""
+
+    def __init__(self, max_rows: int, max_blocks: int, num_numbers: int, placement: Placement) -> None:
+        self.heads = Staging((max_rows, 2), "i64", placement)
+        self.tables = Staging((max_rows, max_blocks), "i32", placement)
+        self.numbers = Staging((num_numbers,), "i64", placement)
+        self.tokens = Staging((max_rows,), "i64", placement)
+        self.heads_perm = self.tables_perm = Permutation.identity(0)
+        self.added: tuple[list[int], list[int], list[int]] = [], [], []
+        """Row, first and number of the blocks added to the tables of rows that stay."""
+        self.rows: Sequence[RowInput] = ()
+        self.num_resident = 0
+        """Number of leading rows that read their token from the device."""
+        self.layout: BatchLayout | None = None
+        """Layout of a step with rows that read their tokens from the host. None if all rows are resident."""
+
+
+class DeviceRows:
+    """Device-resident rows in the order of the latest batch, and what the host knows about them."""
+
+    def __init__(
+        self, max_rows: int, max_blocks: int, max_tokens: int, block_tokens: int, device: torch.device, num_phases: int
+    ) -> None:
+        placement = Placement.parse(device)
+        self._block_tokens = block_tokens
+        self._heads = State((max_rows, 2), "i64", placement)
+        self._tables = State((max_rows, max_blocks), "i32", placement)
+        for state in (self._heads, self._tables):
+            state.front.zero_()
+            state.back.zero_()
+        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # see BatchLayout.numbers, and the two columns of `written`
+        self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._range = torch.arange(max_rows, device=device)
+        self._resident: dict[Ticket, _Resident] = {}  # rows of the latest batch
+
+    # ---- SETUP, on the engine's thread -----------------------------------------------------------------------------
+
+    def setup(self, batch: BatchData, rows: Sequence[RowInput], copy: BatchCopy) -> None:
+        """Compare the rows of a batch with the rows on the device, and send what differs."""
+        phase, before, after = self._phases[batch.phase], self._resident, {}
+        is_new = batch.perm.is_new
+        new_heads, new_tables = [], []
+        phase.added, phase.num_resident = ([], [], []), 0
+        for at, (ticket, each) in enumerate(zip(batch.requests, rows, strict=True)):
+            row, old = each.row, None if is_new[at] else before.get(ticket)
+            if each.is_resident:
+                phase.num_resident += at == phase.num_resident
+                if old is None or old.position != row.first:
+                    phase.heads.host[at] = each.inputs.token_ids[0], row.first
+                    new_heads.append(at)
+            owner, table = row.request.allocation, each.inputs.block_table
+            if old is None or old.owner is not owner:
+                phase.tables.host[at, : len(table)] = table
+                new_tables.append(at)
+            elif old.table is not table:
+                self._add_blocks(phase, at, old.table, table)
+            position = row.stop if row.wants_token and not row.num_draft else _NO_POSITION
+            after[ticket] = _Resident(position, owner, table)
+        phase.heads_perm = _with_new(batch.perm, new_heads)
+        phase.tables_perm = _with_new(batch.perm, new_tables)
+        phase.rows = rows
+        self._send_tables(phase, new_tables, copy)
+        if new_heads:
+            phase.heads.send(copy, np.array(new_heads) * 2, 2)
+        phase.layout = None
+        if phase.num_resident < len(rows):
+            phase.layout = BatchLayout.of([each.inputs for each in rows], self._block_tokens)
+            numbers = np.concatenate((*phase.layout.numbers, *_written(rows)))
+            phase.numbers.host[: len(numbers)] = numbers
+            phase.numbers.send(copy, [0], [len(numbers)])
+        self._resident = after
+
+    def _add_blocks(self, phase: _PhaseRows, at: int, old: Any, table: Any) -> None:
+        """Note the blocks of a table from the first one that differs from the old table on."""
+        common = min(len(old), len(table))
+        differs = old[:common] != table[:common]
+        first = int(differs.argmax()) if differs.any() else common
+        if first < len(table):
+            phase.tables.host[at, first : len(table)] = table[first:]
+            for column, number in zip(phase.added, (at, first, len(table) - first), strict=True):
+                column.append(number)
+
+    def _send_tables(self, phase: _PhaseRows, new: list[int], copy: BatchCopy) -> None:
+        width = phase.tables.host.shape[1]
+        rows, firsts, counts = phase.added
+        if new or rows:
+            at = np.array([*new, *rows]) * width + np.array([*[0] * len(new), *firsts])
+            lengths = [len(phase.rows[row].inputs.block_table) for row in new]
+            phase.tables.send(copy, at, np.array([*lengths, *counts]))
+
+    # ---- PREPARE, FORWARD and UNPREP, in the order of the batches --------------------------------------------------
+
+    def prepare(self, number: int, copy: BatchCopy) -> None:
+        """Move the rows into the order of the batch, and add new rows and new blocks."""
+        phase = self._phases[number]
+        self._heads.warp(phase.heads_perm, copy, new=phase.heads.there)
+        self._tables.warp(phase.tables_perm, copy, new=phase.tables.there)
+        if phase.added[0]:
+            self._tables.write(phase.tables.there, *phase.added, copy)
+
+    def batch(self, number: int) -> ForwardBatch:
+        """Return the inputs of the model for a batch that is prepared."""
+        phase = self._phases[number]
+        count = len(phase.rows)
+        longest = max([len(each.inputs.block_table) for each in phase.rows])
+        tables = self._tables.front[:count, :longest]
+        if phase.layout is not None:
+            batch = phase.layout.batch(phase.numbers.there, tables)
+            batch.input_ids[: phase.num_resident] = self._heads.front[: phase.num_resident, TOKEN]
+            return batch
+        tokens, positions = self._heads.front[:count].unbind(1)
+        blocks = tables.gather(1, (positions // self._block_tokens).unsqueeze(1)).squeeze(1)
+        contexts = tuple([each.row.stop for each in phase.rows])
+        return ForwardBatch(
+            input_ids=tokens,
+            positions=positions,
+            slots=blocks.long() * self._block_tokens + positions % self._block_tokens,
+            query_starts=self._starts[: count + 1],
+            context_lens=(positions + 1).int(),
+            block_tables=tables,
+            logit_rows=self._range[:count],
+            query_lens=(1,) * count,
+            contexts=contexts,
+        )
+
+    def write(self, number: int, tokens: torch.Tensor) -> None:
+        """Set the next token and position of each row that samples. `tokens` has one token for each of these rows."""
+        phase = self._phases[number]
+        phase.tokens.there[: len(tokens)] = tokens
+        heads = self._heads.front
+        if phase.layout is None:
+            heads[: len(tokens), TOKEN] = tokens
+            heads[: len(tokens), POSITION] += 1
+            return
+        first = sum(map(len, phase.layout.numbers))
+        rows, positions = phase.numbers.there[first : first + 2 * len(tokens)].view(2, -1)
+        heads[rows] = torch.stack((tokens, positions), 1)
+
+    # ---- FETCH and UPDATE, on the engine's thread ------------------------------------------------------------------
+
+    def fetch(self, number: int, count: int, copy: BatchCopy) -> None:
+        """Add the copy of the tokens of a batch to the host."""
+        self._phases[number].tokens.fetch(copy, count)
+
+    def tokens(self, number: int, count: int) -> list[int]:
+        """Return the tokens that `fetch` has copied."""
+        found: list[int] = self._phases[number].tokens.host[:count].tolist()
+        return found
+
+
+def _with_new(perm: Permutation, new: list[int]) -> Permutation:
+    """Return `perm` with more rows marked as new."""
+    if not new or perm.is_new[new].all():
+        return perm
+    index = perm.index.copy()
+    index[new] = perm.size0
+    return Permutation(index, perm.size0)
+
+
+def _written(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
+    """Return the rows that sample, and the positions of their sampled tokens."""
+    sampled = [(at, each.row.stop - each.row.num_draft) for at, each in enumerate(rows) if each.num_sampled]
+    return [at for at, _ in sampled], [position for _, position in sampled]

@@ -1,0 +1,97 @@
+"""Rows stay on the device between steps: unchanged steps copy nothing, and changes go through State and BatchCopy."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from benchmarks.random_weights import random_weights
+
+from engine_helpers import finish, greedy
+from kvtier.batch import Timeline
+from kvtier.cache.config import CacheConfig
+from kvtier.engine import Model, SamplingParams
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.runner import EngineRunner
+from kvtier.memory import BatchCopy
+from kvtier.scheduler import SchedulerConfig
+from kvtier.state import State
+
+SHAPE = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 61, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(SHAPE, random_weights(SHAPE, torch.float32, torch.device("cpu"), seed=3))
+
+
+def make(model: Model, phases: int, timeline: Timeline | None = None, blocks: int = 64) -> Engine:
+    limits = SchedulerConfig(max_rows=4, max_step_tokens=64)
+    return Engine(model, config=EngineConfig(BLOCK, CacheConfig(blocks), limits, phases=phases), timeline=timeline)
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
+    timeline = Timeline()
+    engine = make(model, phases, timeline)
+    for start in range(3):  # rows that need a new block in different steps
+        engine.add([start + 1] * (start + 2), greedy(40))
+    finish(engine)
+    engine.close()
+    copied = Counter()
+    for span in timeline.spans:
+        if span.name in ("SETUP", "PREPARE"):
+            copied[span.step] += span.copied_bytes
+    steps = [copied[step] for step in sorted(copied)]
+    assert len(steps) >= 40
+    assert steps[0] > 0  # the prompts
+    changed = [number for number, num_bytes in enumerate(steps) if num_bytes]
+    # the tables of all three rows get a block when their 16th and 32nd token is computed; the rows end one by one
+    assert len(changed) <= 1 + 3 * 2 + 3
+    assert steps.count(0) >= 30
+    tables = [copied[number] for number in changed[1:7]]
+    assert max(tables) <= 2 * 4 * 2, "a new block is 4 bytes in staging memory and 4 bytes in the table"
+
+
+def test_runner_uses_state_and_batch_copy_while_it_answers(model, monkeypatch):
+    calls: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(self, *args, **kwargs):
+            calls[f"{owner.__name__}.{name}"] += 1
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(State, "warp")
+    counted(BatchCopy, "run")
+    runner = EngineRunner(make(model, 2))
+    try:
+        outputs = list(runner.stream([1, 2, 3], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)))
+    finally:
+        runner.close()
+    assert sum(len(output.token_ids) for output in outputs) == 20
+    assert calls["State.warp"] >= 2 * 20
+    assert calls["BatchCopy.run"] >= 20  # at least the tokens of each step
+
+
+def test_rows_follow_their_sequences_when_neighbours_end(model):
+    """Sequences end at different steps, so that the rows of the others move."""
+    prompts = [[number + 1] * (3 * number + 1) for number in range(8)]
+    engine = make(model, 1)
+    expected = []
+    for number, prompt in enumerate(prompts):
+        name = engine.add(prompt, greedy(5 + 3 * (number % 4)))
+        expected.append(finish(engine)[name].tokens)
+    engine.close()
+    for phases in (1, 2):
+        engine = make(model, phases)
+        names = [engine.add(prompt, greedy(5 + 3 * (number % 4))) for number, prompt in enumerate(prompts)]
+        answers = finish(engine)
+        assert [answers[name].tokens for name in names] == expected
+        engine.close()
