@@ -151,7 +151,8 @@ class StoreConfig:
     max_fetching_blocks: int = 1024
     """Maximum number of blocks in flight from the store."""
     max_known: int = 1 << 22
-    """Maximum number of recorded keys, at about 150 bytes each. Keys that the store has evicted stay recorded."""
+    """Maximum number of recorded keys, at about 150 bytes each. Keys that the store has evicted stay recorded. kvtier's
+    engine lowers the limit to four times the blocks that fit a store of its own."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):

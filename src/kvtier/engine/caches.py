@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtier.cache.config import CacheConfig
+from kvtier.cache.config import CacheConfig, StoreConfig
 from kvtier.cache.metrics import Counted
 from kvtier.engine.cache_runtime import Controller, new_controller
 from kvtier.engine.model import Model
@@ -20,6 +21,9 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
+# Keys that are recorded per block that fits a store. A store keeps blocks in the order of use, and the record in the
+# order of writes, so that a key may be forgotten before its block is evicted.
+_KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
 
@@ -82,6 +86,25 @@ def open_caches(
         return groups, own, mine, None
     ranks.own = own
     return groups, ranks, {name: RankedStore(name, store, ranks) for name, store in mine.items()}, ranks
+
+
+def limit_known_keys(
+    config: CacheConfig, groups: Sequence[DeviceCacheGroup], stores: Mapping[str, Counted]
+) -> CacheConfig:
+    """Return the configuration with a limit on the recorded keys of each store that only this engine writes to.
+
+    Such a store evicts without notice. Without the limit, the keys of evicted blocks would take memory until there are
+    `max_known` of them: 0.6 GB.
+    """
+    block_bytes = sum(group.block_bytes for group in groups)
+
+    def limited(store: StoreConfig) -> StoreConfig:
+        if store.is_shared or store.name not in stores:
+            return store
+        num_blocks = -(-stores[store.name].stats.max_bytes // block_bytes)
+        return replace(store, max_known=min(store.max_known, _KNOWN_PER_BLOCK * num_blocks or store.max_known))
+
+    return replace(config, stores=tuple(map(limited, config.stores)))
 
 
 def _checked(

@@ -19,7 +19,7 @@ from kvtier.batch.executor import InlineExecutor, ThreadExecutor
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
-from kvtier.engine.caches import StoreOrUrls, open_caches
+from kvtier.engine.caches import StoreOrUrls, limit_known_keys, open_caches
 from kvtier.engine.model import Model
 from kvtier.engine.modules import InputBuilder, ModelForward, Sampler, StepRun, plan_row
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
@@ -117,7 +117,7 @@ class Engine:
         try:  # an error (unknown policy, missing package) must not leave a process, a thread or memory behind
             self.manager = CacheManager(
                 namespace,
-                config.cache,
+                limit_known_keys(config.cache, self.groups, counted),
                 num_ranks=config.tensor_parallel,
                 num_host_ready=controller.num_host_ready,
                 listener=listener,

@@ -274,6 +274,19 @@ def test_disk_and_restart_never_change_an_answer(
         engine.close()
 
 
+def test_recorded_keys_are_limited_by_the_capacity_of_the_store(model, tmp_path):
+    """The store evicts without notice, so that its capacity has to limit the keys."""
+    store = DiskStore(tmp_path, 1 << 16, segment_bytes=1 << 14, min_free_bytes=0)
+    engine = make(model, 16, HostConfig(100), disk=StoreConfig("disk"), stores={"disk": store})
+    most = 4 * (1 << 16) // engine.groups[0].block_bytes
+    for number in range(most // 4):
+        run(engine, [number % 50, number // 50] * 10 + [1], 1)
+        engine.tiers.save_all()
+    known = engine.manager.stores["disk"].num_known
+    engine.close()
+    assert most // 2 < known <= most
+
+
 def test_disk_hits_are_counted_after_a_restart(model, tmp_path):
     prompts = [[i] * 21 for i in range(6)]
     hits = []
