@@ -141,6 +141,45 @@ def test_parser_of_recordings_ignores_random_splits(number, cuts):
     assert merged(syntax, [text[a:b] for a, b in itertools.pairwise(edges)]) == merged(syntax, [text])
 
 
+def after(syntax: AnswerSyntax, *pieces: str) -> dict:
+    """Return the state of a parser and its results after some pieces of a text.
+
+    The names of bound methods replace the methods, and lists of texts are joined.
+    """
+    parser, total = AnswerParser(syntax, "call-"), AnswerDelta()
+    for piece in pieces:
+        total += parser.feed(piece)
+
+    def plain(value):
+        if hasattr(value, "__func__"):
+            return value.__name__
+        return "".join(value) if isinstance(value, list) else value
+
+    own, scanner = vars(parser), vars(parser._scanner)
+    state = {name: plain(value) for name, value in own.items() if name not in ("_scanner", "_parts")}
+    state |= {f"scanner.{name}": plain(value) for name, value in scanner.items()}
+    calls = "".join(f"{call.id}{call.name}" * (call.id is not None) + call.arguments for call in total.calls)
+    return state | {"content": total.content, "reasoning": total.reasoning, "calls": calls}
+
+
+SHORT = [record for record in RECORDED if len("".join(record["pieces"])) <= 120]
+
+
+def test_short_recordings_cover_all_forms():
+    assert {record["form"] for record in SHORT} == {"tagged", "bare", "list", "arguments"}
+
+
+@pytest.mark.parametrize("first", range(0, len(SHORT), 20))
+def test_state_of_parser_depends_only_on_the_text_so_far(first):
+    """Two pieces lead to the same state as one, for all pairs. By induction, so does every split into pieces."""
+    for record in SHORT[first : first + 20]:
+        syntax, text = AnswerSyntax(record["form"], tuple(record["tools"])), "".join(record["pieces"])
+        for stop in range(1, len(text) + 1):
+            expected = after(syntax, text[:stop])
+            for at in range(1, stop):
+                assert after(syntax, text[:at], text[at:stop]) == expected, (text, at, stop)
+
+
 ALPHABET = [
     "<think>",
     "</think>",
@@ -195,6 +234,30 @@ def test_parser_returns_text_without_tags_unchanged(text):
 )
 def test_parser_handles_unusual_answers(syntax, text, expected):
     assert parse(syntax, [text]) == parse(syntax, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "expected"),
+    [
+        (TAGGED, '<tool_call>{"name": "f", "arguments": {"a": 1}}', True),
+        (TAGGED, '<tool_call>{"name": "f", "arguments": {"a": 1}', False),
+        (TAGGED, '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g", "arguments": {', False),
+        (TAGGED, "no call", False),
+        (BARE, '{"name": "search", "parameters": {}}', True),
+        (BARE, '{"name": "search", "parameters": {', False),
+        (LIST, '[{"name": "search", "arguments": {"a": 1}}]', True),
+        (LIST, '[{"name": "search", "argu', False),
+        (AnswerSyntax("arguments", ("f",)), '{"a": 1}', True),
+        (AnswerSyntax("arguments", ("f",)), '{"a"', False),
+        (AnswerSyntax("arguments", ("f",)), "", False),
+    ],
+)
+def test_ends_with_calls_is_false_inside_a_call(syntax, text, expected):
+    parser = AnswerParser(syntax, "call-")
+    for char in text:
+        parser.feed(char)
+    parser.finish()
+    assert parser.ends_with_calls == expected
 
 
 @pytest.mark.parametrize(

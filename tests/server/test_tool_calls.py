@@ -125,6 +125,29 @@ def test_invalid_forced_call_is_refused_and_names_the_field(server, fields, para
     assert answer.json()["error"]["param"].split(".")[0] == param
 
 
+@pytest.mark.parametrize(("choice", "stop"), [("required", "arguments"), (NAMED, '"city"')])
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_that_a_stop_text_cuts_has_finish_reason_stop(server, choice, stop, stream):
+    body = {"model": server.model, "messages": [{"role": "user", "content": "?"}], "tools": [WEATHER]}
+    answer = server.post("/v1/chat/completions", {**body, "tool_choice": choice, "stop": stop, "stream": stream})
+    assert answer.status_code == 200
+    reasons = {reason for reason in ("stop", "tool_calls") if f'"finish_reason":"{reason}"' in answer.text}
+    assert reasons == {"stop"}
+
+
+def test_cache_control_and_refusals_in_history_are_accepted(server):
+    mark = {"cache_control": {"type": "ephemeral"}}
+    content = [{"type": "text", "text": "Hello", **mark}]
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    marked = {"messages": [{"role": "user", "content": content}, refusal], "tools": [{**WEATHER, **mark}]}
+    plain = {
+        "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "No."}],
+        "tools": [WEATHER],
+    }
+    tokens = [server.post("/tokenize", body).json()["tokens"] for body in (marked, plain)]
+    assert tokens[0] == tokens[1]
+
+
 THINKING = CHAT_TEMPLATE + "{# <think> </think> <tool_call> #}"
 CALLS = [
     "<think>",

@@ -256,7 +256,16 @@ class AnswerParser:
         """Text of a call whose name is not known yet. The text becomes content if it turns out not to be a call."""
         self._is_open_call = False  # True after the first part of the current call
         self.num_calls = 0
+        self._arguments: list[str] = []
+        """Text of the only call of the form "arguments"."""
         self._parts: list[TextDelta | CallDelta] = []
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """True if the answer has a tool call and does not end within one, for example at a stop text."""
+        if self._syntax.calls == "arguments":
+            return _is_json("".join(self._arguments))
+        return self.num_calls > 0 and not self._is_open_call
 
     @property
     def is_reasoning(self) -> bool:
@@ -419,11 +428,20 @@ class AnswerParser:
         self._is_open_call, self.num_calls = True, 1
         id, name = (f"{self._id_prefix}0", self._syntax.tools[0]) if is_first else (None, None)
         self._add_call(id, name, self._text)
+        self._arguments.append(self._text)
         self._text = ""
         return False
 
     def _go(self, text: str, state: Callable[[], bool], *, drops_space: bool = False) -> None:
         self._text, self._state, self._drops_space = text, state, drops_space
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _num_held(text: str, tag: str) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvtier.engine.params import FinishReason, Output
 from kvtier.server.answers import AnswerDelta, AnswerParser, AnswerSyntax, CallDelta, TextDelta, content_delta
+from kvtier.server.completion_format import to_json
 
 
 @dataclass(slots=True)
@@ -48,8 +48,9 @@ class AnswerBlocks:
         self.num_reasoning_tokens = 0
 
     @property
-    def has_calls(self) -> bool:
-        return any(block.kind == "call" for block in self.blocks)
+    def ends_with_calls(self) -> bool:
+        """True if the answer has a tool call and does not end within one."""
+        return self._parser is not None and self._parser.ends_with_calls
 
     def feed(self, outputs: Sequence[Output]) -> list[BlockChange]:
         """Add outputs, and return the changes in order. The last output closes the last block."""
@@ -104,5 +105,4 @@ class AnswerBlocks:
 
 def server_event(kind: str, body: dict[str, object]) -> bytes:
     """Return a server-sent event with a name. The body starts with the name as `type`."""
-    data = json.dumps({"type": kind, **body}, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {kind}\ndata: {data}\n\n".encode()
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **body}))

@@ -6,16 +6,45 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from kvtier.server.field_types import AnyObject, Name, ShortText, Strict, Text, ToolName, check_depth, few
 
 
 class TextPart(Strict):
-    """A part of a message's content. Only text is supported."""
+    """A part of a message's content. Unknown fields, such as cache_control, have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["text"]
     text: Text
+
+
+class RefusalPart(Strict):
+    """A part of an earlier answer that refused the request."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+"""A part of a message's content. Only text is supported."""
+
+
+def _named(call: dict[str, Any]) -> dict[str, Any]:
+    """Check those parts of a tool call that chat templates use."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call needs function.name, a text")
+    if not isinstance(function.get("arguments"), str | dict | None):
+        raise ValueError("function.arguments must be a text with a JSON object")
+    return call
 
 
 def _template_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -37,11 +66,14 @@ class Message(Strict):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), few(4096)] | None = None
+    content: Text | Annotated[list[Part], Field(max_length=4096, fail_fast=True), few(4096)] | None = None
     name: ShortText | None = None
     reasoning_content: Text | None = None
     """Reasoning of an earlier answer. Templates that support it keep it while a tool loop runs."""
-    tool_calls: Annotated[list[AnyObject], Field(max_length=128, fail_fast=True), few(128)] | None = None
+    tool_calls: (
+        Annotated[list[Annotated[AnyObject, AfterValidator(_named)]], Field(max_length=128, fail_fast=True), few(128)]
+        | None
+    ) = None
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
@@ -76,10 +108,12 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    """A tool definition, which is passed to the chat template unchanged."""
+    """A tool definition, which is passed to the chat template."""
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: AnyObject | None = Field(None, exclude=True)
+    """Accepted without effect, because every prefix is cached."""
 
 
 class NamedFunction(Strict):

@@ -376,7 +376,7 @@ def _reason(answer: Output | _Answer, parser: AnswerParser | None = None) -> str
     reason = answer.finish_reason
     if reason is None or reason is FinishReason.LENGTH:
         return None if reason is None else "length"
-    return "tool_calls" if parser is not None and parser.num_calls else "stop"
+    return "tool_calls" if parser is not None and parser.ends_with_calls else "stop"
 
 
 def _call_body(call: CallDelta) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class MessagesFormat:
         stop_text = self._last.stop_text if self._last is not None else ""
         if self._answer.finish_reason is FinishReason.LENGTH:
             reason = "max_tokens"
-        elif self._answer.has_calls:
+        elif self._answer.ends_with_calls:
             reason = "tool_use"
         else:
             reason = "stop_sequence" if stop_text else "end_turn"
