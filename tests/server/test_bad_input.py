@@ -94,6 +94,76 @@ def test_error_for_invalid_message_names_index_of_message(server, message, where
     assert error["param"].startswith(where)
 
 
+PART = {"type": "image_url", "image_url": {"url": "data:"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "why"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [PART]}]}, "messages.0.content.0.type", "'text'"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type", "'type'"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+            "required",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": {}}]}, "messages.0.content", "valid string"),
+        (CHAT, {"messages": [*MESSAGES, CALLED]}, "messages.1.tool_calls.0", "function.name"),
+        (CHAT, {"tool_choice": "any"}, "tool_choice", "'required'"),
+        (CHAT, {"tool_choice": ALLOWED}, "tool_choice.type", "'function'"),
+        (CHAT, {"stop": [None]}, "stop.0", "valid string"),
+        (CHAT, {"response_format": {"type": "regex"}}, "response_format.type", "'json_schema'"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+            "",
+        ),
+        (CHAT, {"structured_outputs": {"cache_salt": "x"}}, "structured_outputs.cache_salt", "unknown field"),
+        (CHAT, {"prompt": "x"}, "prompt", "this endpoint does not have the field"),
+        (TEXT, {"prompt": "x", "tools": []}, "tools", "this endpoint does not have the field"),
+        (
+            TEXT,
+            {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice",
+            "regex",
+        ),
+        (TEXT, {"prompt": "x", "allowed_token_ids": [65], "bad_words": ["b"]}, "allowed_token_ids", "no token"),
+        (TEXT, {"prompt": "x", "guided_json": "[]"}, "guided_json", "not a JSON object"),
+    ],
+)
+def test_error_names_the_exact_place_in_the_body(server, path, fields, param, why):
+    base = {"messages": MESSAGES} if path == CHAT else {}
+    error = refused(server.post(path, {"model": server.model, **base, "max_tokens": 2, **fields}))
+    assert (error["param"], why in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [("NaN", "temperature"), ("1e999", "temperature"), ("1" * 5000, None), ("-" + "1" * 40, "temperature")],
+)
+def test_number_out_of_range_is_400(server, value, param):
+    data = json.dumps({"model": server.model, "messages": MESSAGES, "temperature": 7}).replace("7", value)
+    error = refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
+    assert error["param"] == param
+    assert ("temperature" if param else "too many digits") in error["message"]
+
+
+def test_unpaired_surrogate_is_400_and_names_the_field(server):
+    data = json.dumps({"model": server.model, "messages": [{"role": "user", "content": "a\ud800"}]})
+    error = refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
+    assert (error["param"], "unicode" in error["message"]) == ("messages.0.content", True)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})])
+def test_tokenizing_with_an_unknown_model_is_404(server, path, body):
+    assert refused(server.post(path, {**body, "model": "gpt-5"}), 404)["param"] == "model"
+
+
 @pytest.mark.parametrize("prompt", [[], [[]], [""], "", [1.5], [[1], "x"], {"a": 1}, [-1], [2**31], None, [10**6]])
 def test_invalid_prompt_is_400(server, prompt):
     error = refused(server.post(TEXT, {"model": server.model, "prompt": prompt, "max_tokens": 1}))
@@ -127,6 +197,25 @@ def test_body_that_is_not_a_json_object_is_400(server, data):
     refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
 
 
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "Expecting value at 0"),
+        (b'{"model": "tiny",}', "at 17"),
+        (b'{"model": "tiny"} x', "Extra data at 18"),
+        (b'{"model": "\xff"}', "not UTF-8"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b"[1]", "valid dictionary"),
+        (b'"x"', "valid dictionary"),
+    ],
+)
+def test_error_of_the_whole_body_names_the_body_and_the_position(server, data, why):
+    """No field is invalid, so that `param` is null, as in OpenAI's API."""
+    error = refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
+    assert (error["param"], "the body" in error["message"]) == (None, True)
+    assert why in error["message"]
+
+
 def test_body_with_lone_surrogate_is_400(server):
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "\ud800"}}}
@@ -138,7 +227,7 @@ def test_body_with_lone_surrogate_is_400(server):
 DEEP = {
     "tools": '[{"type": "function", "function": {"name": "f", "parameters": DEEP}}]',
     "response_format": '{"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}',
-    "messages": '[{"role": "assistant", "tool_calls": [DEEP]}]',
+    "messages": '[{"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "more": DEEP}]}]',
 }
 
 
@@ -150,11 +239,14 @@ def test_error_for_deeply_nested_json_names_the_field(server, field):
         data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
+    inside = 1 if field == "messages" else 0  # levels around DEEP in the object whose depth is limited
     for depth in (101, 300, 900):
         error = refused(send(depth))
         assert error["param"].split(".")[0] == field
         assert "deeper than 100 levels" in error["message"]
-    assert send(100).status_code == 200 or field == "response_format"  # a schema must not contain the keyword "a"
+    assert (
+        send(100 - inside).status_code == 200 or field == "response_format"
+    )  # a schema must not contain the keyword "a"
 
 
 def test_body_with_wrong_content_type_is_400(server):

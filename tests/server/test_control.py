@@ -201,7 +201,8 @@ def test_resize_changes_tier_size_and_prompt_limit(tiered):
         ("drop", {"prompt": "x", "tenant": "unknown"}, "tenant"),
         ("resize", {"tier": "disk", "num_blocks": 5}, "tier"),
         ("resize", {"tier": "device", "num_blocks": 0}, "num_blocks"),
-        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, None),  # larger than the machine's memory
+        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, "num_blocks"),  # more than the machine's memory
+        ("resize", {"tier": "host", "num_blocks": (1 << 31) - 1}, "num_blocks"),
         ("reset", {"all": True}, "all"),
     ],
 )

@@ -37,6 +37,8 @@ SCRIPT = [
 ]
 THINKING = CHAT_TEMPLATE + "{# <think> </think> <tool_call> #}"
 USER = {"role": "user", "content": "Will it rain in Paris?"}
+USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
 
 
 def body_of(server, **fields) -> dict:
@@ -122,6 +124,13 @@ def test_stop_sequence_ends_the_message_and_is_reported(scripted):
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "me")
     streamed = joined(events(ask(scripted, stop_sequences=["zzz", "me"], stream=True)))
     assert (streamed["stop_reason"], streamed["stop_sequence"]) == ("stop_sequence", "me")
+
+
+def test_stop_sequence_in_a_tool_call_is_the_stop_reason(scripted):
+    """The call is not complete, so that the client must not run it."""
+    message = ask(scripted, tools=[WEATHER], stop_sequences=["Pa"]).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "Pa")
+    assert message["content"][-1]["type"] == "tool_use"
 
 
 def test_cut_message_has_stop_reason_max_tokens(scripted):
@@ -235,7 +244,11 @@ def test_billing_line_in_chat_requests_is_removed(server):
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}, USER]}, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages.0.content.0.thinking"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "messages"),
         ({"messages": [{"role": "user", "content": "long " * 3000}]}, "messages"),

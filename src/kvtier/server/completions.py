@@ -60,6 +60,8 @@ class HttpJob:
     """Time at which the newest token of each answer arrived, by request id and index."""
     mailbox: Mailbox = field(default_factory=Mailbox)
     trace: RequestTrace | None = None
+    restriction: str | None = None
+    """The first field that restricts the tokens of the answer."""
 
     @property
     def num_answers(self) -> int:
@@ -147,7 +149,9 @@ class Completions:
         record = RequestRecord(id, tenant_name(tenant), api.endpoint, client_id=client_id, notes=prepared.notes)
         options = body.stream_options or StreamOptions()
         format = self._format(prepared, id, params, options)
-        return HttpJob(tenant, submits, format, bool(body.stream), options, request.state.began, record)
+        restriction = _restriction(prepared)
+        began = request.state.began
+        return HttpJob(tenant, submits, format, bool(body.stream), options, began, record, restriction=restriction)
 
     def _format(self, prepared: _Prepared, id: str, params: SamplingParams, options: StreamOptions) -> AnswerFormat:
         match prepared.source:
@@ -270,7 +274,7 @@ class Completions:
             record.ttft_seconds = now - job.began
         for output in outputs:
             if output.finish_reason is not None:
-                self._check_end(record, output)
+                self._check_end(job, output)
             record.new_tokens += len(output.token_ids)
             if output.token_ids:
                 answer = (output.request_id, output.index)
@@ -278,14 +282,15 @@ class Completions:
                     self.request_log.vllm.gaps.observe(now - before)
                 job.arrived[answer] = now
 
-    def _check_end(self, record: RequestRecord, output: Output) -> None:
+    def _check_end(self, job: HttpJob, output: Output) -> None:
         """Raise an error if an answer failed. Otherwise count its cached tokens."""
+        record = job.record
         match output.finish_reason:
             case FinishReason.ERROR:
                 _log.error("request %s failed in the engine: %s", record.id, output.error)
                 raise ApiError(500, f"the engine could not complete the request: {output.error}", code="step_failed")
             case FinishReason.CONFLICT:
-                raise ApiError(400, output.error, code="no_token_allowed")
+                raise ApiError(400, output.error, job.restriction, code="no_token_allowed")
             case FinishReason.REFUSED:
                 raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
         if output.index == 0:  # the n answers share one cached prefix
@@ -314,6 +319,12 @@ class Completions:
             "-" if record.ttft_seconds is None else round(record.ttft_seconds * 1e3),
             record.seconds,
         )
+
+
+def _restriction(prepared: _Prepared) -> str | None:
+    names = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+    given = [name for name in names if getattr(prepared.body, name)]
+    return given[0] if given else prepared.grammar.field if prepared.grammar is not None else None
 
 
 def _event(job: HttpJob, outputs: list[Output], opened: set[int]) -> bytes:

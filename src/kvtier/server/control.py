@@ -107,7 +107,10 @@ def add_control(
     async def resize(request: Request) -> dict[str, Any]:
         """Change the number of blocks in a memory tier."""
         body = (await bodies.read(request, ResizeBody)).body
-        result = await engine.call("resize", tier=body.tier, num_blocks=body.num_blocks)
+        try:
+            result = await engine.call("resize", tier=body.tier, num_blocks=body.num_blocks)
+        except ArgumentError as error:
+            raise ApiError(400, f"num_blocks: {error}", "num_blocks") from error
         if body.tier == "device":
             admission.num_device_blocks = body.num_blocks
         return result

@@ -36,7 +36,9 @@ def answer_grammar(body: Sampling) -> AnswerGrammar | None:
     if not found:
         return None
     if len(found) > 1:
-        first, second = found[0][0], found[1][0]
+        (first_field, first, _, _), (second_field, second, _, _) = found[:2]
+        if first_field != second_field:
+            first, second = first_field, second_field
         raise ApiError(400, f"{second} cannot be combined with {first}: an answer has one grammar", second)
     ((field, param, kind, value),) = found
     if not schemas.is_available():
@@ -101,8 +103,9 @@ def _grammar(kind: str, value: Any) -> Grammar:
     if isinstance(value, dict):
         return Grammar("json", json.dumps(value))
     try:
-        if not isinstance(json.loads(value), dict):
-            raise ArgumentError("the schema is not a JSON object")
+        schema = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the schema is not JSON: {type(error).__name__}") from error
+    if not isinstance(schema, dict):
+        raise ArgumentError("the schema is not a JSON object")
     return Grammar("json", value)

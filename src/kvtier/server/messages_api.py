@@ -116,6 +116,15 @@ class Turn(Loose):
     role: Literal["user", "assistant", "system"]
     content: _Blocks
 
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> Self:
+        is_assistant = self.role == "assistant"
+        wrong: Any = ToolResultBlock if is_assistant else (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
+        for index, block in enumerate(self.content):
+            if isinstance(block, wrong):
+                raise ValueError(f"content.{index}: a message of the role {self.role} cannot have {block.type} blocks")
+        return self
+
     def chat_messages(self) -> list[dict[str, Any]]:
         """Return the messages of the chat request. Tool results become messages of their own."""
         if self.role == "assistant":

@@ -6,6 +6,7 @@ same code in a worker process (worker.py). This module therefore imports neither
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -13,7 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from kvtier.engine import schemas
 from kvtier.engine.schemas import Grammar
@@ -97,6 +100,8 @@ class Preparation:
     def prepare(self, model: type[BaseModel], data: bytes | bytearray, max_tokens: int) -> Prepared[Any]:
         """Validate a body and tokenize its prompts. Prompts of more than `max_tokens` tokens are rejected."""
         body, ignored = _validate(model, data)
+        if isinstance(body, TokenizeRequest | DetokenizeRequest) and body.model is not None:
+            self._check_model(body.model)
         match body:
             case CompletionRequest() | ChatRequest():
                 return replace(self._generation(body, max_tokens), ignored=ignored)
@@ -280,8 +285,7 @@ class Preparation:
             raise _refusal(error, "messages", max_tokens) from error
 
     def _check(self, body: ChatRequest | CompletionRequest) -> None:
-        if body.model not in self._config.names:
-            raise unknown_model(body.model, self._config.names)
+        self._check_model(body.model)
         most, num_answers = self._config.max_answers, body.n or 1
         if isinstance(body, CompletionRequest):
             num_answers *= len(body.prompts)
@@ -292,6 +296,10 @@ class Preparation:
         _check_prompt_logprobs(body)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._config.names:
+            raise unknown_model(name, self._config.names)
 
     def _check_sizes(self, texts: Sequence[str], name: str, max_tokens: int) -> None:
         """Reject texts with more bytes than `max_tokens` tokens can have, before any text is rendered or tokenized."""
@@ -324,13 +332,7 @@ def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[s
     """Return the validated body, and the names of the fields that are ignored."""
     ignored: tuple[str, ...] = ()
     table = getattr(model, "fields", None)
-    try:
-        value = json.loads(data)
-    except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error.msg} at {error.pos}", code="invalid_json") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "it is nested too deep"
-        raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json") from error
+    value = _parse(data)
     try:
         if issubclass(model, Sampling) and isinstance(value, dict) and len(value) <= MAX_FIELDS:
             value, ignored = split(value, model.model_fields, model.place)
@@ -340,7 +342,28 @@ def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[s
     except UnsupportedFieldError as error:
         raise ApiError(400, f"{error.name}: {error}", error.name, "unsupported_field") from error
     except ValidationError as error:
-        raise _from_validation(error, {*model.model_fields, *(table or FIELDS)}) from error
+        raise _from_validation(error, {*model.model_fields, *(table or FIELDS)}, value) from error
+
+
+def _parse(data: bytes | bytearray) -> Any:
+    """Return the value of a JSON text.
+
+    The slower parser runs only if msgspec rejects the text. It names the position of an error, and it accepts NaN and
+    unpaired surrogates, so that the validation can name their field.
+    """
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(data)
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at {error.pos}"
+    except UnicodeDecodeError:
+        why = "it is not UTF-8"
+    except RecursionError:
+        why = "it is nested too deep"
+    except ValueError:  # Python limits the digits of integers
+        why = "a number has too many digits"
+    raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json")
 
 
 def _to_chat(body: CountTokensRequest | ResponsesRequest) -> ChatRequest:
@@ -350,21 +373,50 @@ def _to_chat(body: CountTokensRequest | ResponsesRequest) -> ChatRequest:
         raise _from_validation(error, ChatRequest.model_fields) from error
 
 
-def _from_validation(error: ValidationError, known: Collection[str]) -> ApiError:
-    """Convert the first error that pydantic reports. The input is not quoted, because it may be a prompt.
+def _from_validation(error: ValidationError, known: Collection[str], body: Any = None) -> ApiError:
+    """Convert the deepest error that pydantic reports. The input is not quoted, because it may be a prompt.
 
-    `known` has the names of all fields. An error of the whole body starts with the name of the field that causes it.
+    If a value may have several types, pydantic reports an error for each. The deepest one is of the type that fits
+    best. `known` has the names of all fields. An error of the whole body starts with the name of the field that causes
+    it. None as `body` keeps the paths of pydantic.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"])) or None
+    errors = error.errors(include_url=False, include_input=False)
+    paths = [_path(each, body) for each in errors]
+    first, path = max(zip(errors, paths, strict=True), key=lambda pair: len(pair[1]))
+    where = ".".join(map(str, path)) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
-        message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
+        message = "unknown field" if len(path) > 1 else _unknown_field(str(path[0]), known)
     first_word = message.partition(" ")[0].rstrip(":")
     param = where or (first_word if first_word in known else None)
     head = f"{where}: " if where else "" if param else "the body: "
     return ApiError(400, head + message, param, str(first["type"]))
+
+
+def _path(error: ErrorDetails, body: Any) -> list[int | str]:
+    """Return the place of an error in the body, without the names that pydantic adds for the types of a union."""
+    if body is None:
+        return list(error["loc"])
+    path: list[int | str] = []
+    value = body
+    for name in error["loc"]:
+        is_key = isinstance(value, dict) and name in value
+        is_index = isinstance(value, list) and isinstance(name, int) and name < len(value)
+        if is_key or is_index:
+            path.append(name)
+            value = value[name]
+    if error["type"] == "missing" and isinstance(value, dict):
+        path.append(error["loc"][-1])
+    elif error["type"].startswith("union_tag"):
+        path.append(error["ctx"]["discriminator"].strip("'"))
+    return path
+
+
+def _unknown_field(name: str, known: Collection[str]) -> str:
+    if name in known:
+        return "this endpoint does not have the field"
+    near = difflib.get_close_matches(name, known, 1)
+    return "unknown field" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
