@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,32 +12,70 @@ from hypothesis.errors import Unsatisfiable
 from server_support import ServerProcess
 
 EXAMPLES = 20 * int(os.environ.get("KVTIER_SOAK", "1"))
-# sleep and wake interrupt the service by design, and resize could allocate all memory of the machine.
-EXCLUDED_PATHS = r"^/(sleep|wake_up|control/(sleep|wake|resize))"
+# These interrupt the service by design, so that a server of their own gets them.
+INTERRUPTING = r"^/(sleep|wake_up|control/(sleep|wake|resize))"
+MOST_BLOCKS = 64
+"""A larger size could take all memory of the machine. test_control.py sends sizes that do not fit."""
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tiny_model, tmp_path_factory) -> Iterator[ServerProcess]:
-    """Yield a server whose cache holds 256 tokens, so that answers are short."""
-    log = tmp_path_factory.mktemp("fuzzed") / "log"
-    process = ServerProcess(log, "--model", str(tiny_model), "--threads", "1", "--blocks", "16")
-    yield process
-    state = process.wait_for(lambda state: state["in_flight"] == 0)
-    assert (state["running"], state["waiting"], state["holds"]) == (0, 0, 0)
-    assert process.stop() == 0
-    assert "Traceback" not in process.log, process.log
-    assert "status=5" not in process.log, process.log
+def start_fuzzed(tiny_model, tmp_path_factory) -> Iterator[Callable[[], ServerProcess]]:
+    """Yield a function that starts a server whose cache holds 256 tokens, so that answers are short."""
+    started: list[ServerProcess] = []
+
+    def start() -> ServerProcess:
+        log = tmp_path_factory.mktemp("fuzzed") / "log"
+        options = ("--threads", "1", "--blocks", "16", "--host-blocks", "16")
+        started.append(ServerProcess(log, "--model", str(tiny_model), *options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        state = process.wait_for(lambda state: state["in_flight"] == 0)
+        assert (state["running"], state["waiting"], state["holds"]) == (0, 0, 0)
+        assert process.stop() == 0
+        assert "Traceback" not in process.log, process.log
+        assert "status=5" not in process.log, process.log
 
 
 @pytest.fixture(scope="module")
-def spec(fuzzed):
+def spec(start_fuzzed):
+    return load_spec(start_fuzzed()).exclude(path_regex=INTERRUPTING)
+
+
+@pytest.fixture(scope="module")
+def interrupting(start_fuzzed):
+    server = start_fuzzed()
+    return server, load_spec(server).include(path_regex=INTERRUPTING)
+
+
+def load_spec(server: ServerProcess):
     import schemathesis
 
-    return schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json").exclude(path_regex=EXCLUDED_PATHS)
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 
-@pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_fuzzed_requests_never_get_5xx(spec, mode):
+def check(case) -> None:
+    """Send a request, and check the status and the error."""
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+        case.body["model"] = "tiny"  # otherwise few requests would reach the engine
+    if isinstance(case.body, dict) and type(case.body.get("num_blocks")) is int and case.body["num_blocks"] > 0:
+        case.body["num_blocks"] = 1 + case.body["num_blocks"] % MOST_BLOCKS
+    answer = case.call(timeout=60)
+    assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        is_anthropic = case.path.startswith("/v1/messages")
+        assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
+        assert error["message"]
+        # Two kinds of errors name no field: a body that is not an object, and an error caused by the state of the
+        # server.
+        has_no_field = answer.status_code != 400 or "the body" in error["message"]
+        assert error["param"] or has_no_field, (case.as_curl_command(), error)
+
+
+def fuzz(spec, mode: str, after: Callable[[], None] = lambda: None) -> int:
+    """Send examples to every operation. `after` runs after each request. Returns the number of requests."""
     from schemathesis import GenerationMode
 
     num_sent = 0
@@ -49,22 +87,36 @@ def test_fuzzed_requests_never_get_5xx(spec, mode):
         def send(case):
             nonlocal num_sent
             num_sent += 1
-            if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-                case.body["model"] = "tiny"  # otherwise few requests would reach the engine
-            answer = case.call(timeout=60)
-            assert answer.status_code < 500, (case.as_curl_command(), answer.text)
-            if answer.status_code >= 400:
-                error = answer.json()["error"]
-                is_anthropic = case.path.startswith("/v1/messages")
-                assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
-                assert error["message"]
-                # Two kinds of errors name no field: a body that is not an object, and an error caused by the state of
-                # the server.
-                has_no_field = answer.status_code != 400 or "the body" in error["message"]
-                assert error["param"] or has_no_field, (case.as_curl_command(), error)
+            check(case)
+            after()
 
         try:
             send()
         except Unsatisfiable:  # without parameters, there are no invalid calls
             assert mode == "negative"
-    assert num_sent >= 3 * EXAMPLES
+    return num_sent
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_fuzzed_requests_never_get_5xx(spec, mode):
+    assert fuzz(spec, mode) >= 3 * EXAMPLES
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
+    """Sizes and sleep change in random order. Between the requests, the server has to describe its state."""
+    server, spec = interrupting
+    sizes: set[tuple[int, ...]] = set()
+
+    def look() -> None:
+        state = server.state()
+        assert state["status"] in ("ok", "sleeping")
+        assert server.get("/is_sleeping").json() == {"is_sleeping": state["status"] == "sleeping"}
+        sizes.add(tuple(tier["num_blocks"] for tier in state["tiers"]))
+
+    assert fuzz(spec, mode, look) >= EXAMPLES
+    assert server.post("/wake_up").status_code == 200
+    assert len(sizes) > 2 or mode == "negative"
+    body = {"model": server.model, "prompt": "a", "max_tokens": 1}
+    assert server.post("/control/resize", {"tier": "device", "num_blocks": 16}).status_code == 200
+    assert server.post("/v1/completions", body).status_code == 200
