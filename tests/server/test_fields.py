@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 
+from kvtier.server.agent_fields import RESPONSES_FIELDS
 from kvtier.server.fields import FIELDS, HEADER
 from kvtier.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 
@@ -28,9 +29,28 @@ def of_kind(kind: str, path: str) -> list[str]:
     return [name for name, field in FIELDS.items() if field.kind == kind and PLACES[path] in field.places]
 
 
+def of_place(place: str) -> set[str]:
+    return {name for name, field in FIELDS.items() if place in field.places}
+
+
 def events(answer: httpx.Response) -> list[dict]:
     lines = answer.text.split("\n\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "responses"])
+def test_table_has_every_field_of_the_openai_client(api):
+    from openai.types import completion_create_params, responses
+    from openai.types.chat import completion_create_params as chat_params
+
+    params, table = {
+        "chat": (chat_params.CompletionCreateParamsBase, of_place("c")),
+        "completions": (completion_create_params.CompletionCreateParamsBase, of_place("t")),
+        "responses": (responses.response_create_params.ResponseCreateParamsBase, {*RESPONSES_FIELDS}),
+    }[api]
+    fields = {*params.__required_keys__, *params.__optional_keys__, "stream"}
+    assert len(fields) > 15
+    assert fields <= table
 
 
 @pytest.mark.parametrize(("path", "model"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])

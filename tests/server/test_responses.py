@@ -203,18 +203,25 @@ def test_unsupported_tool_types_of_responses_are_skipped(server):
     [
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0.type",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": None}]}, "input.0.output"),
         ({"input": "long " * 3000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools.0"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text.format.schema"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"stop": [""]}, "stop.0"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"inputs": "x"}, "inputs"),
     ],
 )
@@ -224,6 +231,24 @@ def test_invalid_request_for_a_response_is_400_with_the_field(server, fields, pa
     error = answer.json()["error"]
     assert error["param"].startswith(param), error
     assert param.split(".")[0] in error["message"]
+
+
+def test_sampling_fields_of_vllm_apply_to_a_response(server):
+    def text(**fields) -> str:
+        return post(server, **fields).json()["output"][0]["content"][0]["text"]
+
+    assert text(structured_outputs={"choice": ["only this"]}, max_output_tokens=20) == "only this"
+    assert text(logit_bias={"65": 100}, ignore_eos=True, max_output_tokens=4, temperature=0) == "bbbb"
+    found = text(
+        logit_bias={"65": 100}, stop=["bb"], include_stop_str_in_output=True, max_output_tokens=4, temperature=0
+    )
+    assert found == "bb"
+
+
+def test_request_id_of_a_response_is_returned_and_explained(server):
+    answer = post(server, request_id="my-response", max_output_tokens=1)
+    assert answer.headers["x-request-id"] == "my-response"
+    assert server.get("/control/explain/my-response").json()["request_id"] == answer.json()["id"]
 
 
 def test_field_table_of_responses_has_the_fields_of_the_model():

@@ -51,6 +51,14 @@ def test_close_of_session_returns_blocks_of_its_tenant_once(tenants, field):
     assert close(tenants, "chat", "key-of-tenant-one") == 0
 
 
+@pytest.mark.parametrize("field", ["session_id", "prompt_cache_key"])
+def test_response_belongs_to_its_session(tenants, field):
+    key = "key-of-tenant-one"
+    body = {"model": tenants.model, "input": uuid.uuid4().hex * 4, "max_output_tokens": 1, field: "agent"}
+    assert tenants.post("/v1/responses", body, key).status_code == 200
+    assert close(tenants, "agent", key) > 0
+
+
 def test_close_of_unknown_session_is_zero(tenants):
     assert close(tenants, "never seen", "key-of-tenant-one") == 0
 

@@ -99,12 +99,7 @@ class ReplicaFeed:
         except (KeyError, TypeError, ArgumentError):
             self.num_malformed += 1
             return
-        is_shared = tier == STORE and event.get("locality") == "REMOTE"
-        if is_shared and kind == "BlockStored":
-            self._index.share(STORE, hashes)
-        elif is_shared and kind == "BlockRemoved":
-            self._index.unshare(STORE, hashes)
-        elif kind == "BlockStored":
+        if kind == "BlockStored":
             self._index.store(self._replica, tier, hashes)
         elif kind == "BlockRemoved":
             self._index.remove(self._replica, tier, hashes)

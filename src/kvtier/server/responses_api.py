@@ -14,12 +14,19 @@ from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, mode
 from kvtier.server.agent_fields import RESPONSES_FIELDS
 from kvtier.server.field_types import (
     AnyObject,
+    Biases,
     ModelName,
     Name,
+    Penalty,
     PositiveCount,
     Priority,
+    RepetitionPenalty,
+    RequestId,
     Seed,
+    SessionKey,
     ShortText,
+    StopText,
+    StopTexts,
     Strict,
     Temperature,
     TemplateVariables,
@@ -30,9 +37,32 @@ from kvtier.server.field_types import (
     few,
 )
 from kvtier.server.messages_api import Loose
-from kvtier.server.protocol import ChatRequest
+from kvtier.server.protocol import ChatRequest, StructuredOutputs
 
 _MAX_ITEMS = 4096
+_SAME_FIELDS = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "structured_outputs",
+    "session_id",
+    "prompt_cache_key",
+    "request_id",
+    "stream",
+    "parallel_tool_calls",
+    "cache_salt",
+    "priority",
+)
+"""Fields that chat requests have too."""
 _LOGPROBS = "message.output_text.logprobs"
 # Field of the chat request -> field of this API that it is made from. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -151,7 +181,7 @@ class ResponseTool(Loose):
     """A function of the client. Tools of other types, which OpenAI runs or defines, are skipped."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    name: Annotated[str, StringConstraints(max_length=128)] | None = None
+    name: ToolName | None = None
     description: Text | None = None
     parameters: AnyObject | None = None
     strict: bool | None = None
@@ -214,6 +244,17 @@ class ResponsesRequest(Strict):
     top_p: TopP | None = None
     top_k: TopK | None = None
     seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Biases | None = None
+    stop: StopText | StopTexts | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    session_id: Name | None = None
+    prompt_cache_key: SessionKey | None = None
+    request_id: RequestId | None = None
     stream: bool | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True), few(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
@@ -246,8 +287,7 @@ class ResponsesRequest(Strict):
 
     def to_chat(self) -> ChatRequest:
         """Return the chat request. A ValidationError contains names of fields of the chat request."""
-        same = ("model", "temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "cache_salt")
-        fields = {name: getattr(self, name) for name in (*same, "priority")}
+        fields = {name: getattr(self, name) for name in _SAME_FIELDS}
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
