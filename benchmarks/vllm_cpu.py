@@ -16,12 +16,15 @@ time and answer each pair of requests one after the other, so that noise affects
 Then vLLM and vLLM + kvtier answer the same random prompts in turn. CPU time is that of all processes of an engine.
 The bar is the median of the ratios of all rounds. The best round of each engine is printed too.
 
-Mooncake and LMCache are left out unless installed (pip install --no-deps lmcache mooncake-transfer-engine-non-cuda).
+A peer that is not installed or that fails is left out, and the reason is printed and recorded. To install the peers:
+pip install --no-deps mooncake-transfer-engine-non-cuda lmcache (their requirements are for GPUs, or older than vLLM's).
+A run takes 5 minutes and 10 GB on two cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -30,7 +33,7 @@ import tempfile
 import time
 import unittest.mock
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +46,15 @@ from benchmarks.vllm_conversations import BLOCK_TOKENS, Load, Turn, answer_new_p
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import store_servers
 import vllm_models
-from vllm_support import Template, Vllm, connector
+from vllm_support import Template, Vllm, VllmError, connector
 
 ALONE, OURS = "vLLM", "+ kvtier"
 BLOCK_BYTES = 46_080 * BLOCK_TOKENS
 STEP_TOKENS = 512
 QUICK = Load(system_tokens=64, users=8, turns=5, tokens_out=8)
 NEW_PROMPTS = {"count": 2, "num_tokens": 256, "tokens_out": 16}
+START_SECONDS = 300.0
+"""Limit for the start of a peer's server. LMCache needs 13 s on idle cores, and more than 60 s on loaded ones."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,47 @@ class Peer:
     processes: tuple[psutil.Process, ...] = ()
     folder: Path | None = None
     executor: str = "mp"
+
+
+@dataclass
+class Run:
+    """An engine and its measurements."""
+
+    peer: Peer
+    engine: Vllm
+    turns: list[Turn] = field(default_factory=list)
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._hits = external_hits(self.engine)
+
+    def converse(self, load: Load) -> None:
+        """Answer the next requests of the conversations."""
+        before, start = cpu_seconds(self.engine, self.peer), time.perf_counter()
+        self.turns += self.engine.run(converse, load)
+        self.wall += time.perf_counter() - start
+        self.cpu += cpu_seconds(self.engine, self.peer) - before
+
+    def row(self, name: str, load: Load, alone: Run) -> Row:
+        ttfts = [turn.ttft for turn in self.turns]
+        prompts = sum(turn.num_prompt for turn in self.turns)
+        files = self.peer.folder.rglob("*") if self.peer.folder else ()
+        return {
+            "conversations": name,
+            "requests": len(ttfts),
+            "seconds": self.wall,
+            "TTFT p50 s": float(np.median(ttfts)),
+            "p99 s": float(np.quantile(ttfts, 0.99)),
+            "answer p50 s": float(np.median([turn.seconds for turn in self.turns])),
+            "tok/s out": len(ttfts) * load.tokens_out / self.wall,
+            "CPU s": self.cpu,
+            "% cached": 100 * sum(turn.num_cached for turn in self.turns) / prompts,
+            "% external": 100 * (external_hits(self.engine) - self._hits) / prompts,
+            "memory MB": memory_bytes(self.engine, self.peer) / 1e6,
+            "files MB": sum(file.stat().st_size for file in files if file.is_file()) / 1e6,
+            "% answers as vLLM": percent_equal(self.turns, alone.turns),
+        }
 
 
 def main() -> None:
@@ -80,27 +126,15 @@ def main() -> None:
         template = stack.enter_context(contextlib.closing(Template(folder, model)))
         bench = Bench(template, load)
         peers = {ALONE: Peer(), OURS: Peer(connector(host_bytes=bench.host_bytes))}
-        if not options.quick:
-            peers |= other_peers(folder, bench.host_bytes, stack, options.only)
         again, more_bars = bench.run_new_prompts(peers, rounds)
         print_table(again)
+        if not options.quick:
+            peers |= bench.start_stores(folder, stack, options.only)
         rows = bench.run_conversations(peers)
     print_table(rows)
-    report("vllm_cpu", [*rows, *again], [*conversation_bars(rows), *more_bars], options.results)
-
-
-def other_peers(
-    folder: Path, num_bytes: int, stack: contextlib.ExitStack, only: Sequence[str] | None
-) -> dict[str, Peer]:
-    """Start the stores of the other connectors. A peer that is not installed is left out with a message."""
-    starts = {"ExampleConnector": example, "MooncakeStoreConnector": mooncake, "LMCacheMPConnector": lmcache}
-    peers = {}
-    for name in starts if only is None else only:
-        try:
-            peers[f"+ {name}"] = stack.enter_context(starts[name](folder, num_bytes))
-        except store_servers.NotInstalled as missing:
-            print(f"no {name}: {missing}")
-    return peers
+    left_out: list[Row] = [{"conversations": name, "left out": reason} for name, reason in bench.left_out.items()]
+    print_table(left_out)
+    report("vllm_cpu", [*rows, *left_out, *again], [*conversation_bars(rows), *more_bars], options.results)
 
 
 @contextlib.contextmanager
@@ -133,7 +167,8 @@ def mooncake(folder: Path, num_bytes: int) -> Iterator[Peer]:
     file.write_text(json.dumps(config))
     fields = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     environment = {"MOONCAKE_CONFIG_PATH": str(file), "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1"}
-    with store_servers.running(command, folder, "mooncake.log", lambda: store_servers.listens(port)) as master:
+    is_up = functools.partial(store_servers.listens, port)
+    with store_servers.running(command, folder, "mooncake.log", is_up, START_SECONDS) as master:
         yield Peer(fields, environment, (psutil.Process(master.pid),))
 
 
@@ -150,7 +185,9 @@ def lmcache(folder: Path, num_bytes: int) -> Iterator[Peer]:
     environment = {"LMCACHE_TRACK_USAGE": "false"}
     with (
         unittest.mock.patch.dict(os.environ, environment),
-        store_servers.running(command, folder, "lmcache.log", lambda: store_servers.listens(http)) as server,
+        store_servers.running(
+            command, folder, "lmcache.log", functools.partial(store_servers.listens, http), START_SECONDS
+        ) as server,
     ):
         # In a forked worker LMCache is imported before vLLM looks for Triton kernels, which then raises.
         yield Peer(fields, environment, (psutil.Process(server.pid),), executor="spawn")
@@ -162,6 +199,8 @@ class Bench:
     def __init__(self, template: Template, load: Load) -> None:
         self._template, self._load = template, load
         self.host_bytes = load.num_blocks * BLOCK_BYTES * 3 // 2
+        self.left_out: dict[str, str] = {}
+        """Peer -> why it is not measured."""
 
     @contextlib.contextmanager
     def start(self, peer: Peer) -> Iterator[Vllm]:
@@ -178,45 +217,44 @@ class Bench:
             engine.run(answer_new_prompts, 10**6, 1, 64, 4)  # warm up
             yield engine
 
+    def start_stores(self, folder: Path, stack: contextlib.ExitStack, only: Sequence[str] | None) -> dict[str, Peer]:
+        """Start the stores of the other connectors."""
+        starts = {"ExampleConnector": example, "MooncakeStoreConnector": mooncake, "LMCacheMPConnector": lmcache}
+        peers = {}
+        for name in starts if only is None else only:
+            try:
+                peers[f"+ {name}"] = stack.enter_context(starts[name](folder, self.host_bytes))
+            except (store_servers.NotInstalled, RuntimeError, TimeoutError) as error:
+                self._leave_out(f"+ {name}", error)
+        return peers
+
     def run_conversations(self, peers: Mapping[str, Peer]) -> list[Row]:
         """Let all engines answer the same requests in turn; the order changes with every pair of requests."""
-        turns: dict[str, list[Turn]] = {name: [] for name in peers}
-        wall, cpu = dict.fromkeys(peers, 0.0), dict.fromkeys(peers, 0.0)
         with contextlib.ExitStack() as stack:
-            engines = {name: stack.enter_context(self.start(peer)) for name, peer in peers.items()}
-            hits = {name: external_hits(engine) for name, engine in engines.items()}
+            runs: dict[str, Run] = {}
+            for name, peer in peers.items():
+                with self._leaving_out(runs, name):
+                    runs[name] = Run(peer, stack.enter_context(self.start(peer)))
             for number in range(len(self._load.order()) // self._load.in_flight):
-                for name in list(engines) if number % 2 else reversed(engines):
-                    engine, before, start = engines[name], cpu_seconds(engines[name], peers[name]), time.perf_counter()
-                    turns[name] += engine.run(converse, self._load)
-                    wall[name] += time.perf_counter() - start
-                    cpu[name] += cpu_seconds(engine, peers[name]) - before
-            hits = {name: external_hits(engine) - hits[name] for name, engine in engines.items()}
-            memory = {name: memory_bytes(engine, peers[name]) for name, engine in engines.items()}
-        rows: list[Row] = []
-        for name, peer in peers.items():
-            ttfts = [turn.ttft for turn in turns[name]]
-            prompts = sum(turn.num_prompt for turn in turns[name])
-            cached = sum(turn.num_cached for turn in turns[name])
-            files = peer.folder.rglob("*") if peer.folder else ()
-            rows.append(
-                {
-                    "conversations": name,
-                    "requests": len(ttfts),
-                    "seconds": wall[name],
-                    "TTFT p50 s": float(np.median(ttfts)),
-                    "p99 s": float(np.quantile(ttfts, 0.99)),
-                    "answer p50 s": float(np.median([turn.seconds for turn in turns[name]])),
-                    "tok/s out": len(ttfts) * self._load.tokens_out / wall[name],
-                    "CPU s": cpu[name],
-                    "% cached": 100 * cached / prompts,
-                    "% external": 100 * hits[name] / prompts,
-                    "memory MB": memory[name] / 1e6,
-                    "files MB": sum(file.stat().st_size for file in files if file.is_file()) / 1e6,
-                    "% answers as vLLM": percent_equal(turns[name], turns[ALONE]),
-                }
-            )
-        return rows
+                for name in list(runs) if number % 2 else list(reversed(runs)):
+                    with self._leaving_out(runs, name):
+                        runs[name].converse(self._load)
+            return [run.row(name, self._load, runs[ALONE]) for name, run in runs.items()]
+
+    @contextlib.contextmanager
+    def _leaving_out(self, runs: dict[str, Run], name: str) -> Iterator[None]:
+        """Continue without a peer whose engine fails in the `with` block."""
+        try:
+            yield
+        except VllmError as error:
+            if name in (ALONE, OURS):
+                raise
+            runs.pop(name, None)
+            self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        self.left_out[name] = str(error).splitlines()[0][:300]
+        print(f"left out {name}: {error}", flush=True)
 
     def run_new_prompts(self, peers: Mapping[str, Peer], rounds: int) -> tuple[list[Row], list[Bar]]:
         """Let two engines answer the same new prompts in turn; the order changes with every round."""

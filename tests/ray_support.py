@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -73,6 +72,10 @@ class Fleet:
         config = RayConfig(server_config(self._model, **(engine or {})), "ray", num_replicas, replica_cpus=0.5, **fleet)
         serve.run(fleet_app(config), name=APPLICATION)
 
+    def kill_worker(self) -> None:
+        """Kill the raylet of the other node with SIGKILL."""
+        self.worker.kill_raylet(check_alive=False)
+
     def add_worker(self) -> None:
         self.worker = self.cluster.add_node(node_ip_address=WORKER, **self._settings)
 
@@ -105,10 +108,8 @@ class Fleet:
         return found
 
     def proxy_pid(self) -> int:
-        from ray.util.state import list_actors
-
-        actors = list_actors(filters=[("class_name", "=", "ProxyActor"), ("state", "=", "ALIVE")])
-        return int(actors[0].pid)
+        listening = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+        return next(each.pid for each in listening if each.laddr.port == self.port)
 
     def close(self) -> None:
         import ray
@@ -182,11 +183,8 @@ def ask(client: openai.OpenAI, prompt: str, max_tokens: int, *, stream: bool) ->
     return text
 
 
-def child_pids(pid: int) -> set[int]:
-    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
-
-
-def event_error(error: Exception) -> dict[str, Any]:
-    """Return the fields of an error that a stream reported."""
+def is_lost(error: Exception) -> bool:
+    """Return True if a request was refused with 503, or its stream ended with the error of a lost replica."""
     body = getattr(error, "body", None)
-    return body if isinstance(body, dict) else json.loads("{}")
+    code = body.get("code") if isinstance(body, dict) else None
+    return getattr(error, "status_code", 0) == 503 or code == "replica_lost"

@@ -52,13 +52,16 @@ def need_module(name: str, install: str) -> None:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], folder: Path, log: str, is_up: Callable[[], bool]) -> Iterator[subprocess.Popen]:
+def running(
+    command: Sequence[str], folder: Path, log: str, is_up: Callable[[], bool], timeout_s: float = 60
+) -> Iterator[subprocess.Popen]:
     """Start a server, wait until it is up, and kill it at the end of the `with` block."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / log, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.PIPE, cwd=folder)
     try:
-        wait_for(lambda: process.poll() is not None or is_up(), f"{command[0]} to start; see {folder / log}")
+        what = f"{command[0]} to start; see {folder / log}"
+        wait_for(lambda: process.poll() is not None or is_up(), what, timeout_s)
         if process.poll() is not None:
             raise RuntimeError(f"{command} ended: {(folder / log).read_text(errors='replace')[-2000:]}")
         yield process

@@ -104,7 +104,10 @@ class RandomCases:
             if rng.random() < 0.5:
                 cut = cut // self._block_tokens * self._block_tokens
             tokens = earlier[:cut]
-        return tokens + [rng.randrange(1, VOCABULARY) for _ in range(rng.choice((1, 1, 2, 5, rng.randint(1, 30))))]
+        return tokens + [
+            rng.randrange(1, VOCABULARY)
+            for _ in range(rng.choice((1, 1, 2, 5, rng.randint(1, 20 + 4 * self._block_tokens))))
+        ]
 
     def run(self) -> None:
         """Run a random batch with and without the PrefixCache, sometimes call `_continue`, and compare the results."""

@@ -96,16 +96,10 @@ AUDIO_TOKEN, AUDIO_TOKENS, SAMPLES = 500, 25, 16_000
 
 
 def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
-    """Write a random Qwen2-Audio of 3 MB: a text model like the tiny Llama, two audio layers, and a processor.
-
-    Audio is used because vLLM's image models need torchvision, which has no CPU build here.
-    """
+    """Write a random Qwen2-Audio of 3 MB: a text model like the tiny Llama, two audio layers, and a processor."""
     import torch
     from safetensors.torch import load_file
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
     from transformers import (
-        PreTrainedTokenizerFast,
         Qwen2AudioConfig,
         Qwen2AudioForConditionalGeneration,
         Qwen2AudioProcessor,
@@ -143,12 +137,66 @@ def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
     tensors = load_file(folder / "model.safetensors")  # the names have one `model.` too many for vLLM
     tensors = {key.replace("language_model.model.model.", "language_model.model."): tensors[key] for key in tensors}
     _save(folder, json.loads((folder / "config.json").read_text()), tensors)
-    special = {AUDIO_TOKEN: "<|AUDIO|>", AUDIO_TOKEN + 1: "<|audio_bos|>", AUDIO_TOKEN + 2: "<|audio_eos|>"}
+    tokenizer = _tokenizer(
+        {AUDIO_TOKEN: "<|AUDIO|>", AUDIO_TOKEN + 1: "<|audio_bos|>", AUDIO_TOKEN + 2: "<|audio_eos|>"}
+    )
+    Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16), tokenizer).save_pretrained(folder)
+    return folder
+
+
+IMAGE_TOKENS, PIXELS = 32, 28
+"""The tokens that vLLM inserts before the prompt for an image, and the width and height of the image in pixels."""
+
+
+def make_blip2(folder: Path, seed: int = 0) -> Path:
+    """Write a random BLIP-2 of 3 MB: an OPT like the tiny Llama, two vision layers, two query layers, and a processor.
+
+    LLaVA and Qwen2-VL need torchvision, which has no CPU build here.
+    """
+    import torch
+    from transformers import Blip2Config, Blip2ForConditionalGeneration, Blip2Processor, BlipImageProcessorPil
+
+    layers = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {
+        "model_type": "opt",
+        "hidden_size": WIDTH,
+        "word_embed_proj_dim": WIDTH,
+        "ffn_dim": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+    }
+    torch.manual_seed(seed)
+    config = Blip2Config(
+        vision_config=layers | {"image_size": PIXELS, "patch_size": 14},
+        qformer_config=layers | {"encoder_hidden_size": 64, "vocab_size": VOCABULARY},
+        text_config=text,
+        num_query_tokens=IMAGE_TOKENS,
+        image_token_index=500,
+    )
+    model = Blip2ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # Large weights in the projection, so that the image changes the tokens.
+                parameter.normal_(std=1.0 if name.startswith(("language_projection", "query_tokens")) else 0.2)
+    model.save_pretrained(folder)
+    image_processor = BlipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
+    Blip2Processor(image_processor, _tokenizer({500: "<image>"}), IMAGE_TOKENS).save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(special: dict[int, str]) -> Any:
+    """Return a tokenizer with one word per token id. `special` names the tokens that stand for media."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
     words = {special.get(number, f"w{number}"): number for number in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")
     tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
-    Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16), tokenizer).save_pretrained(folder)
-    return folder
+    return tokenizer
 
 
 def make_smollm2(folder: Path) -> Path:

@@ -102,7 +102,8 @@ class Ledger:
 
     def _describe(self, block: int, checksum: int) -> str:
         """Describe the content of a wrong block."""
-        poisoned = [layer for layer, cache in enumerate(self._driver.caches) if bool((cache[block] == POISON).any())]
+        pages = [cache[block] for cache in self._driver.caches]
+        poisoned = [layer for layer, page in enumerate(pages) if bool((page.isnan() | (page == UNWRITTEN)).any())]
         others = sum(checksum in known for known in self._computed.values())
         return f"poison in layers {poisoned}, equal to {others} other blocks"
 
@@ -122,33 +123,34 @@ def num_compared(driver: Driver) -> int:
     return driver.kept["ledger"].num_compared
 
 
-POISON = 1e30
-"""Not NaN: vLLM's CPU attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
+FREED, UNWRITTEN = float("nan"), 1e30
+"""Poison of free blocks, and of blocks that a request has but has not computed. The latter is not NaN: vLLM's CPU
+attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
 
 
 def poison_free_blocks(driver: Driver) -> None:
-    """Fill a device block with POISON when vLLM discards its content.
+    """Fill a device block with poison when vLLM discards its content.
 
     vLLM discards the content when it frees a block that is not in its prefix cache, or assigns the block to another
-    request. If a save holds no reference to its block, it saves POISON. If a request runs before its load, it reads
-    POISON.
+    request. If a save holds no reference to its block, it saves poison. If a request runs before its load, it reads
+    poison.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
 
-    def fill(blocks: Sequence[Any]) -> None:
+    def fill(blocks: Sequence[Any], poison: float) -> None:
         for block in blocks:
             for cache in driver.caches:
-                cache[block.block_id].fill_(POISON)
+                cache[block.block_id].fill_(poison)
 
     def free_blocks(blocks: Any) -> None:
         given = list(blocks)
         free(given)
-        fill([each for each in given if each.ref_cnt == 0 and not each.is_null and each.block_hash is None])
+        fill([each for each in given if each.ref_cnt == 0 and not each.is_null and each.block_hash is None], FREED)
 
     def get_new_blocks(*args: Any, **options: Any) -> Any:
         found = get(*args, **options)
-        fill(found)
+        fill(found, UNWRITTEN)
         return found
 
     pool.free_blocks, pool.get_new_blocks = free_blocks, get_new_blocks
@@ -476,6 +478,19 @@ def ask_with_audio(driver: Driver, prompt: Sequence[int], num_samples: int, pitc
         sound = np.sin(np.arange(num_samples, dtype=np.float32) * (2 * np.pi * pitch / 16_000))
         assert driver.reset()
         answers += driver.ask([{"prompt_token_ids": prompt, "multi_modal_data": {"audio": (sound, 16_000)}}])
+    return answers
+
+
+def ask_with_images(driver: Driver, prompt: Sequence[int], pixels: int, seeds: Sequence[int]) -> list[Answer]:
+    """Send the prompt once per image, each time with an empty device cache. vLLM puts the image before the prompt."""
+    import numpy as np
+    from PIL import Image
+
+    answers = []
+    for seed in seeds:
+        image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (pixels, pixels, 3), dtype=np.uint8))
+        assert driver.reset()
+        answers += driver.ask([{"prompt_token_ids": prompt, "multi_modal_data": {"image": image}}])
     return answers
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import httpx
+import openai
+import psutil
 import pytest
 
-from ray_support import ask
+from ray_support import HEAD, MODEL, WORKER, Load, ask, is_lost, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +40,9 @@ def answer(tiny_model):
 
 
 def assert_right(load, answer):
-    wrong = [prompt for prompt, text in load.answers if text != answer(prompt, load.max_tokens)]
-    assert wrong == []
+    """Assert that complete answers are those of one engine, and that all other requests were refused with 503."""
+    assert [prompt for prompt, text in load.answers if text != answer(prompt, load.max_tokens)] == []
+    assert [error for error in load.errors if not is_lost(error)] == []
 
 
 @pytest.mark.ray_ci
@@ -43,3 +50,110 @@ def test_openai_client_streams_the_answer_of_one_engine(fleet, answer):
     with fleet.client() as client:
         assert ask(client, "hello " * 20, 32, stream=True) == answer("hello " * 20, 32)
         assert ask(client, "hello " * 20, 32, stream=False) == answer("hello " * 20, 32)
+
+
+@pytest.mark.ray_ci
+def test_repeated_prompts_find_their_blocks(fleet):
+    """Each request ends before the next begins, so only KV events connect the router with the blocks."""
+    prompts = [f"document {number} " * 40 for number in range(4)]
+    with fleet.client() as client:
+        for round in range(3):
+            for prompt in prompts:
+                usage = client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, temperature=0).usage
+                assert round == 0 or usage.prompt_tokens_details.cached_tokens > 400
+
+
+@pytest.mark.ray_ci
+def test_closed_stream_cancels_the_request(fleet):
+    with fleet.client() as client:
+        options = {"model": MODEL, "prompt": "long ", "max_tokens": 1900, "stream": True}
+        stream = client.completions.create(extra_body={"ignore_eos": True}, **options)
+        next(iter(stream))
+        wait_until(lambda: fleet.state()["running"] == 1, "running request")
+        stream.close()
+        wait_until(lambda: fleet.state()["running"] == 0 and fleet.state()["in_flight"] == 0, "cancelled request")
+
+
+def test_unknown_model_gets_error_of_one_server(fleet):
+    with fleet.client() as client, pytest.raises(openai.NotFoundError, match="unknown model"):
+        client.completions.create(model="other", prompt="a")
+
+
+@pytest.mark.ray_ci
+def test_killed_replica_under_load_loses_no_request(fleet, answer):
+    """Requests whose stream has begun may be lost. All others are retried."""
+    load = Load(fleet)
+    with load.running():
+        victim = fleet.wait_for_replicas(3)[0]
+        os.kill(victim["pid"], signal.SIGKILL)
+        load.more(12)
+        wait_until(lambda: not psutil.pid_exists(victim["engine_pid"]), "end of the engine process")
+        found = fleet.wait_for_replicas(3)
+        load.more(12)
+    assert victim["replica"] not in {each["replica"] for each in found}
+    assert_right(load, answer)
+    assert len(load.errors) <= load.num_clients
+
+
+def test_killed_engine_process_is_replaced(fleet, answer):
+    load = Load(fleet, stream=False)
+    with load.running():
+        victim = fleet.wait_for_replicas(3)[0]
+        os.kill(victim["engine_pid"], signal.SIGKILL)
+        load.more(12)
+        wait_until(lambda: not psutil.pid_exists(victim["pid"]), "end of the replica")
+        fleet.wait_for_replicas(3)
+        load.more(12)
+    assert_right(load, answer)
+
+
+def test_killed_raylet_under_load_loses_no_request(fleet, answer):
+    load = Load(fleet)
+    with load.running():
+        wait_until(lambda: WORKER in {each["node"] for each in fleet.wait_for_replicas(3)}, "replica on the other node")
+        gone = [each for each in fleet.wait_for_replicas(3) if each["node"] == WORKER]
+        fleet.kill_worker()
+        load.more(12)
+        found = fleet.wait_for_replicas(3)
+        load.more(12)
+    fleet.add_worker()
+    assert {each["node"] for each in found} == {HEAD}
+    for each in gone:
+        wait_until(lambda pid=each["engine_pid"]: not psutil.pid_exists(pid), "end of the engine process")
+    assert_right(load, answer)
+
+
+def test_killed_proxy_closes_connections_and_retry_succeeds(fleet, answer):
+    load = Load(fleet)
+    with load.running():
+        os.kill(fleet.proxy_pid(), signal.SIGKILL)
+        load.more(12)
+    assert [prompt for prompt, text in load.answers if text != answer(prompt, load.max_tokens)] == []
+    lost = (openai.APIConnectionError, openai.APIError, httpx.TransportError)
+    assert load.errors
+    assert [error for error in load.errors if not isinstance(error, lost)] == []
+    with fleet.client(max_retries=5) as client:
+        assert ask(client, "retry", 8, stream=True) == answer("retry", 8)
+
+
+def test_scaling_from_one_to_three_to_one_loses_nothing(fleet, answer):
+    load = Load(fleet)
+    with load.running():
+        for number in (1, 3, 1, 3):
+            fleet.run(number)
+            fleet.wait_for_replicas(number)
+            load.more(12)
+    assert load.errors == []
+    assert_right(load, answer)
+
+
+def test_rolling_update_drains_replicas(fleet, answer):
+    load = Load(fleet)
+    with load.running():
+        before = {each["replica"] for each in fleet.wait_for_replicas(3)}
+        fleet.run(3, {"max_step_tokens": 256})
+        after = {each["replica"] for each in fleet.wait_for_replicas(3)}
+        load.more(12)
+    assert before & after == set()
+    assert load.errors == []
+    assert_right(load, answer)

@@ -98,6 +98,21 @@ def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
     assert [answer.num_cached for answer in answers] == [0, 64, everything, everything]
 
 
+def test_images_do_not_share_blocks(vllm, tmp_path):
+    """All tokens of the prompts are equal, only the images differ. A real vision encoder reads them."""
+    model, prompt = vllm_models.make_blip2(tmp_path), prompt_of(507, 170)
+    asked = prompt, vllm_models.PIXELS, [1, 2, 1, 2]
+    arguments = {"model": model, "skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
+    with vllm.start(None, **arguments, enable_prefix_caching=False) as alone:
+        expected = [each.tokens for each in alone.run(scenarios.ask_with_images, *asked)]
+    with vllm.start(connector(verify_loads=True), **arguments) as engine:
+        answers = engine.run(scenarios.ask_with_images, *asked)
+    assert expected[0] != expected[1]
+    assert [answer.tokens for answer in answers] == expected
+    everything = blocks_of(170 + vllm_models.IMAGE_TOKENS)
+    assert [answer.num_cached for answer in answers] == [0, 0, everything, everything]
+
+
 def test_request_without_save_or_load_uses_no_cache(engine, oracle):
     prompt = prompt_of(503, 200)
     ask(engine, prompt, transfer={"kvtier": {"save": False}})

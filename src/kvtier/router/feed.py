@@ -99,7 +99,12 @@ class ReplicaFeed:
         except (KeyError, TypeError, ArgumentError):
             self.num_malformed += 1
             return
-        if kind == "BlockStored":
+        is_shared = tier == STORE and event.get("locality") == "REMOTE"
+        if is_shared and kind == "BlockStored":
+            self._index.share(STORE, hashes)
+        elif is_shared and kind == "BlockRemoved":
+            self._index.unshare(STORE, hashes)
+        elif kind == "BlockStored":
             self._index.store(self._replica, tier, hashes)
         elif kind == "BlockRemoved":
             self._index.remove(self._replica, tier, hashes)

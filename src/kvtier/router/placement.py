@@ -3,7 +3,7 @@
 A hash table in numpy. A bucket has 8 places; a block that finds its bucket full goes to the next one:
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
-    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica
+    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, all bits for a shared block
 
 A lookup compares a prompt with all places of its buckets in one call, so a prompt of 512 blocks takes about as long as
 one of 100. A dict of Python ints takes 110 bytes per block before the masks; this table takes 62 to 87 bytes with 64
@@ -32,6 +32,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads hashes of other engines, which m
 _HALF = np.uint64(32)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_ALL = np.uint64((1 << 64) - 1)  # mask of a shared block: one bit for each possible replica
 
 
 def hashes_of(keys: bytes, key_bytes: int = 32) -> U64:
@@ -72,6 +73,7 @@ class PlacementIndex:
         """Distinct blocks that at least one replica holds."""
         self._num_words = -(-num_replicas // _WORD)
         self._version = self._num_changes = 0
+        self._has_shared = False
         self._allocate(128)
 
     @property
@@ -96,22 +98,37 @@ class PlacementIndex:
         self._masks[found.slots, tier, word] |= bit
         return found
 
+    def share(self, tier: int, blocks: U64 | Found) -> None:
+        """Record that a store of all replicas holds blocks, also of replicas that are added later. Idempotent."""
+        self._masks[self.store(0, tier, blocks).slots, tier] = _ALL
+        self._has_shared = True
+
+    def unshare(self, tier: int, blocks: U64 | Found) -> None:
+        """Record that blocks left a store of all replicas. Unknown blocks are ignored."""
+        slots = self._current(blocks).slots
+        slots = slots[slots >= 0]
+        self._masks[slots, tier] = _ZERO
+        self._free(slots)
+
     def remove(self, replica: int, tier: int, blocks: U64 | Found) -> None:
-        """Record that blocks left a tier of a replica. Unknown blocks are ignored."""
+        """Record that blocks left a tier of a replica. Unknown and shared blocks are ignored."""
         word, bit = self._bit(replica, tier)
         slots = self._current(blocks).slots
         slots = slots[slots >= 0]
+        if self._has_shared:
+            slots = slots[(self._masks[slots, tier] != _ALL).any(axis=1)]
         self._masks[slots, tier, word] &= ~bit
         self._free(slots)
 
     def clear(self, replica: int, tier: int | None = None) -> None:
-        """Forget all blocks of a replica, in one tier or in all."""
-        word, bit = self._bit(replica, 0 if tier is None else tier)
-        tiers = slice(None) if tier is None else slice(tier, tier + 1)
-        masks = self._masks[:, tiers, word]
-        held = np.flatnonzero((masks & bit).any(axis=1))
-        self._masks[held, tiers, word] &= ~bit
-        self._free(held)
+        """Forget all blocks of a replica, in one tier or in all. Shared blocks stay."""
+        for each in range(self.num_tiers) if tier is None else (tier,):
+            word, bit = self._bit(replica, each)
+            held = np.flatnonzero(self._masks[:, each, word] & bit)
+            if self._has_shared:
+                held = held[(self._masks[held, each] != _ALL).any(axis=1)]
+            self._masks[held, each, word] &= ~bit
+            self._free(held)
 
     def match(self, blocks: U64 | Found) -> Counts:
         """Return the length of the prefix that each replica holds, in blocks, divided by tier.

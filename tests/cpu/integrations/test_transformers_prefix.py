@@ -80,6 +80,7 @@ def test_prefix_cache_of_other_object_is_refused():
         ({"cache_implementation": "static"}, "makes the cache"),
         ({"inputs_embeds": torch.zeros(1, 30, 32)}, "inputs_embeds cannot identify"),
         ({"token_type_ids": torch.ones(1, 30, dtype=torch.long)}, "token_type_ids"),
+        ({"use_cache": False}, "use_cache=False"),
     ],
 )
 def test_generate_unsupported_option_is_refused(options, message):
@@ -102,6 +103,68 @@ def test_begin_invalid_prompts_are_refused():
             prefix.begin(IDS[0])
         with pytest.raises(ArgumentError, match="pixel_values cannot identify"):
             prefix.begin(IDS, pixel_values=torch.zeros(1))
+        for inputs in ((IDS.tolist(),), ({"input_ids": IDS},), (IDS, mask.tolist())):
+            with pytest.raises(ArgumentError, match=r"must be a tensor.*return_tensors"):
+                prefix.begin(*inputs)
+        with pytest.raises(ArgumentError, match="input_ids are missing"):
+            prefix.begin()
+        with pytest.raises(ArgumentError, match="num_return_sequences"):
+            prefix.begin(IDS, num_return_sequences=0)
+        with pytest.raises(ArgumentError, match="no room for the prompt of 30"):
+            prefix.begin(IDS, max_length=29)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16])
+def test_begin_mask_of_other_type_hits(kind):
+    with open_prefix(shared_model("llama")) as prefix:
+        prefix.generate(inputs=IDS, max_new_tokens=1)
+        assert prefix.begin(IDS, torch.ones_like(IDS, dtype=kind)).hit_tokens == (28,)
+
+
+def test_forward_continuation_of_other_text_is_refused():
+    """transformers cuts the input to fit the cache, and would give a wrong answer."""
+    model = shared_model("llama")
+    with open_prefix(model) as prefix:
+        cache = prefix.begin(IDS)
+        greedy(model, {"input_ids": IDS}, past_key_values=cache)
+        with pytest.raises(ArgumentError, match="call `begin` for every prompt"):
+            greedy(model, {"input_ids": IDS}, past_key_values=cache)
+        with pytest.raises(ArgumentError, match="do not set use_cache=False"):
+            greedy(model, {"input_ids": IDS}, past_key_values=prefix.begin(IDS), use_cache=False)
+
+
+def test_forward_beyond_static_cache_is_refused():
+    model = shared_model("llama")
+    with open_prefix(model) as prefix, pytest.raises(ArgumentError, match="room for 32 tokens"):
+        greedy(model, {"input_ids": IDS}, past_key_values=prefix.begin(IDS, max_length=32))
+
+
+def test_generate_hybrid_cache_of_config_is_ignored():
+    """Older configurations of Gemma have this setting, which transformers ignores."""
+    model = make_model("gemma2")
+    model.generation_config.cache_implementation = "hybrid"
+    with open_prefix(model) as prefix:
+        expected = greedy(model, {"input_ids": IDS})
+        for _ in range(2):
+            assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_begin_converted_model_is_refused():
+    model = make_model("llama")
+    with open_prefix(model) as prefix:
+        model.to(torch.bfloat16)
+        with pytest.raises(ArgumentError, match=r"from torch.float32 to torch.bfloat16"):
+            prefix.begin(IDS)
+
+
+def test_compiled_model_hits_and_equals_generate():
+    model = torch.compile(make_model("llama"), backend="eager")
+    with open_prefix(model) as prefix:
+        expected = greedy(model, {"input_ids": IDS})
+        prefix.generate(IDS, max_new_tokens=1)
+        cache = prefix.begin(IDS)
+        assert cache.hit_tokens == (28,)
+        assert torch.equal(greedy(model, {"input_ids": IDS}, past_key_values=cache), expected)
 
 
 def test_begin_training_or_autocast_is_refused():
@@ -130,7 +193,7 @@ def test_forward_repeated_prefix_is_refused():
             model(input_ids=IDS[:, :8], past_key_values=prefix.begin(IDS))
         same = torch.full_like(IDS, 7)
         prefix.generate(same, max_new_tokens=1)
-        with pytest.raises(ArgumentError, match="other positions"):
+        with pytest.raises(ArgumentError, match="positions 0 to 1, but 28 columns"):
             model(input_ids=same[:, :2], position_ids=torch.tensor([[0, 1]]), past_key_values=prefix.begin(same))
 
 
@@ -215,6 +278,19 @@ def test_begin_changed_weights_never_hit(change):
         assert cache.hit_tokens == (0,)
         assert torch.equal(greedy(model, {"input_ids": IDS}, past_key_values=cache), greedy(model, {"input_ids": IDS}))
         assert prefix.begin(IDS).hit_tokens == (28,)
+
+
+@pytest.mark.parametrize("change", ["attention", "window"])
+def test_begin_changed_settings_never_hit(change):
+    model = make_model("mistral-sliding")
+    with open_prefix(model) as prefix:
+        prefix.generate(IDS, max_new_tokens=1)
+        assert prefix.begin(IDS).hit_tokens == (28,)
+        if change == "attention":
+            model.set_attn_implementation("eager")
+        else:
+            model.config.sliding_window = 5
+        assert prefix.begin(IDS).hit_tokens == (0,)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23

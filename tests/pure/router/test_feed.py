@@ -160,3 +160,16 @@ def test_replayed_batch_that_clears_index_closes_gap():
     assert (feed.state, feed.next_number) == (FeedState.GAP, 1_010)
     feed.apply(EventBatch(1_010, 3.0, [stored(3)]))
     assert (feed.state, blocks_of(index)) == (FeedState.LIVE, {3, 4})
+
+
+def test_block_in_shared_store_is_found_by_all_replicas():
+    index = PlacementIndex(4, 3)
+    feeds = [ReplicaFeed(index, replica) for replica in range(3)]
+    shared = {"type": "BlockStored", "block_hashes": [5, 6], "medium": "STORAGE", "locality": "REMOTE"}
+    local = {"type": "BlockStored", "block_hashes": [7], "medium": "STORAGE", "locality": "LOCAL"}
+    feeds[0].apply(EventBatch(0, 0.0, [shared, local]))
+    feeds[1].apply(EventBatch(0, 0.0, [{"type": "AllBlocksCleared"}]))
+    assert index.match(np.array([5, 6, 7], np.uint64)).tolist() == [[0] * 3, [0] * 3, [3, 2, 2], [0] * 3]
+    feeds[2].apply(EventBatch(0, 0.0, [{**shared, "type": "BlockRemoved", "block_hashes": [5]}]))
+    assert not index.match(np.array([5], np.uint64)).any()
+    index.check()

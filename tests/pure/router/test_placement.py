@@ -42,6 +42,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.num_replicas = num_replicas
         self.index = PlacementIndex(TIERS, num_replicas)
         self.held = defaultdict(set)
+        self.shared = defaultdict(set)
         self.found = []
 
     @rule(replica=st.integers(0, 129), tier=st.integers(0, TIERS - 1), hashes=HASHES, keep=st.booleans())
@@ -52,18 +53,34 @@ class PlacementMachine(RuleBasedStateMachine):
         if keep:
             self.found.append(found)
 
+    @rule(tier=st.integers(0, TIERS - 1), hashes=HASHES)
+    def share(self, tier, hashes):
+        self.index.share(tier, as_array(hashes))
+        self.shared[tier] |= {max(each, 1) for each in hashes}
+        for replica in range(self.num_replicas):
+            self.held[replica, tier] |= self.shared[tier]
+
+    @rule(tier=st.integers(0, TIERS - 1), hashes=HASHES)
+    def unshare(self, tier, hashes):
+        """A block that left the shared store is unknown on all replicas until one stores it again."""
+        self.index.unshare(tier, as_array(hashes))
+        gone = {max(each, 1) for each in hashes}
+        self.shared[tier] -= gone
+        for replica in range(self.num_replicas):
+            self.held[replica, tier] -= gone
+
     @rule(replica=st.integers(0, 129), tier=st.integers(0, TIERS - 1), hashes=HASHES)
     def remove(self, replica, tier, hashes):
         replica %= self.num_replicas
         self.index.remove(replica, tier, as_array(hashes))
-        self.held[replica, tier] -= {max(each, 1) for each in hashes}
+        self.held[replica, tier] -= {max(each, 1) for each in hashes} - self.shared[tier]
 
     @rule(replica=st.integers(0, 129), tier=st.sampled_from([None, *range(TIERS)]))
     def clear(self, replica, tier):
         replica %= self.num_replicas
         self.index.clear(replica, tier)
         for each in range(TIERS) if tier is None else [tier]:
-            self.held[replica, each].clear()
+            self.held[replica, each] &= self.shared[each]
 
     @rule(size=st.integers(100, 1500), seed=st.integers(0, 99))
     def grow(self, size, seed):

@@ -116,6 +116,7 @@ class PrefixStaticCache(StaticCache):
 
     def __init__(self, config: Any, max_length: int) -> None:
         super().__init__(config=config, max_cache_len=max_length)
+        self.max_length = max_length
         self.recent = RecentStates(_sliding_layers(self))
         self.hit_tokens: tuple[int, ...] = ()
         """Tokens of each row that were loaded instead of computed."""

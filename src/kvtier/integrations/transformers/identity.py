@@ -23,7 +23,9 @@ _PROBE_ELEMENTS = 4
 
 
 def base_model_of(model: Any) -> PreTrainedModel:
-    """Return the transformers model, or the one inside a PEFT model. Raise ArgumentError if it cannot be cached."""
+    """Return the transformers model, or the one inside a PEFT or compiled model. Raise ArgumentError if it cannot be
+    cached."""
+    model = getattr(model, "_orig_mod", model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise ArgumentError(f"PrefixCache needs a PreTrainedModel of transformers, got {type(model).__name__}")
@@ -82,8 +84,7 @@ def _spec(name: str, states: torch.Tensor, block_tokens: int) -> TensorSpec:
 
 def namespace_of_model(model: PreTrainedModel, layout: KVLayout) -> Namespace:
     """Return the namespace of a model's blocks: its configuration, weights, attention implementation and layout."""
-    settings = {name: value for name, value in model.config.to_dict().items() if name not in _UNRELATED}
-    described = json.dumps([settings, layout.describe()], sort_keys=True, default=str)
+    described = json.dumps([_settings(model), layout.describe()], sort_keys=True, default=str)
     weights = hashlib.sha256()
     for name, tensor in _base_tensors(model):
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
@@ -98,12 +99,18 @@ def namespace_of_model(model: PreTrainedModel, layout: KVLayout) -> Namespace:
     )
 
 
-def weights_state(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return a value that changes with the weights: addresses, versions and samples of all tensors.
+def _settings(model: PreTrainedModel) -> dict[str, Any]:
+    return {name: value for name, value in model.config.to_dict().items() if name not in _UNRELATED}
+
+
+def model_state(model: PreTrainedModel) -> tuple[object, ...]:
+    """Return a value that changes with the model: its configuration, attention implementation, and addresses, versions
+    and samples of all tensors.
 
     Assignments through `.data` change no version. They change the samples, unless they change few elements.
     """
-    samples, state = [], []
+    samples = []
+    state: list[object] = [model.config._attn_implementation, repr(_settings(model))]
     for name, tensor in _base_tensors(model):
         state.append((name, tensor.data_ptr(), tensor._version))
         flat = tensor.detach().reshape(-1)

@@ -19,8 +19,8 @@ from kvtier.integrations.transformers.identity import (
     adapter_of,
     base_model_of,
     layout_of_model,
+    model_state,
     namespace_of_model,
-    weights_state,
 )
 from kvtier.integrations.transformers.tiers import PrefixMatch, PrefixTiers, Tensors
 from kvtier.integrations.transformers.tokens import Ids, RecordedRow, RecordedRows
@@ -62,7 +62,7 @@ class PrefixCache:
         self._lock = threading.RLock()
         layout = layout_of_model(base, block_tokens)
         self._layout = layout
-        self._weights = weights_state(base)
+        self._state, self._dtype = model_state(base), base.dtype
         self._tiers = PrefixTiers(
             namespace_of_model(base, layout),
             layout,
@@ -100,6 +100,13 @@ class PrefixCache:
         Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
+        if num_return_sequences < 1:
+            raise ArgumentError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
+        if max_length is not None and max_length < ids.shape[1]:
+            raise ArgumentError(
+                f"a StaticCache of {max_length=} has no room for the prompt of {ids.shape[1]} tokens; max_length must "
+                f"include the new tokens too"
+            )
         with self._lock:
             self._check_model()
             adapter = adapter_of(self._base)
@@ -130,6 +137,8 @@ class PrefixCache:
         **options: Any,
     ) -> Any:
         """Call `model.generate` with a cache from `begin`. Arguments and results are those of `model.generate`."""
+        if input_ids is None:
+            input_ids = options.pop("inputs", None)
         config = options.get("generation_config") or self._base.generation_config
 
         def setting(name: str) -> Any:
@@ -140,8 +149,16 @@ class PrefixCache:
         for name in ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"):
             if setting(name) is not None:
                 raise ArgumentError(f"{name} is set: transformers then computes a cached prefix twice; leave it out")
-        if "past_key_values" in options or setting("cache_implementation") is not None:
-            raise ArgumentError("`generate` makes the cache; leave out past_key_values and cache_implementation")
+        if setting("use_cache") is False:
+            raise ArgumentError("use_cache=False: transformers then computes every token again; leave it out")
+        if "past_key_values" in options:
+            raise ArgumentError("`generate` makes the cache; leave out past_key_values")
+        kind = setting("cache_implementation")
+        if kind not in (None, "hybrid"):  # older Gemma models have "hybrid", which transformers ignores
+            raise ArgumentError(
+                f"cache_implementation is {kind!r}, but `generate` makes the cache; leave it out, or set it to None in "
+                f"the generation_config of the model"
+            )
         others = {name: options.pop(name) for name in ("inputs_embeds", "token_type_ids") if name in options}
         rows = setting("num_return_sequences") or 1
         cache = self.begin(input_ids, attention_mask, num_return_sequences=rows, salt=salt, **others)
@@ -181,8 +198,16 @@ class PrefixCache:
             raise ArgumentError("token_type_ids other than 0 are not part of the block keys; leave them out")
         if others or ids is None:
             raise ArgumentError(
-                f"blocks are named by input_ids; {', '.join(sorted(others)) or 'no input'} cannot identify their KV"
+                f"{', '.join(sorted(others))} cannot identify a block; only input_ids can"
+                if others
+                else "input_ids are missing; call `begin(**inputs)` with the output of a tokenizer"
             )
+        for name, given in (("input_ids", ids), ("attention_mask", mask)):
+            if given is not None and not isinstance(given, torch.Tensor):
+                raise ArgumentError(
+                    f"{name} must be a tensor, got {type(given).__name__}; call the tokenizer with "
+                    f'return_tensors="pt" and pass its output as **inputs'
+                )
         if ids.ndim != 2 or not ids.numel():
             raise ArgumentError(f"input_ids need the shape [rows, tokens] with at least one token, got {[*ids.shape]}")
         tokens: Ids = ids.cpu().numpy()
@@ -191,26 +216,33 @@ class PrefixCache:
             if pad is not None and (tokens == pad).any():
                 raise ArgumentError(f"input_ids contain the padding token {pad}: pass attention_mask")
             return tokens, [0] * len(tokens)
-        used = mask.cpu().numpy() != 0
+        if mask.shape != ids.shape:
+            raise ArgumentError(f"attention_mask needs the shape of input_ids, {[*ids.shape]}, got {[*mask.shape]}")
+        used = (mask != 0).cpu().numpy()
         padding = (~used).sum(axis=1)
-        if used.shape != tokens.shape or (used != (np.arange(tokens.shape[1]) >= padding[:, None])).any():
+        if (used != (np.arange(tokens.shape[1]) >= padding[:, None])).any():
             raise ArgumentError("only left padding is possible: the zeros of attention_mask must come before the ones")
         if not used[:, -1].all():
             raise ArgumentError("a row of attention_mask is empty; every prompt needs at least one token")
         return tokens, padding.tolist()
 
     def _check_model(self) -> None:
-        """Raise if training mode or autocast would change the KV. Change the namespace if the weights have changed."""
+        """Raise if the KV would have other values or types. Change the namespace if the model has changed."""
         if not self._finalizer.alive:
             raise ClosedError("this PrefixCache is closed")
         if self._base.training:
             raise ArgumentError("the model is in training mode, where its KV is random: call model.eval() first")
         if torch.is_autocast_enabled(self._base.device.type):
             raise ArgumentError("autocast changes the type of the KV: load the model with the dtype that you need")
-        state = weights_state(self._base)
-        if state != self._weights:
-            self._weights = state
-            self._recorded.clear()  # caches in use have KV of the old weights
+        if self._base.dtype != self._dtype:
+            raise ArgumentError(
+                f"the model was converted from {self._dtype} to {self._base.dtype}; close this PrefixCache and create "
+                f"another one"
+            )
+        state = model_state(self._base)
+        if state != self._state:
+            self._state = state
+            self._recorded.clear()  # caches in use have KV of the old model
             self._tiers.use_namespace(namespace_of_model(self._base, self._layout))
 
     def _load(self, chains: Sequence[Chain], padding: Sequence[int], limit: int) -> tuple[list[torch.Tensor], int]:
@@ -274,6 +306,11 @@ class PrefixCache:
         if past < recorded.num_columns and cache.recent.is_valid:
             recorded.crop(past)
         ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(cache, PrefixStaticCache) and ids is not None and past + ids.shape[1] > cache.max_length:
+            raise ArgumentError(
+                f"the StaticCache has room for {cache.max_length} tokens, but the model computes {ids.shape[1]} after "
+                f"the first {past}; pass a larger max_length to `begin`"
+            )
         can_record = recorded.check(past, ids, kwargs.get("position_ids"), kwargs.get("attention_mask"))
         if not (can_record and cache.recent.is_valid):
             self._stop(cache)

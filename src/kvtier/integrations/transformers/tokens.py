@@ -25,8 +25,8 @@ from kvtier.index import Chain
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 _ADVICE = (
-    "pass the same input_ids and attention_mask to `begin` and `generate`, and use neither prefill_chunk_size nor "
-    "assisted decoding, which compute a cached prefix again"
+    "call `begin` for every prompt, pass the same input_ids and attention_mask to `begin` and `generate`, and use "
+    "neither prefill_chunk_size nor assisted decoding, which compute a cached prefix again"
 )
 
 
@@ -66,6 +66,9 @@ class RecordedRows:
                 f"num_return_sequences must be passed to `begin` too"
             )
         if past >= length:
+            if ids is not None and ids.shape[1] > 1:  # reading the position of one token would wait for the GPU
+                is_token = np.ones((num_rows, ids.shape[1]), bool)
+                self._check_positions(past, ids.shape[1], positions, is_token)
             return ids is not None and past == self.num_columns
         if ids is None:
             raise ArgumentError("inputs_embeds do not identify the tokens of a block; use input_ids")
@@ -91,7 +94,10 @@ class RecordedRows:
         rows = positions if positions.ndim == 2 else positions[0]
         given = np.broadcast_to(rows[:, :count].cpu().numpy(), expected.shape)
         if (given != expected)[is_token].any():
-            raise ArgumentError(f"the model computes tokens at other positions than those in the cache: {_ADVICE}")
+            raise ArgumentError(
+                f"the model computes tokens at positions {given.min()} to {given.max()}, but {past} columns "
+                f"precede them in the cache: {_ADVICE}, and do not set use_cache=False"
+            )
 
     def _check_mask(self, stop: int, mask: Any) -> None:
         expected = np.arange(stop) >= self._padding[:, None]
