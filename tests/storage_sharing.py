@@ -194,6 +194,13 @@ class Crowd:
             for number, version in zip(map(int, values[::2]), map(int, values[1::2]), strict=True):
                 self._take(word, number, version)
 
+    @property
+    def figures(self) -> str:
+        return (
+            f"{self.num_calls} calls, {self.num_stored} objects stored, {self.num_owners_killed} owners killed, "
+            f"longest call {self.longest_s:.2f} s of {TIMEOUT_S} s"
+        )
+
     def _take(self, word: str, number: int, version: int) -> None:
         if word == "stored":
             self.possible[number] = {version}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -48,6 +51,7 @@ def test_killed_processes_lose_no_object_and_block_no_process(folder, workload):
         kill_crowd(crowd, NUM_KILLS, random.Random(workload))
     finally:
         crowd.close()
+    print(f"{workload}: {crowd.figures}")  # noqa: T201
     assert not crowd.wrong, crowd.wrong[:5]
     assert crowd.num_owners_killed > NUM_KILLS // 4
     damage = crowd.inspect()
@@ -113,6 +117,60 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
     assert get(stores[0], 1)[0].ok
     result, _ = get(stores[1], 1)
     assert (result.status, "No such file" in result.reason) == (ObjectStatus.FAILED, True)
+
+
+def test_client_after_deletion_of_socket_fails_by_name(folder):
+    """The owner still runs, so that no other process can take over. The client must not try all the time."""
+    owner = DiskStore(folder, MAX_BYTES, **SMALL)
+    client = DiskStore(folder, MAX_BYTES, timeout_s=0.5, **SMALL)
+    (folder / "SOCKET").unlink()
+    assert "cannot connect" in client.write([write_of(1)], timeout_s=10.0)[0].reason
+    assert put(owner, 2).ok
+    owner.close()
+    while not has(client, 2)[0]:  # the breaker is open for a second
+        time.sleep(0.05)
+    client.close()
+
+
+def test_owner_of_deleted_folder_changes_no_new_folder(folder):
+    """The segments and the socket in the new folder have the same names as those in the deleted one."""
+    old = DiskStore(folder, MAX_BYTES, **SMALL)
+    client = DiskStore(folder, MAX_BYTES, **SMALL)
+    put(old, 1)
+    shutil.rmtree(folder)
+    assert put(client, *range(10, 40)).ok
+    assert client._participant.owned is not None
+    assert get(old, 1)[1] == payload_of(1)
+    failed = [result for number in range(100, 400) for result in put(old, number).outcomes if not result.ok]
+    assert "was deleted or replaced" in failed[0].reason
+    old.close()
+    other = DiskStore(folder, MAX_BYTES, **SMALL)
+    assert other._participant.owned is None
+    other.close()
+    client.close()
+    reopened = DiskStore(folder, MAX_BYTES, **SMALL)
+    assert [get(reopened, number)[1] for number in range(10, 40)] == [payload_of(n) for n in range(10, 40)]
+    check_disk(reopened)
+    reopened.close()
+
+
+def test_owner_without_descriptors_accepts_later_clients(folder, monkeypatch):
+    failures = [errno.EMFILE, errno.ENFILE]
+
+    class ShortSocket(socket.socket):
+        def accept(self):
+            if failures:
+                raise OSError(failures.pop(), "too many open files")
+            return super().accept()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", ShortSocket)
+        owner = DiskStore(folder, MAX_BYTES, **SMALL)
+    client = DiskStore(folder, MAX_BYTES, **SMALL)
+    assert not failures
+    assert put(client, 1).ok
+    client.close()
+    owner.close()
 
 
 def test_calls_wait_for_closing_owner_until_their_deadline(folder):

@@ -196,6 +196,7 @@ class SlotClient:
     def check_owner(self) -> None:
         """Raise ConnectionError if the owner has changed, so that a slot may have been reused while it was read."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
+            self._end()  # also if the owner runs but its socket was deleted: every later check would fail
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")
 
     def _call(
@@ -204,10 +205,13 @@ class SlotClient:
         try:
             return connection.call(values, data, is_answered=is_answered)
         except ConnectionError:
-            self.is_lost = True
-            for each in (self._reads, self._writes):
-                each.end()
+            self._end()
             raise
+
+    def _end(self) -> None:
+        self.is_lost = True
+        for each in (self._reads, self._writes):
+            each.end()
 
 
 class _Connection:

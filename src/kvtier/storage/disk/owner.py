@@ -18,6 +18,7 @@ a thread of a living process still writes to is locked by a byte-range lock, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import secrets
@@ -41,6 +42,9 @@ from kvtier.storage.store import KEY_BYTES
 
 _CREDENTIALS = struct.Struct("3i")
 _SEALED = Seal(bytes(16))
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""Errors of accept that end without a change of the socket."""
+_RETRY_S = 0.1
 
 
 class SlotServer:
@@ -56,6 +60,8 @@ class SlotServer:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
+        self._is_closing = threading.Event()
+        self._stamp: list[int] = []
         os.register_at_fork(after_in_child=functools.partial(_abandon, weakref.ref(self)))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -70,7 +76,7 @@ class SlotServer:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(folder, SOCKET))
             return
-        self._listener = listener
+        self._listener, self._stamp = listener, socket_stamp(folder)
 
     def start(self, slots: SlotAllocator, *, is_sealed: bool) -> None:
         if self._listener is not None:
@@ -85,9 +91,11 @@ class SlotServer:
         """
         with self._lock:
             listener, self._listener = self._listener, None
+        self._is_closing.set()
         if listener is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._folder, SOCKET))
+            if socket_stamp(self._folder) == self._stamp:  # otherwise the folder was replaced and has another owner
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self._folder, SOCKET))
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
             if self._thread is not None:
@@ -107,17 +115,18 @@ class SlotServer:
         self._sessions = []
 
     def _accept(self, listener: socket.socket, slots: SlotAllocator, is_sealed: bool) -> None:
-        stamp = socket_stamp(self._folder)
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if error.errno not in _SHORTAGES or self._is_closing.wait(_RETRY_S):
+                    return  # closed
+                continue
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             if _CREDENTIALS.unpack(credentials)[1] not in (os.geteuid(), 0):
                 connection.close()
                 continue
-            session = _Session(connection, slots, [VERSION, is_sealed, os.getpid(), *stamp])
+            session = _Session(connection, slots, [VERSION, is_sealed, os.getpid(), *self._stamp])
             with self._lock:
                 self._sessions = [each for each in self._sessions if each.is_running]
                 if self._listener is None:

@@ -66,6 +66,7 @@ class SlotAllocator:
         self._wiped = threading.Condition(self._lock)
         self._discarded: dict[SlotRef, Entry] = {}
         """Objects removed by `discard`, whose records are not blanked yet."""
+        self._folder_id = self._find_folder()
         self._late: set[SlotRef] = set()
         """Free slots to which a client that lost its connection still writes. They are held like reserved slots."""
         try:
@@ -446,8 +447,19 @@ class SlotAllocator:
     def _shape(self, number: int, slot_bytes: int, segment_bytes: int) -> SegmentHeader:
         return SegmentHeader.fitting(number, slot_bytes, segment_bytes, is_sealed=self.keys is not None)
 
+    def _find_folder(self) -> int | None:
+        stamp = self._files.stamp(self._folder)
+        return None if stamp is None else stamp[0]
+
+    def _check_folder(self) -> None:
+        """Raise OSError if the folder was deleted or replaced. Its name may then belong to the store of another
+        process, whose segments have the same names."""
+        if self._find_folder() != self._folder_id:
+            raise OSError(errno.ESTALE, f"the folder {self._folder!r} was deleted or replaced; open the store again")
+
     def _create(self, shape: SegmentHeader) -> Segment:
         """Create a segment with the next number whose file names are free. Names can be in use by links or folders."""
+        self._check_folder()
         while True:
             self._last_number += 1
             try:
@@ -458,6 +470,7 @@ class SlotAllocator:
                     raise
 
     def _drop(self, number: int) -> None:
+        self._check_folder()
         with self._lock:
             if self._catalog.is_held(number):
                 return  # held again since it was selected
