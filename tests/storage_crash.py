@@ -105,9 +105,9 @@ class Victim:
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
-            room = bytearray(self.workload.size_of(number))
-            result = store.read_into([Read(key_of(number), LABEL, room)])[0]
-            matching = {v for v in possible if v is not None and payload_of(number, len(room), v) == room}
+            target = bytearray(self.workload.size_of(number))
+            result = store.read_into([Read(key_of(number), LABEL, target)])[0]
+            matching = {v for v in possible if v is not None and payload_of(number, len(target), v) == target}
             found += result.ok
             corrupt += not ((result.ok and matching) or result.status is ObjectStatus.MISSING)
             lost += not result.ok and None not in possible

@@ -29,14 +29,14 @@ class Versions:
     def check_read(self, store: DiskStore, number: int) -> int | None:
         """Read an object, check its bytes and return its version, or None if the object is missing."""
         for version, nbytes in reversed([*enumerate(self.sizes[number])]):
-            result, room = get(store, number, nbytes)
+            result, target = get(store, number, nbytes)
             if not result.ok:
-                assert room == b"\xee" * nbytes, "a miss changed the caller's memory"
+                assert target == b"\xee" * nbytes, "a miss changed the caller's memory"
                 if "expected" not in result.reason:
                     return None
                 continue
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
-            found = [v for v in matching if payload_of(number, nbytes, v) == room]
+            found = [v for v in matching if payload_of(number, nbytes, v) == target]
             assert found, f"object {number} has bytes that were never written; its last version is {version}"
             return found[-1]
         return None
@@ -49,12 +49,14 @@ class PowerFailure:
     failure. The keys are object numbers. A value is the version of the object, or None if the object was removed.
     """
 
-    def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int, secret: bytes | None = None) -> None:
+    def __init__(
+        self, folder: str, max_bytes: int, sync: Sync, at: int, seed: int, secret: bytes | None = None
+    ) -> None:
         self.disk, self.versions, self.left = SimulatedDisk(), Versions(), None
         self.durable: dict[int, int | None] = {}
         self._at, self._random = at, random.Random(seed)
         self._settings = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 1, "secret": secret}
-        self.folder, self.room = folder, room
+        self.folder, self.max_bytes = folder, max_bytes
         self.disk.before = self._count
         self.restart(sync)
 
@@ -64,7 +66,7 @@ class PowerFailure:
 
     def restart(self, sync: Sync) -> None:
         """Open the store on the current disk. The previous store must be closed or killed."""
-        self.store = DiskStore(self.folder, self.room, files=self.disk, sync=sync, **self._settings)
+        self.store = DiskStore(self.folder, self.max_bytes, files=self.disk, sync=sync, **self._settings)
 
     def fail(self, keep: float = 0.5) -> None:
         """Simulate a power failure. Each unsynced part is kept with probability `keep`."""
@@ -95,7 +97,7 @@ class PowerFailure:
         self.durable = kept  # without evicted objects
 
     def reopen(self) -> DiskStore:
-        return DiskStore(self.folder, self.room, files=self.left, **self._settings)
+        return DiskStore(self.folder, self.max_bytes, files=self.left, **self._settings)
 
     def run_until_failure(self, calls: Iterable[Call]) -> None:
         for call in calls:
@@ -116,7 +118,7 @@ class PowerFailure:
             if number in self.durable:
                 lost += not same_bytes(self.versions, number, version, self.durable[number])
         check_disk(store)  # fails if the store has lost space
-        assert store.stats.used_bytes <= self.room
+        assert store.stats.used_bytes <= self.max_bytes
         leaked = sum(self.left.list(f"{self.folder}/quarantine").values())
         for number in range(12):
             stored = store.write([self.versions.next_write(number, 5000)])[0]

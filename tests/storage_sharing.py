@@ -110,12 +110,12 @@ class Worker:
 
     def _read(self) -> None:
         numbers = [self._random.choice(self._own), *self._random.sample(range(NUM_PLACES * NUMBERS_PER_PLACE), 2)]
-        rooms = [bytearray(size_of(number)) for number in numbers]
-        reads = [Read(key_of(number), LABEL, room) for number, room in zip(numbers, rooms, strict=True)]
+        targets = [bytearray(size_of(number)) for number in numbers]
+        reads = [Read(key_of(number), LABEL, target) for number, target in zip(numbers, targets, strict=True)]
         results = self._store.read_into(reads)
         self._check(results.outcomes, {ObjectStatus.FOUND, ObjectStatus.MISSING}, "read")
-        for number, room, result in zip(numbers, rooms, results, strict=True):
-            version = version_in(number, bytes(room)) if result.ok else None
+        for number, target, result in zip(numbers, targets, results, strict=True):
+            version = version_in(number, bytes(target)) if result.ok else None
             if result.ok and version is None:
                 self.say("wrong", "bytes", number)
             is_expected = version == self._last.get(number, version) or (self._is_full and version is None)
@@ -215,9 +215,9 @@ class Crowd:
         store = open_folder(self.folder, self.workload)
         found = lost = corrupt = 0
         for number, possible in self.possible.items():
-            room = bytearray(size_of(number))
-            result = store.read_into([Read(key_of(number), LABEL, room)])[0]
-            version = version_in(number, bytes(room)) if result.ok else None
+            target = bytearray(size_of(number))
+            result = store.read_into([Read(key_of(number), LABEL, target)])[0]
+            version = version_in(number, bytes(target)) if result.ok else None
             found += result.ok
             corrupt += result.status not in (ObjectStatus.FOUND, ObjectStatus.MISSING) or (
                 result.ok and version is None

@@ -53,9 +53,9 @@ def put(store: Store, *numbers: int, nbytes: int = 5000, version: int = 0) -> Re
 
 def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> tuple[ObjectResult, bytes]:
     """Read an object into memory filled with 0xEE. Return the result and the memory."""
-    room = bytearray(b"\xee" * nbytes)
-    results = store.read_into([Read(key_of(number), label, room)])
-    return results[0], bytes(room)
+    target = bytearray(b"\xee" * nbytes)
+    results = store.read_into([Read(key_of(number), label, target)])
+    return results[0], bytes(target)
 
 
 def check_disk(store: DiskStore) -> None:

@@ -33,24 +33,24 @@ def test_written_objects_are_read_back(store):
     assert written.nbytes == 15000
     assert written.seconds > 0
     for number in (3, 1, 2):
-        result, room = get(store, number)
+        result, target = get(store, number)
         assert (result.status, result.nbytes, result.reason) == (ObjectStatus.FOUND, 5000, "")
-        assert room == payload_of(number)
+        assert target == payload_of(number)
 
 
 def test_results_follow_order_of_batch(store):
     put(store, 1, 3)
-    rooms = [bytearray(5000) for _ in range(4)]
-    results = store.read_into([Read(key_of(n), LABEL, rooms[n]) for n in range(4)])
+    targets = [bytearray(5000) for _ in range(4)]
+    results = store.read_into([Read(key_of(n), LABEL, targets[n]) for n in range(4)])
     assert [result.status.value for result in results] == ["missing", "found", "missing", "found"]
     assert (len(results), results.ok, results.nbytes) == (4, False, 10000)
-    assert [bytes(room) for room in rooms] == [bytes(5000), payload_of(1), bytes(5000), payload_of(3)]
+    assert [bytes(target) for target in targets] == [bytes(5000), payload_of(1), bytes(5000), payload_of(3)]
 
 
 def test_miss_leaves_memory_unchanged(store):
-    result, room = get(store, 1)
+    result, target = get(store, 1)
     assert result.status is ObjectStatus.MISSING
-    assert room == b"\xee" * 5000
+    assert target == b"\xee" * 5000
 
 
 def test_empty_batch_returns_no_results(store):
@@ -65,9 +65,9 @@ def test_empty_batch_returns_no_results(store):
 def test_objects_of_any_length_are_read_back(store, nbytes, ids):
     label = Label.of(NAMESPACE, ids, keep_ids=True)
     assert store.write([write_of(7, nbytes, label=label)]).ok
-    result, room = get(store, 7, nbytes, label)
+    result, target = get(store, 7, nbytes, label)
     assert result.ok
-    assert room == payload_of(7, nbytes)
+    assert target == payload_of(7, nbytes)
 
 
 def test_memory_of_any_kind_and_alignment_is_accepted(store):
@@ -84,10 +84,10 @@ def test_memory_of_any_kind_and_alignment_is_accepted(store):
     ]
     aligned[:] = payload_of(1, 16384)
     assert store.write([Write(key_of(i), LABEL, source) for i, source in enumerate(sources)]).ok
-    rooms = [np.zeros(memoryview(source).nbytes, np.uint8) for source in sources]
-    assert store.read_into([Read(key_of(i), LABEL, room) for i, room in enumerate(rooms)]).ok
-    for source, room in zip(sources, rooms, strict=True):
-        assert room.tobytes() == bytes(memoryview(source).cast("B"))
+    targets = [np.zeros(memoryview(source).nbytes, np.uint8) for source in sources]
+    assert store.read_into([Read(key_of(i), LABEL, target) for i, target in enumerate(targets)]).ok
+    for source, target in zip(sources, targets, strict=True):
+        assert target.tobytes() == bytes(memoryview(source).cast("B"))
 
 
 @pytest.mark.parametrize("sizes", [[5000], [4096, 4096], [1, 0, 4095, 63, 3], [64] * 40, [], [0, 0], [70_000, 4096]])
@@ -102,11 +102,11 @@ def test_objects_of_several_pieces_are_read_back(store, sizes):
     pieces = [memoryview(content)[low:high] for low, high in itertools.pairwise(cuts)]
     assert store.write([Write(key_of(1), LABEL, pieces), Write(key_of(2), LABEL, content)]).ok
     whole = bytearray(nbytes)
-    rooms = [bytearray(size) for size in reversed(sizes)]
-    results = store.read_into([Read(key_of(1), LABEL, whole), Read(key_of(2), LABEL, rooms)])
+    targets = [bytearray(size) for size in reversed(sizes)]
+    results = store.read_into([Read(key_of(1), LABEL, whole), Read(key_of(2), LABEL, targets)])
     assert [result.nbytes for result in results] == [nbytes] * 2
     assert bytes(whole) == content
-    assert b"".join(map(bytes, rooms)) == content
+    assert b"".join(map(bytes, targets)) == content
     too_small = [bytearray(b"\xee" * size) for size in sizes] + [bytearray(b"\xee")]
     assert store.read_into([Read(key_of(1), LABEL, too_small)])[0].status is ObjectStatus.MISSING
     assert set(b"".join(map(bytes, too_small))) == {0xEE}
@@ -137,10 +137,10 @@ def test_objects_scattered_in_one_buffer_are_read_back(store, start, size, count
 
 
 def test_scattered_memory_outside_its_buffer_raises(store):
-    room = memoryview(bytearray(100))
+    target = memoryview(bytearray(100))
     for offsets, sizes in (([90], [11]), ([-1], [5]), ([0], [-1]), ([0, 1], [1]), ([], [])):
         with pytest.raises(ArgumentError, match="100 bytes"):
-            Scattered(room, np.array(offsets, np.int64), np.array(sizes, np.int64))
+            Scattered(target, np.array(offsets, np.int64), np.array(sizes, np.int64))
     read_only = Scattered(memoryview(bytes(100)), np.array([0, 50]), np.array([50, 0]))
     assert store.write([Write(key_of(1), LABEL, read_only)]).ok
     with pytest.raises(ArgumentError, match="writable"):
@@ -169,10 +169,10 @@ def test_invalid_arguments_raise(store):
 )
 def test_read_with_different_label_or_length_is_miss(store, label, nbytes, reason):
     put(store, 1)
-    result, room = get(store, 1, nbytes, label)
+    result, target = get(store, 1, nbytes, label)
     assert result.status is ObjectStatus.MISSING
     assert reason in result.reason
-    assert room == b"\xee" * nbytes
+    assert target == b"\xee" * nbytes
     assert get(store, 1)[0].ok
 
 
@@ -256,11 +256,11 @@ def test_concurrent_threads_never_read_wrong_bytes(store):
             elif rng.random() < 0.2:
                 store.remove([key_of(n) for n in numbers])
             else:
-                rooms = [bytearray(30_000) for _ in numbers]
-                results = store.read_into([Read(key_of(n), LABEL, r) for n, r in zip(numbers, rooms, strict=True)])
-                for number, room, result in zip(numbers, rooms, results, strict=True):
+                targets = [bytearray(30_000) for _ in numbers]
+                results = store.read_into([Read(key_of(n), LABEL, r) for n, r in zip(numbers, targets, strict=True)])
+                for number, target, result in zip(numbers, targets, results, strict=True):
                     if result.status not in (ObjectStatus.FOUND, ObjectStatus.MISSING) or (
-                        result.ok and bytes(room) != payload_of(number, 30_000)
+                        result.ok and bytes(target) != payload_of(number, 30_000)
                     ):
                         problems.append((number, result))
 

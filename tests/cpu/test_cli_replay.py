@@ -152,7 +152,7 @@ def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["none.jsonl"], "cannot read the trace none.jsonl"),
-        (["synthetic:turn=3"], "unknown knob 'turn' of a synthetic trace; known: sessions"),
+        (["synthetic:turn=3"], "unknown parameter 'turn' of a synthetic trace; known: sessions"),
         (["synthetic:turns=x"], "turns must be a number, got 'x'"),
         (["synthetic:", "synthetic:"], "cannot be combined"),
         (["synthetic:sessions=2", "--gpu", "h300"], "unknown gpu 'h300'"),

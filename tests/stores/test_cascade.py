@@ -19,10 +19,10 @@ def test_cascade_reads_missing_keys_from_next_store():
     put(near, 1)
     put(far, 1, 2, version=1)
     store = Cascade([near, far])
-    rooms = [bytearray(5000) for _ in range(3)]
-    results = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip((1, 2, 3), rooms, strict=True)])
+    targets = [bytearray(5000) for _ in range(3)]
+    results = store.read_into([Read(key_of(n), LABEL, target) for n, target in zip((1, 2, 3), targets, strict=True)])
     assert [outcome.status.value for outcome in results] == ["found", "found", "missing"]
-    assert (rooms[0], rooms[1]) == (payload_of(1), payload_of(2, version=1))
+    assert (targets[0], targets[1]) == (payload_of(1), payload_of(2, version=1))
     assert (near.stats.reads.num_missing, far.stats.reads.num_done) == (2, 1)
     assert has(store, 1, 2, 3) == [True, True, False]
     assert (store.stats.reads.num_done, store.stats.num_objects) == (2, 3)
@@ -151,6 +151,6 @@ def test_cascade_never_returns_wrong_bytes(first, second):
     for version in range(2):
         put(store, 1, 2, version=version)
         for number in (1, 2):
-            outcome, room = get(store, number)
+            outcome, target = get(store, number)
             good = [payload_of(number, version=v) for v in range(version + 1)]
-            assert room in good if outcome.ok else room == b"\xee" * 5000
+            assert target in good if outcome.ok else target == b"\xee" * 5000

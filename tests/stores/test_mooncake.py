@@ -71,8 +71,7 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
     def places() -> list[list[int]]:
         pieces = bucket._pieces(values, scratch)
         assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
-        room = address_of(scratch.take(1))
-        names = {room: "start of scratch", address_of(other): "original"}
+        names = {address_of(scratch.take(1)): "start of scratch", address_of(other): "original"}
         where = [[address_of(part) for part in parts] for parts in pieces]
         return [
             ["host" if 0 <= at - address_of(host) < len(host) else names.get(at, "scratch") for at in each]
@@ -117,8 +116,8 @@ def test_mooncake_write_to_full_pool_fails(tmp_path):
         assert {outcome.status for outcome in outcomes} <= {ObjectStatus.STORED, ObjectStatus.FAILED}
         for number, outcome in enumerate(outcomes):
             assert outcome.ok or "is full" in outcome.reason
-            found, room = get(store, number, 3 << 20)
-            assert room == (payload_of(number, 3 << 20) if found.ok else b"\xee" * (3 << 20))
+            found, target = get(store, number, 3 << 20)
+            assert target == (payload_of(number, 3 << 20) if found.ok else b"\xee" * (3 << 20))
 
 
 def test_mooncake_call_to_hanging_master_ends_at_deadline(tmp_path):
@@ -133,16 +132,13 @@ def test_mooncake_call_to_hanging_master_ends_at_deadline(tmp_path):
         clock = Clock()
         store = RemoteStore(bucket, "mooncake", timeout_s=2, num_retries=0, breaker=Breaker(clock=clock))
         stack.callback(store.close)
-        assert put(
-            store,
-            1,
-        ).ok
+        assert put(store, 1).ok
         stop_process(place.pid)
-        outcome, room = get(store, 1)
-        assert (outcome.status, room) == (ObjectStatus.FAILED, b"\xee" * 5000)
+        outcome, target = get(store, 1)
+        assert (outcome.status, target) == (ObjectStatus.FAILED, b"\xee" * 5000)
         assert "breaker open" in store.contains([key_of(1)])[0].reason
         os.kill(place.pid, signal.SIGKILL)
         clock.now = 1000.0
         assert not any(has(store, 1, 2))
-        outcome, room = get(store, 1)
-        assert (outcome.ok, room) == (False, b"\xee" * 5000)
+        outcome, target = get(store, 1)
+        assert (outcome.ok, target) == (False, b"\xee" * 5000)

@@ -141,12 +141,12 @@ def test_redis_key_of_wrong_type_does_not_affect_other_keys(request, kind):
         raw.lpush(names[1], "a")
         raw.sadd(names[3], "a")
         raw.hset(names[5], "a", "b")
-        rooms = [bytearray(5000) for _ in range(7)]
+        targets = [bytearray(5000) for _ in range(7)]
         found = take_inventory(store)
         assert (found.num_objects, found.num_unreadable, found.reason) == (3, 3, "")
-        results = store.read_into([Read(key_of(number), LABEL, room) for number, room in enumerate(rooms)])
+        results = store.read_into([Read(key_of(number), LABEL, target) for number, target in enumerate(targets)])
         assert [each.status.value for each in results] == ["found", "corrupt"] * 3 + ["missing"]
-        assert [bytes(room) for room in rooms[:6:2]] == [payload_of(number) for number in (0, 2, 4)]
+        assert [bytes(target) for target in targets[:6:2]] == [payload_of(number) for number in (0, 2, 4)]
         assert put(store, 1, 3, 5).ok
         assert get(store, 3)[1] == payload_of(3)
         assert store.stats.num_refused == 0
@@ -176,8 +176,8 @@ def test_redis_evicted_objects_are_missing_and_others_are_intact(tmp_path):
         for number in range(60):
             assert put(store, number, nbytes=200_000).ok
         outcomes = [get(store, number, 200_000) for number in range(60)]
-        for number, (outcome, room) in enumerate(outcomes):
-            assert room == (payload_of(number, 200_000) if outcome.ok else b"\xee" * 200_000)
+        for number, (outcome, target) in enumerate(outcomes):
+            assert target == (payload_of(number, 200_000) if outcome.ok else b"\xee" * 200_000)
             assert outcome.status in (ObjectStatus.FOUND, ObjectStatus.MISSING)
         assert 0 < sum(outcome.ok for outcome, _ in outcomes) < 60
 
@@ -207,8 +207,8 @@ def test_redis_write_past_deadline_stores_no_later_changes(tmp_path):
         sleep.join()
         wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to answer")
         for number in range(40):
-            outcome, room = get(store, number, 1 << 20)
-            assert room == (payload_of(number, 1 << 20) if outcome.ok else b"\xee" * (1 << 20)), outcome
+            outcome, target = get(store, number, 1 << 20)
+            assert target == (payload_of(number, 1 << 20) if outcome.ok else b"\xee" * (1 << 20)), outcome
         store.close()
 
 

@@ -51,11 +51,12 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
 
         @rule(client=st.integers(0, 1), number=NUMBERS)
         def read(self, client, number):
-            outcome, room = get(self.stores[client], number, 3000)
+            outcome, target = get(self.stores[client], number, 3000)
             if number in self.sound():
-                assert (outcome.status, room) == (ObjectStatus.FOUND, payload_of(number, 3000, self.stored[number][0]))
+                version = self.stored[number][0]
+                assert (outcome.status, target) == (ObjectStatus.FOUND, payload_of(number, 3000, version))
                 return
-            assert room == b"\xee" * 3000
+            assert target == b"\xee" * 3000
             is_damaged = number in self.stored and self.stored[number][2]
             assert outcome.status is (ObjectStatus.CORRUPT if is_damaged else ObjectStatus.MISSING)
             self.stored.pop(number, None)  # a read deletes a damaged or expired object

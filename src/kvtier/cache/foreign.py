@@ -42,7 +42,10 @@ class SavePoint:
     node: Node | None = None
     """Node with the last of these blocks. The request has no lease on the node, so the host may evict the blocks."""
     is_over: bool = False
-    """True if nothing more is saved, because the host has evicted blocks of the running request."""
+    """True if no more blocks of the request are saved.
+
+    Either the host has evicted blocks of the running request, or the engine has dropped blocks before they were saved.
+    """
 
 
 class ForeignDevice:

@@ -231,22 +231,22 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
-    """Generate a trace from knobs such as `sessions=500,turns=6`."""
+    """Generate a trace from parameters such as `sessions=500,turns=6`."""
     from kvtier.replay.synth import SyntheticTrace, generate
 
     known = {field.name: field.type for field in fields(SyntheticTrace)}
-    knobs: dict[str, Any] = {"seed": seed}
+    parameters: dict[str, Any] = {"seed": seed}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in known:
-            raise ArgumentError(f"unknown knob {name!r} of a synthetic trace; known: {', '.join(known)}")
+            raise ArgumentError(f"unknown parameter {name!r} of a synthetic trace; known: {', '.join(known)}")
         is_int = known[name] == "int"
         try:
-            knobs[name] = int(value) if is_int else float(value)
+            parameters[name] = int(value) if is_int else float(value)
         except ValueError:
             kind = "an integer" if is_int else "a number"
             raise ArgumentError(f"synthetic: {name} must be {kind}, got {value!r}") from None
-    return tuple(generate(SyntheticTrace(**knobs)))
+    return tuple(generate(SyntheticTrace(**parameters)))
 
 
 def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int = 0) -> Deployment:

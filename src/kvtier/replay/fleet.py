@@ -121,10 +121,10 @@ class FleetTrace:
         return len(self._order)
 
     def __iter__(self) -> Iterator[tuple[float, np.ndarray[Any, np.dtype[np.int32]], int]]:
-        for at in self._order.tolist():
-            copy, number = divmod(at, len(self._paths))
+        for position in self._order.tolist():
+            copy, number = divmod(position, len(self._paths))
             paths = (self._paths[number] + copy * self._num_paths).astype(np.int32)
-            yield float(self._arrivals[at]), paths, self._tokens[number]
+            yield float(self._arrivals[position]), paths, self._tokens[number]
 
 
 class FleetSimulation:
@@ -142,10 +142,10 @@ class FleetSimulation:
     def run(self, trace: FleetTrace, progress: Callable[[float], None] | None = None) -> FleetSummary:
         num_blocks = num_hits = 0
         waits = np.zeros(len(trace))
-        for at, (now, paths, num_tokens) in enumerate(trace):
+        for request, (now, paths, num_tokens) in enumerate(trace):
             self._end_until(now)
             chain = Chain(self._namespace, paths)
-            number = self._choose(at, chain, num_tokens, now)
+            number = self._choose(request, chain, num_tokens, now)
             replica = self._replicas[number]
             num_matched = self._serve(number, chain)
             num_blocks += chain.num_blocks
@@ -153,9 +153,9 @@ class FleetSimulation:
             num_computed = max(1, num_tokens - num_matched * self._block_tokens)
             replica.computed_tokens += num_computed
             replica.free_at = max(now, replica.free_at) + self._seconds(num_tokens, num_computed)
-            waits[at] = replica.free_at - now
-            if progress is not None and at % _PROGRESS_EVERY == 0:
-                progress(at / len(trace))
+            waits[request] = replica.free_at - now
+            if progress is not None and request % _PROGRESS_EVERY == 0:
+                progress(request / len(trace))
         computed = [replica.computed_tokens for replica in self._replicas]
         mean = sum(computed) / len(computed)
         return FleetSummary(
@@ -175,16 +175,17 @@ class FleetSimulation:
         events: list[Event] = []
         return _Replica(RadixTree(self._namespace, [tier], listener=events.append), events=events)
 
-    def _choose(self, at: int, chain: Chain, num_tokens: int, now: float) -> int:
+    def _choose(self, request: int, chain: Chain, num_tokens: int, now: float) -> int:
+        """Choose the replica of a request, which is given by its position in the trace."""
         if self.config.routing is FleetRouting.ROUND_ROBIN:
-            return at % self.config.num_replicas
+            return request % self.config.num_replicas
         hashes = hashes_of(chain.keys())
         began = time.process_time()
         decision = self.router.route(hashes, num_tokens)
         self._router_seconds += time.process_time() - began
         assert decision is not None
         begins = max(now, self._replicas[decision.number].free_at)
-        heapq.heappush(self._ends, (begins + decision.start_seconds, at, decision))
+        heapq.heappush(self._ends, (begins + decision.start_seconds, request, decision))
         return decision.number
 
     def _serve(self, number: int, chain: Chain) -> int:

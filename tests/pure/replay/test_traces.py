@@ -314,6 +314,6 @@ def test_ghost_without_samples_reports_error_of_1():
 def test_planner_page_lists_parameters_with_defaults():
     page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
     parameters = page[page.index("Parameters and defaults:") : page.index("Lengths are means")]
-    for knob in fields(SyntheticTrace):
-        if knob.name != "seed":
-            assert re.search(rf"\b{knob.name} \({knob.default:g}\b", parameters), knob.name
+    for field in fields(SyntheticTrace):
+        if field.name != "seed":
+            assert re.search(rf"\b{field.name} \({field.default:g}\b", parameters), field.name

@@ -143,8 +143,8 @@ def test_slots_of_another_secret_are_reused_when_space_is_short(reopen):
     check_disk(store)
     store = reopen()  # some slots now contain objects of the other secret
     for number in range(200):
-        result, room = get(store, number)
-        assert result.status is ObjectStatus.MISSING or room == payload_of(number)
+        result, target = get(store, number)
+        assert result.status is ObjectStatus.MISSING or target == payload_of(number)
     assert store.stats.num_quarantined == 0
 
 
@@ -158,9 +158,9 @@ def test_deleted_key_makes_objects_of_that_tenant_missing(reopen, folder, is_run
     assert not keys.delete(SHOP)
     store = store if is_running else reopen()
     for number in (1, 3):
-        result, room = get(store, number)
+        result, target = get(store, number)
         assert result.status is ObjectStatus.MISSING
-        assert room == b"\xee" * 5000
+        assert target == b"\xee" * 5000
     assert get(store, 2)[1] == payload_of(2)
     assert all_keys(store) == [key_of(2)]
     assert store.stats.num_quarantined == 0
@@ -217,7 +217,7 @@ def test_flipped_bit_in_encrypted_payload_is_corrupt(reopen, folder):
     store = reopen()
     results = [get(store, n) for n in (1, 2)]
     assert sorted(result.status.value for result, _ in results) == ["corrupt", "found"]
-    assert [room == b"\xee" * 5000 for result, room in results if not result.ok] == [True]
+    assert [target == b"\xee" * 5000 for result, target in results if not result.ok] == [True]
     assert store.stats.num_quarantined == 1
     store = reopen()
     assert len(all_keys(store)) == 1

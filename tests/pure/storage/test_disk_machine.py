@@ -118,30 +118,30 @@ CALLS = st.lists(
 )
 
 
-@pytest.mark.parametrize("room", [64 << 10, 1 << 20], ids=["small store", "large store"])
+@pytest.mark.parametrize("max_bytes", [64 << 10, 1 << 20], ids=["small store", "large store"])
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
-def test_reads_after_power_failure_return_no_wrong_bytes(room, calls, sync, at, seed):
+def test_reads_after_power_failure_return_no_wrong_bytes(max_bytes, calls, sync, at, seed):
     """Each unsynced sector, file and file name survives the failure at random."""
-    check_power_failure(room, calls, sync, at, seed)
+    check_power_failure(max_bytes, calls, sync, at, seed)
 
 
 @given(
-    room=st.sampled_from([64 << 10, 1 << 20]),
+    max_bytes=st.sampled_from([64 << 10, 1 << 20]),
     calls=CALLS,
     sync=st.sampled_from(Sync),
     at=st.integers(1, 150),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=150 * SOAK, deadline=None)
-def test_encrypted_reads_after_power_failure_are_correct(room, calls, sync, at, seed):
+def test_encrypted_reads_after_power_failure_are_correct(max_bytes, calls, sync, at, seed):
     """The folder of keys is on the same disk. If a key were lost, durable objects would be unreadable."""
-    check_power_failure(room, calls, sync, at, seed, bytes(32))
+    check_power_failure(max_bytes, calls, sync, at, seed, bytes(32))
 
 
-def check_power_failure(room, calls, sync, at, seed, secret=None):
+def check_power_failure(max_bytes, calls, sync, at, seed, secret=None):
     with tempfile.TemporaryDirectory() as folder:
-        run = PowerFailure(folder, room, sync, at, seed, secret)
+        run = PowerFailure(folder, max_bytes, sync, at, seed, secret)
         run.run_until_failure(calls)
         checked = run.inspect()
         assert checked.lost == 0, "a durable object was lost"
@@ -200,20 +200,20 @@ def test_reopening_with_sync_makes_existing_objects_durable():
         store.close()
 
 
-@pytest.mark.parametrize("room", [64 << 10, 32 << 10], ids=["one segment fits", "no segment fits"])
-def test_segments_deleted_for_smaller_limit_stay_deleted(room):
+@pytest.mark.parametrize("max_bytes", [64 << 10, 32 << 10], ids=["one segment fits", "no segment fits"])
+def test_segments_deleted_for_smaller_limit_stay_deleted(max_bytes):
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.WRITE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)
         run.store.close()
-        run.room = room
+        run.max_bytes = max_bytes
         run.restart(Sync.WRITE)
         removed = run.store.remove([key_of(number) for number in range(12)])
         assert ObjectStatus.MISSING in [outcome.status for outcome in removed]
         assert removed.is_durable
         run.fail(keep=0.0)
         run.store.close()
-        run.room = 1 << 20
+        run.max_bytes = 1 << 20
         store = run.reopen()
         assert not all_keys(store)
         store.close()

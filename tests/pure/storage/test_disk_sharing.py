@@ -87,14 +87,14 @@ def test_closed_owner_is_replaced_at_next_call(stores):
 
 
 def test_folder_uses_smallest_limit_of_all_stores(folder):
-    with_room = DiskStore(folder, 4 << 20, **SMALL)
-    assert put(with_room, *range(100), nbytes=20_000).ok
+    larger = DiskStore(folder, 4 << 20, **SMALL)
+    assert put(larger, *range(100), nbytes=20_000).ok
     small = DiskStore(folder, MAX_BYTES, **SMALL)
-    assert with_room.stats.used_bytes <= MAX_BYTES == small.stats.max_bytes
-    assert all(put(with_room, number, nbytes=20_000).ok for number in range(100, 200))
-    assert with_room.stats.used_bytes <= MAX_BYTES
+    assert larger.stats.used_bytes <= MAX_BYTES == small.stats.max_bytes
+    assert all(put(larger, number, nbytes=20_000).ok for number in range(100, 200))
+    assert larger.stats.used_bytes <= MAX_BYTES
     small.close()
-    with_room.close()
+    larger.close()
 
 
 def test_corrupt_object_read_by_client_is_quarantined(stores, folder):
