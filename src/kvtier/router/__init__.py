@@ -4,12 +4,14 @@ Pure: no sockets, no threads, no clock. The caller receives KV events and applie
 """
 
 from kvtier.router.feed import EventBatch, FeedState, ReplicaFeed
+from kvtier.router.foreign import ForeignKeys
 from kvtier.router.placement import PlacementIndex, hashes_of
 from kvtier.router.router import ReplicaCosts, RouteDecision, Router, RouterConfig
 
 __all__ = [
     "EventBatch",
     "FeedState",
+    "ForeignKeys",
     "PlacementIndex",
     "ReplicaCosts",
     "ReplicaFeed",

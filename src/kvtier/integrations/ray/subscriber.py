@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvtier.router import EventBatch, FeedState, ReplicaFeed
+from kvtier.router import EventBatch, FeedState, ForeignKeys, ReplicaFeed
 
 _log = logging.getLogger("ray.serve")
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -19,8 +19,11 @@ _REPLAY_SECONDS = 10.0  # longest wait for the next message of a replay
 _CHECK_SECONDS = 1.0  # time between two checks whether events are missing
 
 
-async def follow(feed: ReplicaFeed, events: str, replay: str) -> None:
-    """Apply events until cancelled. Without a replay address, missed blocks are found when they are stored again."""
+async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys | None = None) -> None:
+    """Apply events until cancelled. Without a replay address, missed blocks are found when they are stored again.
+
+    `keys` converts the events of another engine, such as vLLM.
+    """
     with ExitStack() as opened:
         context = opened.enter_context(zmq.asyncio.Context())
         socket = opened.enter_context(context.socket(zmq.SUB))
@@ -31,15 +34,15 @@ async def follow(feed: ReplicaFeed, events: str, replay: str) -> None:
         while True:
             if feed.state is not FeedState.LIVE:
                 if replay:
-                    await _replay(context, feed, replay)
+                    await _replay(context, feed, replay, keys)
                 elif feed.next_number:
                     feed.restart()
             if await socket.poll(_CHECK_SECONDS * 1e3):
                 _, number, payload = await socket.recv_multipart()
-                _apply(feed, number, payload)
+                _apply(feed, number, payload, keys)
 
 
-async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str) -> None:
+async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str, keys: ForeignKeys | None) -> None:
     """Request all batches from the first missing one on, and apply them."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -50,17 +53,18 @@ async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str)
             while True:
                 async with asyncio.timeout(_REPLAY_SECONDS):
                     frames = await socket.recv_multipart()
-                if len(frames) != 4 or frames[2] == _END:
+                if len(frames) < 3 or frames[-2] == _END:
                     return
-                _apply(feed, frames[2], frames[3])
+                _apply(feed, frames[-2], frames[-1], keys)  # vLLM leaves out the topic
         except TimeoutError:
             _log.warning("no replay of KV events from %s within %g s", address, _REPLAY_SECONDS)
 
 
-def _apply(feed: ReplicaFeed, number: bytes, payload: bytes) -> None:
+def _apply(feed: ReplicaFeed, number: bytes, payload: bytes, keys: ForeignKeys | None) -> None:
     """Apply one message. A message that cannot be decoded is a missing one, which a replay replaces."""
     try:
         fields: Any = msgspec.msgpack.decode(payload)
-        feed.apply(EventBatch(int.from_bytes(number, "big"), float(fields[0]), fields[1]))
+        batch = EventBatch(int.from_bytes(number, "big"), float(fields[0]), fields[1])
+        feed.apply(batch if keys is None else keys.convert(batch))
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError) as error:
         _log.warning("a message of KV events cannot be read: %s", type(error).__name__)

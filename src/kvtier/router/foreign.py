@@ -1,0 +1,108 @@
+"""ForeignKeys: converts KV events of engines with other block hashes, such as vLLM, to kvtier's hashes.
+
+The events contain the tokens of stored blocks, so the keys can be computed: the key of a block is a hash of the key of
+its parent and its own tokens. A dict maps the engine's hashes to keys while the blocks are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvtier.errors import ArgumentError
+from kvtier.index.chain import Namespace, chain_keys, token_bytes
+from kvtier.router.feed import EventBatch, event_hashes
+
+
+@dataclass(slots=True)
+class _ForeignBlock:
+    key: bytes
+    media: set[str] = field(default_factory=set)
+
+
+class ForeignKeys:
+    """The blocks of one replica. A block whose parent is unknown is skipped: that costs a hit, never an error."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        """`namespace` is the one of the prompts that are routed. Its block size must be that of the engine."""
+        self._namespace = namespace
+        self._blocks: dict[int, _ForeignBlock] = {}
+        self.num_skipped = 0
+        """Stored blocks that could not be converted."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def convert(self, batch: EventBatch) -> EventBatch:
+        """Return the batch with the hashes of kvtier."""
+        return replace(batch, events=tuple(self._converted(batch.events)))
+
+    def _converted(self, events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        for event in events:
+            kind = event.get("type") if isinstance(event, Mapping) else None
+            if kind == "AllBlocksCleared":
+                self._blocks.clear()
+                yield event
+            elif kind in ("BlockStored", "BlockRemoved"):
+                if event.get("group_idx"):  # the first group has all tokens; others repeat them or have a window
+                    continue
+                try:
+                    keys = self._stored(event) if kind == "BlockStored" else self._removed(event)
+                except (KeyError, TypeError, ValueError, ArgumentError):
+                    self.num_skipped += 1
+                    continue
+                if keys:
+                    yield {**event, "block_hashes": keys}
+            else:
+                yield event
+
+    def _stored(self, event: Mapping[str, Any]) -> list[bytes]:
+        hashes = event_hashes(event["block_hashes"]).tolist()
+        medium = str(event.get("medium") or "GPU")
+        if not event["token_ids"]:  # stored again in another medium, without its tokens
+            known = [self._blocks[each] for each in hashes if each in self._blocks]
+            self.num_skipped += len(hashes) - len(known)
+        else:
+            known = self._computed(event, hashes)
+        for block in known:
+            block.media.add(medium)
+        return [block.key for block in known]
+
+    def _computed(self, event: Mapping[str, Any], hashes: Sequence[int]) -> list[_ForeignBlock]:
+        size = self._namespace.block_tokens
+        if event["block_size"] != size or len(event["token_ids"]) != len(hashes) * size:
+            self.num_skipped += len(hashes)
+            return []
+        parent = event["parent_block_hash"]
+        if parent is None:
+            above = self._namespace.root_key(_salt(event), str(event.get("lora_name") or "").encode())
+        else:
+            (number,) = event_hashes([parent]).tolist()
+            if number not in self._blocks:
+                self.num_skipped += len(hashes)
+                return []
+            above = self._blocks[number].key
+        keys = chain_keys(above, token_bytes(event["token_ids"]), 4 * size, {}, 0)
+        return [self._blocks.setdefault(each, _ForeignBlock(key)) for each, key in zip(hashes, keys, strict=True)]
+
+    def _removed(self, event: Mapping[str, Any]) -> list[bytes]:
+        medium, keys = str(event.get("medium") or "GPU"), []
+        for each in event_hashes(event["block_hashes"]).tolist():
+            block = self._blocks.get(each)
+            if block is None:
+                continue
+            keys.append(block.key)
+            block.media.discard(medium)
+            if not block.media:
+                del self._blocks[each]
+        return keys
+
+
+def _salt(event: Mapping[str, Any]) -> bytes:
+    """Return the salt of a first block: its extra key besides the name of the adapter. Media have other extra keys."""
+    first = (event.get("extra_keys") or [None])[0] or ()
+    texts = [each for each in first if each != event.get("lora_name")]
+    if not all(isinstance(each, str) for each in texts) or len(texts) > 1:
+        raise ArgumentError("blocks with media or embeddings have other keys")
+    return f"\0{texts[0]}".encode() if texts else b""

@@ -1,0 +1,138 @@
+"""Parts of the fleet that need no Ray: tickets, merged replies, the configuration, and the receiver of KV events."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+
+from kvtier.cli.serve import fleet_config_of
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.events import EventConfig, publish_events
+from kvtier.index import Chain, Namespace
+from kvtier.index.events import BlocksStored
+from kvtier.integrations.ray.config import RayConfig
+from kvtier.integrations.ray.merge import merged
+from kvtier.integrations.ray.subscriber import follow
+from kvtier.integrations.ray.ticket import RouteTicket
+from kvtier.router import Router, RouterConfig, hashes_of
+from kvtier.server.config import ServerConfig
+
+NAMESPACE = Namespace("model", block_tokens=4)
+
+
+def make_router(names="ab"):
+    router = Router(RouterConfig(4, 8))
+    for name in names:
+        router.add(name)
+    return router
+
+
+def make_ticket(num_blocks=3):
+    chain = Chain(NAMESPACE, list(range(4 * num_blocks)))
+    return RouteTicket(hashes_of(chain.keys()), 4 * num_blocks)
+
+
+def test_ticket_avoids_failed_replicas_until_all_failed():
+    async def run():
+        router, ticket, every = make_router(), make_ticket(), frozenset("ab")
+        first = ticket.choose(router, every)
+        ticket.avoid = frozenset({first})
+        second = ticket.choose(router, every)
+        assert {first, second} == {"a", "b"}
+        ticket.avoid = every
+        assert ticket.choose(router, frozenset("b")) == "b"
+        assert ticket.choose(router, frozenset()) is None
+        router.check()
+
+    asyncio.run(run())
+
+
+def test_finished_ticket_leaves_no_decision_in_router():
+    async def run():
+        router, ticket = make_router(), make_ticket()
+        chosen = ticket.choose(router, frozenset("ab"))
+        ticket.on_routed(router, "a" if chosen == "b" else "b")  # Serve sent the request elsewhere
+        ticket.on_first_token()
+        ticket.finish()
+        ticket.finish()
+        await asyncio.sleep(0)
+        assert router.index.num_blocks == 0
+        router.check()
+        assert ticket.choose(router, frozenset("ab")) is None
+
+    asyncio.run(run())
+
+
+def test_pickled_ticket_is_empty():
+    copy = pickle.loads(pickle.dumps(make_ticket()))
+    assert len(copy.hashes) == copy.num_tokens == 0
+
+
+def test_merged_replies_add_counts_and_rows():
+    one = {"asleep": False, "running": 1, "tiers": [{"name": "device", "num_used": 3, "block_bytes": 8}], "ghost": None}
+    two = {
+        "asleep": True,
+        "running": 2,
+        "tiers": [{"name": "device", "num_used": 4, "block_bytes": 8}],
+        "ghost": {"a": 1},
+    }
+    assert merged([one, two]) == {
+        "asleep": False,
+        "running": 3,
+        "tiers": [{"name": "device", "num_used": 7, "block_bytes": 8}],
+        "ghost": {"a": 1},
+    }
+
+
+def test_fleet_options_of_serve_config_file_are_those_of_serve():
+    config = fleet_config_of(
+        {"replicas": 3, "max_replicas": 5, "blocks": 64, "tenants": [{"name": "t", "key": "12345678"}]}
+    )
+    assert (config.num_replicas, config.most_replicas, config.gpus) == (3, 5, 0.0)
+    assert config.server.engine.tiers.blocks == 64
+    assert config.server.tenants[0].name == "t"
+
+
+def test_fleet_config_with_impossible_values_is_an_error():
+    with pytest.raises(RangeError, match="at least one replica"):
+        RayConfig(num_replicas=3, max_replicas=2)
+    with pytest.raises(ArgumentError, match="must be ray"):
+        RayConfig(cluster="slurm")
+    with pytest.raises(ArgumentError, match="--metrics-port"):
+        RayConfig(ServerConfig(metrics_port=9), "ray")
+
+
+@pytest.fixture
+def publisher():
+    address = "tcp://127.0.0.1:*"
+    opened = publish_events(EventConfig(address, address, token_ids=False))
+    yield opened
+    opened.close()
+
+
+def store(publisher, tokens):
+    """Publish the blocks of a prompt. Return its hashes."""
+    chain = Chain(NAMESPACE, tokens)
+    publisher(BlocksStored("device", NAMESPACE.root_key(), chain.keys(), chain.labels, True, b"", b""))
+    return hashes_of(chain.keys())
+
+
+def test_subscriber_receives_early_and_late_events(publisher):
+    early = store(publisher, list(range(12)))
+
+    async def run():
+        router = make_router("a")
+        task = asyncio.create_task(follow(router.feed("a"), publisher.endpoint, publisher.replay_endpoint))
+        hashes = early
+        for first in (100, 200):
+            async with asyncio.timeout(30):
+                while router.index.match(hashes)[0, 0] != len(hashes):
+                    await asyncio.sleep(0.01)
+            hashes = store(publisher, list(range(first, first + 8)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        router.check()
+
+    asyncio.run(run())
