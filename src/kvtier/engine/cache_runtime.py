@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,7 +20,7 @@ from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.in_flight import PendingTransfer
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
-from kvtier.engine.modules import DeviceCacheGroup
+from kvtier.engine.modules import DeviceCacheGroup, free_bytes
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.memory import Event
@@ -424,7 +423,7 @@ class CacheRuntime:
         block_bytes = self._block_bytes
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
-        wanted, free = num_blocks * block_bytes, _free_bytes(device)
+        wanted, free = num_blocks * block_bytes, free_bytes(device)
         if tier == "device":  # an old device cache, unlike an old host cache, is freed before the new allocation
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
@@ -449,14 +448,6 @@ class CacheRuntime:
             self._drain()
             self.wait()  # until the bandwidth budget for saves has refilled
         self._drain()
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the number of bytes that can be allocated on a device now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def new_controller(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvtier.engine.rows import UNKNOWN, DeviceRows, RowInput
 from kvtier.engine.sampling import Drawn, Sample, draw, to_samples
 from kvtier.engine.scoring import score_rows
 from kvtier.engine.sequence import EngineSequence
+from kvtier.errors import OutOfMemoryError
 from kvtier.scheduler import Row, Step
 
 if TYPE_CHECKING:
@@ -74,10 +76,25 @@ class DeviceCacheGroup:
 
     def renew(self, num_blocks: int) -> None:
         """Replace the cache with a new cache of `num_blocks` zeroed blocks."""
-        self.cache = self.model.new_cache(num_blocks, self.block_tokens)
-        if self._graph_sizes:
-            max_blocks = min(num_blocks, -(-self._max_context // self.block_tokens))
-            self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
+        try:
+            self.cache = self.model.new_cache(num_blocks, self.block_tokens)
+            if self._graph_sizes:
+                max_blocks = min(num_blocks, -(-self._max_context // self.block_tokens))
+                self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(self._shortage(num_blocks)) from error
+
+    def _shortage(self, num_blocks: int) -> str:
+        config, weights = self.model.config, self.model.weights
+        block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.block_tokens
+        block *= weights.dtype.itemsize
+        graphs = f" and CUDA graphs for up to {max(self._graph_sizes)} rows" if self._graph_sizes else ""
+        free = free_bytes(weights.device) / 2**30
+        return (
+            f"{num_blocks} device blocks of {block / 2**20:.2f} MiB{graphs} need more than "
+            f"{num_blocks * block / 2**30:.2f} GiB, but only {free:.2f} GiB are free on {weights.device}; lower "
+            f"num_blocks (--blocks){' or graph_sizes' if graphs else ''}"
+        )
 
     def free(self) -> None:
         """Free the memory of the cache. Call `renew` before the next step."""
@@ -99,6 +116,14 @@ class DeviceCacheGroup:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks, on the current stream."""
         self.cache[list(targets)] = self.cache[list(sources)]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the number of bytes that can be allocated on a device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 class InputBuilder(Module):

@@ -57,6 +57,7 @@ class EngineOptions:
     max_rows: int = option(64, "maximum number of requests per step")
     max_step_tokens: int = option(512, "maximum number of tokens per step; longer prompts are split")
     """A higher value makes prefill faster, but delays the next tokens of other requests."""
+    phases: int = option(1, "steps in flight; 2 schedules a step while the one before it runs")
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "number of torch threads; 0: automatic")
     """Automatic means one thread for each core except one. The front end uses this core."""

@@ -150,6 +150,7 @@ def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
         ghost_scales=_GHOST_SCALES,
         tensor_parallel=options.tensor_parallel,
         kv_shards=tiers.kv_shards,
+        phases=options.phases,
     )
     return LLM(
         options.model,

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvtier.cache.config import CacheConfig, HostConfig
+from kvtier.engine import Model
 from kvtier.engine.engine import EngineConfig
 from kvtier.engine.llm import LLM
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.speculate import NgramProposer
+from kvtier.errors import OutOfMemoryError
 
 
 @pytest.fixture
@@ -54,3 +56,13 @@ def test_closed_engine_frees_its_tensors(tiny_model, drafts, host_blocks, ending
     llm.close()
     del llm, engine, proposer
     assert [tuple(tensor.shape) for tensor in (ref() for ref in owned) if tensor is not None] == []
+
+
+def test_engine_without_enough_memory_names_the_option_to_lower(tiny_model, monkeypatch):
+    def new_cache(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Model, "new_cache", new_cache)
+    message = r"64 device blocks of 0\.0. MiB need more than .* GiB, but only .* GiB are free on cpu; lower num_blocks"
+    with pytest.raises(OutOfMemoryError, match=message):
+        LLM(str(tiny_model), EngineConfig(16, CacheConfig(64)))
