@@ -95,7 +95,9 @@ class LearnedShadow:
     def _fit(self, now: float) -> None:
         if self._ended:
             cells, ages, weights, is_use = zip(*self._ended, strict=True)
-            self._table.add(np.array(cells), np.array(ages), np.array(weights), np.array(is_use))
+            for wanted in (True, False):
+                some = np.array(is_use) == wanted
+                self._table.add(np.array(cells)[some], np.array(ages)[some], np.array(weights)[some], wanted)
             self._ended.clear()
         times, _, cells, _, weights = zip(*self._marks.values(), strict=True)
         self._table.fit(np.array(cells), np.maximum(now - np.array(times), 0.0), np.array(weights))

@@ -35,6 +35,8 @@ ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU unt
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
 NOISE = 1.2  # values that differ by a smaller factor count as equal, because the difference is mostly noise
+_IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
+"""[start, stop]: True if bucket `stop` is `start` or later."""
 _ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the factors of the previous fit
 
 
@@ -56,13 +58,13 @@ class ReuseTable:
         """Age from which the value of a class falls."""
         self.is_fitted = False
 
-    def add(self, cells: I64, ages: F64, weights: F64, is_event: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
         """Add blocks whose observation ended at these ages, either with a use or because they were forgotten."""
         flat = add_time(self._at_risk, cells, ages, weights)
-        used = weights[is_event]
-        self._events += np.bincount(flat[is_event], used, self._events.size).reshape(self._events.shape)
-        self._weight += float(used.sum())
-        self._squares += float((used * used).sum())
+        if is_use:
+            self._events += np.bincount(flat, weights, self._events.size).reshape(self._events.shape)
+            self._weight += float(weights.sum())
+            self._squares += float((weights * weights).sum())
 
     def decay(self, num_requests: int) -> None:
         factor = DECAY ** (num_requests / DECAY_REQUESTS)
@@ -158,12 +160,11 @@ def gittins(hazard: F64) -> F64:
     zero = np.zeros((len(hazard), 1))
     hits = np.concatenate((zero, np.cumsum(before * dies, 1)), 1)
     seconds = np.concatenate((zero, np.cumsum(before * dies / np.maximum(hazard, 1e-15), 1)), 1)
-    values = np.empty_like(hazard)
-    for start in range(hazard.shape[1]):
-        gained = hits[:, start + 1 :] - hits[:, start : start + 1]
-        spent = seconds[:, start + 1 :] - seconds[:, start : start + 1]
-        values[:, start] = (gained / np.maximum(spent, 1e-300)).max(1)
-    return values
+    gained = hits[:, None, 1:] - hits[:, :-1, None]
+    spent = seconds[:, None, 1:] - seconds[:, :-1, None]
+    ratios = gained / np.maximum(spent, 1e-300)
+    best: F64 = np.where(_IS_LATER, ratios, 0.0).max(2)
+    return best
 
 
 def _common_hazard(events: F64, at_risk: F64, k: float) -> F64:

@@ -185,7 +185,7 @@ def test_gittins_equals_best_ratio_over_all_stops():
         assert gittins(padded)[0, start] == pytest.approx(best)
 
 
-def test_guard_doubles_time_in_lru_after_each_alarm():
+def test_guard_lengthens_time_in_lru_after_each_alarm():
     guard, lengths = LRUGuard(), []
     for _ in range(3):
         while not guard.record(10, 0, 10, 1, 1000):
@@ -195,7 +195,7 @@ def test_guard_doubles_time_in_lru_after_each_alarm():
         while not guard.record(10, 0, 10, 1, 1000):
             length += 1
         lengths.append(length)
-    assert lengths == [100, 200, 400]
+    assert lengths == [200, 800, 3200]
 
 
 def test_busiest_assigns_numbers_only_to_frequent_keys():
