@@ -37,12 +37,12 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def server_config(model: Path, **engine: Any) -> Any:
+def server_config(model: Path, tenants: tuple[Any, ...] = (), **engine: Any) -> Any:
     from kvtier.server.config import EngineOptions, Limits, ServerConfig, TierOptions
 
     tiers = TierOptions(blocks=256)
     options = EngineOptions(str(model), tiers=tiers, threads=1, max_rows=8, **engine)
-    return ServerConfig(options, Limits(prepare_processes=1), names=(MODEL,))
+    return ServerConfig(options, Limits(prepare_processes=1), names=(MODEL,), tenants=tenants)
 
 
 class Fleet:
@@ -188,3 +188,6 @@ def is_lost(error: Exception) -> bool:
     body = getattr(error, "body", None)
     code = body.get("code") if isinstance(body, dict) else None
     return getattr(error, "status_code", 0) == 503 or code == "replica_lost"
+
+
+SERVE_OPTIONS = ("--cluster", "ray", "--replica-cpus", "0.5", "--threads", "1", "--blocks", "128", "--name", MODEL)

@@ -10,12 +10,16 @@ from ray_support import Fleet
 
 
 @pytest.fixture(scope="session")
-def cluster(tiny_model):
-    """Two raylets with Ray Serve, without an application."""
+def _ray_is_installed():
     try:
         importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("Ray is not installed here: make ray, then make test-ray")
+
+
+@pytest.fixture(scope="session")
+def cluster(_ray_is_installed, tiny_model):
+    """Two raylets with Ray Serve, without an application."""
     fleet = Fleet(tiny_model)
     yield fleet
     fleet.close()

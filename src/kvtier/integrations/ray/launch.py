@@ -18,6 +18,7 @@ from kvtier.integrations.ray.config import RayConfig
 _log = logging.getLogger("kvtier.server")
 APPLICATION = "kvtier"
 _STORE_BYTES = 100 << 20  # Ray's object store; requests and answers pass through it only if they are above 100 KB
+_LOOPBACK = "127.0.0.2"  # address of a local cluster; Ray would replace 127.0.0.1 by an address of the machine
 _OTHER_CPUS = 1.0  # for the front end and the actors of Serve
 
 
@@ -60,7 +61,7 @@ def _connect(config: RayConfig) -> None:
         include_dashboard=False,
         object_store_memory=_STORE_BYTES,
         log_to_driver=False,
-        _node_ip_address="127.0.0.1",  # other machines must not reach a local cluster
+        _node_ip_address=_LOOPBACK,
     )
 
 
