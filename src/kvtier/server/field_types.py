@@ -37,7 +37,7 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 50 fields
+MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 57 fields
 _MAX_PROMPTS = 128
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
@@ -162,6 +162,7 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Temperature = Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])]
 TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
 Penalty = Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])]
 RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTY[0], le=REPETITION_PENALTY[1])]

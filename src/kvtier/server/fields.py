@@ -146,6 +146,9 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "return_assistant_tokens_mask": _ignored("c", "vLLM", "only for vLLM's endpoints that generate nothing"),
         "routed_experts_prompt_start": _ignored("ct", "vLLM", "experts are not returned"),
         "stream_interval": _ignored("ct", "vLLM", "each step is an event"),
+        "mm_payload": _ignored("ct", "vLLM", "text only"),
+        "return_mm_kwargs": _ignored("ct", "vLLM", "text only"),
+        "watermarking": _refused("ct", "vLLM", "not supported", False),
         "repetition_detection": _refused("ct", "vLLM", "not supported"),
         "vllm_xargs": _refused("ct", "vLLM", "for custom samplers", {}),
     }

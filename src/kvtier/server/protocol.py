@@ -17,6 +17,7 @@ from kvtier.server.field_types import (
     Biases,
     Choices,
     Count,
+    MinP,
     ModelName,
     Name,
     Penalty,
@@ -113,7 +114,7 @@ class Sampling(Strict):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None

@@ -15,6 +15,7 @@ from kvtier.server.agent_fields import RESPONSES_FIELDS
 from kvtier.server.field_types import (
     AnyObject,
     Biases,
+    MinP,
     ModelName,
     Name,
     Penalty,
@@ -27,6 +28,7 @@ from kvtier.server.field_types import (
     ShortText,
     StopText,
     StopTexts,
+    StopTokens,
     Strict,
     Temperature,
     TemplateVariables,
@@ -45,12 +47,14 @@ _SAME_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "seed",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
     "stop",
+    "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
     "structured_outputs",
@@ -243,12 +247,14 @@ class ResponsesRequest(Strict):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Biases | None = None
     stop: StopText | StopTexts | None = None
+    stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
