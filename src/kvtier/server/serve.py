@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # needs the extra `otel`
 
 _log = logging.getLogger("kvtier.server")
 CLOSE_SECONDS = 60.0  # time for the engine to save the cache
+_TICK_SECONDS = 1.0
 _TRACE_SECONDS = 5.0  # time to send the last traces
 _THREAD_SECONDS = 5.0  # time for the executor's threads to end after the engine process has exited
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -165,7 +166,7 @@ async def _run(
 
     def stop() -> None:
         front.admission.closed = "it is shutting down"
-        server.should_exit = True
+        server.stop()
 
     _handle_signals(stop)
     watches = [asyncio.create_task(work) for work in (_stop_without_engine(engine, stop), heartbeat.run())]
@@ -226,6 +227,21 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
         self._ready = ready
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Update the date header once per second until `stop`.
+
+        uvicorn's loop wakes up ten times per second. At 100 streamed tokens per second this took a tenth of the front
+        end's CPU time (EPYC, 2026-11-18).
+        """
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _TICK_SECONDS)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
