@@ -30,8 +30,8 @@ class SqliteBucket:
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [head is not None for head in self._heads(names, 1)]
 
-    def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
-        return [None if value is None else memoryview(value) for value in self._heads(names, max(rooms))]
+    def fetch(self, names: Sequence[str], limits: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
+        return [None if value is None else memoryview(value) for value in self._heads(names, max(limits))]
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:  # noqa: ARG002
         return self._heads(names, nbytes)

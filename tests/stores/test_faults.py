@@ -39,8 +39,8 @@ SHORT_S = 1.0  # deadline for calls to a server that hangs
 
 def check_read(store, number, nbytes=5000) -> ObjectResult:
     """Read an object and check that a failed read leaves the memory unchanged. Return the result."""
-    outcome, room = get(store, number, nbytes)
-    assert room == (payload_of(number, nbytes) if outcome.ok else b"\xee" * nbytes)
+    outcome, target = get(store, number, nbytes)
+    assert target == (payload_of(number, nbytes) if outcome.ok else b"\xee" * nbytes)
     return outcome
 
 
@@ -74,11 +74,10 @@ def test_remote_store_never_returns_wrong_bytes(setup, is_sealed, seed):
         setup.proxy.set(Faults())
         put(store, *range(6), nbytes=30_000)
         setup.proxy.set(random_faults(rng))
-        rooms = [bytearray(b"\xee" * 30_000) for _ in range(6)]
-        for number, room, outcome in zip(
-            range(6), rooms, store.read_into([Read(key_of(n), LABEL, r) for n, r in enumerate(rooms)]), strict=True
-        ):
-            assert room == (payload_of(number, 30_000) if outcome.ok else b"\xee" * 30_000), outcome
+        targets = [bytearray(b"\xee" * 30_000) for _ in range(6)]
+        outcomes = store.read_into([Read(key_of(n), LABEL, target) for n, target in enumerate(targets)])
+        for number, (target, outcome) in enumerate(zip(targets, outcomes, strict=True)):
+            assert target == (payload_of(number, 30_000) if outcome.ok else b"\xee" * 30_000), outcome
             seen.add(outcome.status)
     assert {ObjectStatus.FOUND, ObjectStatus.FAILED} <= seen
     setup.proxy.set(Faults())
@@ -96,8 +95,10 @@ def test_write_over_faulty_network_never_stores_wrong_bytes(setup):
         writer.remove([key_of(2)])
         setup.proxy.set(Faults())
         wait_until_healthy(reader)
-        outcome, room = get(reader, 1)
-        assert room in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else room == b"\xee" * 5000
+        outcome, target = get(reader, 1)
+        assert (
+            target in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else target == b"\xee" * 5000
+        )
 
 
 def test_hanging_server_opens_breaker_after_one_deadline(setup):
@@ -241,9 +242,9 @@ def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
     setup.raw.set(name, resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little")) + value[RECORD_BYTES:])
-    room = bytearray(b"\xee" * 8000)
-    outcome = store.read_into([Read(key_of(1), LABEL, memoryview(room)[:5000])])[0]
-    assert (outcome.status, room) == (ObjectStatus.CORRUPT, b"\xee" * 8000)
+    target = bytearray(b"\xee" * 8000)
+    outcome = store.read_into([Read(key_of(1), LABEL, memoryview(target)[:5000])])[0]
+    assert (outcome.status, target) == (ObjectStatus.CORRUPT, b"\xee" * 8000)
     assert setup.raw.get(name) is None
 
 
@@ -267,10 +268,10 @@ class OvertakenBucket:
         self._bucket, self._wrong, self._event = bucket, wrong, event
         self._left = dict.fromkeys(wrong, times)
 
-    def fetch(self, names, rooms, scratch):
+    def fetch(self, names, limits, scratch):
         overtaken = [name for name in names if self._left.get(name, 0) > 0]
         names_to_read = [self._wrong[name] if name in overtaken else name for name in names]
-        values = self._bucket.fetch(names_to_read, rooms, scratch)
+        values = self._bucket.fetch(names_to_read, limits, scratch)
         for name in overtaken:
             self._left[name] -= 1
             self._event(name)
@@ -288,10 +289,10 @@ def overtaken_store(setup, wrong: dict[int, int], times: int = 1, event: Callabl
 
 
 def read_many(store, *numbers) -> list[ObjectResult]:
-    rooms = [bytearray(b"\xee" * 5000) for _ in numbers]
-    outcomes = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip(numbers, rooms, strict=True)])
-    for number, room, outcome in zip(numbers, rooms, outcomes, strict=True):
-        assert room == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+    targets = [bytearray(b"\xee" * 5000) for _ in numbers]
+    outcomes = store.read_into([Read(key_of(n), LABEL, target) for n, target in zip(numbers, targets, strict=True)])
+    for number, target, outcome in zip(numbers, targets, outcomes, strict=True):
+        assert target == (payload_of(number) if outcome.ok else b"\xee" * 5000)
     return list(outcomes)
 
 

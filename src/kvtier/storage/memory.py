@@ -104,14 +104,14 @@ class MemoryStore:
             )
 
     def _read(self, read: Read, into: Sequence[memoryview]) -> ObjectResult:
-        held = self.objects.get(read.key)
-        if held is None:
+        stored = self.objects.get(read.key)
+        if stored is None:
             return MISSING
-        missed = mismatch(held.record.label, held.record.nbytes, read, num_bytes(into))
+        missed = mismatch(stored.record.label, stored.record.nbytes, read, num_bytes(into))
         if missed:
             return missed
         self.objects.move_to_end(read.key)
-        payload, wrong = decode(held.record, memoryview(held.payload))
+        payload, wrong = decode(stored.record, memoryview(stored.payload))
         if wrong:
             self._drop(read.key)
             self._num_quarantined += 1

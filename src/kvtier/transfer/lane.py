@@ -118,10 +118,10 @@ class Lane:
         self._retire(False)
         if not urgent and self._in_flight[True]:
             return self._in_flight[True][-1][1]
-        line = self._in_flight[urgent]
-        used = sum(nbytes for nbytes, _ in line)
+        in_flight = self._in_flight[urgent]
+        used = sum(nbytes for nbytes, _ in in_flight)
         limit = self._config.max_urgent_bytes if urgent else self._config.max_in_flight_bytes
-        return line[0][1] if used and used + wanted > limit else None
+        return in_flight[0][1] if used and used + wanted > limit else None
 
     def _can_start(self, transfer: TransferHandle) -> bool:
         """True if the whole transfer can be submitted now without overtaking a queued transfer."""
@@ -132,9 +132,9 @@ class Lane:
         return fits and self._blocker(transfer.urgent, nbytes) is None
 
     def _retire(self, urgent: bool) -> None:
-        line = self._in_flight[urgent]
-        while line and _is_reached(line[0][1]):
-            line.popleft()
+        in_flight = self._in_flight[urgent]
+        while in_flight and _is_reached(in_flight[0][1]):
+            in_flight.popleft()
 
     def _start(self, transfer: TransferHandle, index: int) -> None:
         """Submit one slice. Errors are recorded in the transfer, not raised."""
@@ -162,7 +162,7 @@ class Lane:
                     transfer.begin = stream.record(Event(timing=True))
                 if choice.strategy == "staged":
                     return self._ring.run(part, host, choice.path, stream, transfer.after), None
-                self._mover(choice.path, self._job(host, stream), Pieces(part.tables[0]))
+                self._mover(choice.path, self._context(host, stream), Pieces(part.tables[0]))
                 return stream.record(Event(timing=True, blocking=True)), None
             except Exception as error:  # a part of the slice may be in flight
                 return stream.record(Event(timing=True, blocking=True)), error
@@ -171,7 +171,8 @@ class Lane:
         self, transfer: TransferHandle, index: int, stream: Stream
     ) -> tuple[Event, BaseException | None]:
         compiled = transfer.compiled
-        part, path, job = compiled.slices[index], compiled.choice.path, self._job(compiled.host.placement, None)
+        part, path = compiled.slices[index], compiled.choice.path
+        context = self._context(compiled.host.placement, None)
         after = transfer.after
         if transfer.begin is None:
             transfer.begin = stream.record(Event(timing=True))
@@ -180,14 +181,14 @@ class Lane:
             try:
                 if after is not None:
                     after.synchronize()  # raises if the computation of the blocks failed
-                self._mover(path, job, Pieces(part.tables[0]))
+                self._mover(path, context, Pieces(part.tables[0]))
             except Exception as error:
                 transfer.failed(index, error)
 
         stream.enqueue(task)
         return stream.record(Event(timing=True)), None
 
-    def _job(self, host: Placement, stream: Stream | None) -> CopyContext:
+    def _context(self, host: Placement, stream: Stream | None) -> CopyContext:
         sides = (self._placement, host) if self.direction is Direction.D2H else (host, self._placement)
         return CopyContext(*sides, stream)
 

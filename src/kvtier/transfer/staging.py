@@ -83,34 +83,38 @@ class StagingRing:
                 kernels.wait(free)
                 if after is not None:
                     kernels.wait(after)
-                self._inside(part, DST, base, kernels)
+                self._copy_on_device(part, DST, base, kernels)
                 copies.wait(kernels.record())
-                self._copy(part, path, CopyContext(self._placement, host, copies), SRC, base, end)
+                self._copy_over_link(part, path, CopyContext(self._placement, host, copies), SRC, base, end)
                 return end
             copies.wait(free)
             arrived = Event(timing=True)
-            self._copy(part, path, CopyContext(host, self._placement, copies), DST, base, arrived)
+            self._copy_over_link(part, path, CopyContext(host, self._placement, copies), DST, base, arrived)
             kernels.wait(arrived)
-            self._inside(part, SRC, base, kernels)
+            self._copy_on_device(part, SRC, base, kernels)
             return kernels.record(end)
         except BaseException:
             copies.wait(kernels.record())  # the slot is free after the work that was submitted
             copies.record(end)
             raise
 
-    def _copy(self, part: Slice, path: PathName, job: CopyContext, row: int, base: int, end: Event) -> None:
-        assert job.stream is not None
-        begin = job.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
-        self._mover(path, job, Pieces(_based(part.tables[0], row, base)))
-        job.stream.record(end)
+    def _copy_over_link(
+        self, part: Slice, path: PathName, context: CopyContext, row: int, base: int, end: Event
+    ) -> None:
+        """Copy a slice between the host and the slot at `base`, and record `end` after the copy."""
+        assert context.stream is not None
+        begin = context.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
+        self._mover(path, context, Pieces(_based(part.tables[0], row, base)))
+        context.stream.record(end)
         if begin is not None:
             self._timed.append((begin, end, part.nbytes))
 
-    def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
-        inside = part.tables[1]
-        assert inside is not None
-        job = CopyContext(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
-        self._mover("gather", job, Pieces(_based(inside, row, base)))
+    def _copy_on_device(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
+        """Copy the pieces of a slice between the cache and the slot at `base`."""
+        pieces = part.tables[1]
+        assert pieces is not None
+        context = CopyContext(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
+        self._mover("gather", context, Pieces(_based(pieces, row, base)))
 
     def _check_rate(self) -> None:
         """Replace the kernel stream if most of the copies finished since the last check were slow."""

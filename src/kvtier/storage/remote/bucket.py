@@ -53,8 +53,8 @@ class Bucket(Protocol):
 
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
-    def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Return each value, or None for a missing value. Of value i, at most the first `rooms[i]` bytes are returned.
+    def fetch(self, names: Sequence[str], limits: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
+        """Return each value, or None for a missing value. Of value i, at most the first `limits[i]` bytes are returned.
 
         If a name belongs to data of another type, such as a Redis list, its value counts as empty. Values may be in the
         scratch memory, so they are valid only until the next `scratch.take`.
@@ -89,9 +89,9 @@ class Bucket(Protocol):
         ...
 
 
-def join(parts: Parts, room: memoryview) -> memoryview:
+def join(parts: Parts, target: memoryview) -> memoryview:
     at = 0
     for part in parts:
-        room[at : at + len(part)] = part
+        target[at : at + len(part)] = part
         at += len(part)
-    return room[:at]
+    return target[:at]

@@ -98,12 +98,12 @@ class MooncakeBucket:
         self._check(codes, (0, 1))
         return [code == 1 for code in codes]
 
-    def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        full, room = self._full(names), self._take(scratch, sum(rooms))
-        ends = [sum(rooms[: number + 1]) for number in range(len(rooms))]
-        places = [room[end - nbytes : end] for end, nbytes in zip(ends, rooms, strict=True)]
+    def fetch(self, names: Sequence[str], limits: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
+        full, memory = self._full(names), self._take(scratch, sum(limits))
+        ends = [sum(limits[: number + 1]) for number in range(len(limits))]
+        places = [memory[end - nbytes : end] for end, nbytes in zip(ends, limits, strict=True)]
         addresses = [address_of(place) for place in places]
-        counts = self._client.batch_get_into(full, addresses, list(rooms))
+        counts = self._client.batch_get_into(full, addresses, list(limits))
         values: list[memoryview | None] = []
         for name, place, count in zip(full, places, counts, strict=True):
             if count == _TOO_SMALL:
@@ -114,15 +114,17 @@ class MooncakeBucket:
         return values
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:
-        full, room = self._full(names), self._take(scratch, nbytes * len(names))
-        offsets = range(0, len(room), nbytes)
+        full, memory = self._full(names), self._take(scratch, nbytes * len(names))
+        offsets = range(0, len(memory), nbytes)
         zeros, sizes = [[0] for _ in full], [[nbytes] for _ in full]
-        counts = self._client.get_into_ranges([address_of(room)], [full], [[[at] for at in offsets]], [zeros], [sizes])
+        counts = self._client.get_into_ranges(
+            [address_of(memory)], [full], [[[at] for at in offsets]], [zeros], [sizes]
+        )
         heads: list[bytes | None] = []
         for name, at, (count,) in zip(full, offsets, counts[0], strict=True):
             if count < 0 and count not in _GONE:
-                count = self._part(name, room[at : at + nbytes])  # the object may be shorter than a head
-            heads.append(bytes(room[at : at + count]) if count >= 0 else None)
+                count = self._part(name, memory[at : at + nbytes])  # the object may be shorter than a head
+            heads.append(bytes(memory[at : at + count]) if count >= 0 else None)
         return heads
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
@@ -176,9 +178,9 @@ class MooncakeBucket:
 
     def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
         """Return registered scratch memory. Range reads need registered memory even over TCP."""
-        room = scratch.take(nbytes)
-        self._add(memoryview(room.obj))  # register all scratch memory, because the next take may be longer
-        return room
+        memory = scratch.take(nbytes)
+        self._add(memoryview(memory.obj))  # register all scratch memory, because the next take may be longer
+        return memory
 
     def _add(self, memory: memoryview) -> None:
         at = address_of(memory)
@@ -208,13 +210,13 @@ class MooncakeBucket:
         if self._is_tcp:
             return [[part for part in parts if len(part)] for parts in values]
         others = [part for parts in values for part in parts if not self._is_registered(part)]
-        room = self._take(scratch, sum(map(len, others)))
+        memory = self._take(scratch, sum(map(len, others)))
         pieces: list[list[memoryview]] = []
         for parts in values:
             pieces.append([])
             for part in parts:
                 if len(part) and not self._is_registered(part):
-                    place, room = room[: len(part)], room[len(part) :]
+                    place, memory = memory[: len(part)], memory[len(part) :]
                     part = join([part], place)
                 if len(part):
                     pieces[-1].append(part)

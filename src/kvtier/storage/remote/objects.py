@@ -108,8 +108,8 @@ class ObjectBucket:
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [self._find(lambda n=name: obstore.head(self._store, self._prefix + n)) is not None for name in names]  # type: ignore[misc]
 
-    def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
-        return [self._fetch(name, room) for name, room in zip(names, rooms, strict=True)]
+    def fetch(self, names: Sequence[str], limits: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
+        return [self._fetch(name, limit) for name, limit in zip(names, limits, strict=True)]
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:  # noqa: ARG002
         """Return the first bytes of values; an empty value counts as missing."""
@@ -150,12 +150,12 @@ class ObjectBucket:
     def close(self) -> None:
         """Do nothing, because the client closes its connections when it is garbage-collected."""
 
-    def _fetch(self, name: str, room: int) -> memoryview | None:
+    def _fetch(self, name: str, limit: int) -> memoryview | None:
         response = self._find(lambda: obstore.get(self._store, self._prefix + name))
         if response is None:
             return None
-        if response.meta["size"] > room:
-            head = self._head(name, room)
+        if response.meta["size"] > limit:
+            head = self._head(name, limit)
             return None if head is None else memoryview(head)
         return memoryview(_translate(response.bytes))
 

@@ -97,8 +97,8 @@ class RedisBucket:
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [bool(reply) for reply in self._pipe([("EXISTS", self._prefix + name) for name in names])]
 
-    def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
-        return [None if value is None else memoryview(value) for value in self._ranges(names, rooms)]
+    def fetch(self, names: Sequence[str], limits: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
+        return [None if value is None else memoryview(value) for value in self._ranges(names, limits)]
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:  # noqa: ARG002
         return self._ranges(names, [nbytes] * len(names))
@@ -207,10 +207,10 @@ class RedisBucket:
     ) -> dict[int, Any]:
         """Set values through the client's pipeline, which follows moved slots."""
         sizes = [sum(map(len, values[index])) for index in chosen]
-        room, commands = scratch.take(sum(sizes)), []
+        memory, commands = scratch.take(sum(sizes)), []
         for index, nbytes in zip(chosen, sizes, strict=True):
-            commands.append(("SET", self._prefix + names[index], join(values[index], room[:nbytes]), *self._expiry))
-            room = room[nbytes:]
+            commands.append(("SET", self._prefix + names[index], join(values[index], memory[:nbytes]), *self._expiry))
+            memory = memory[nbytes:]
         return dict(zip(chosen, self._pipe(commands, _is_out_of_memory), strict=True))
 
     def _packed(

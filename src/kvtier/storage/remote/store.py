@@ -91,8 +91,8 @@ class RemoteStore:
 
         def fetch(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
             """Settle objects. Return damaged and expired objects unsettled, because they must be deleted first."""
-            rooms = [num_bytes(views[index]) + self._envelope.extra_bytes for index in chunk]
-            values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
+            limits = [num_bytes(views[index]) + self._envelope.extra_bytes for index in chunk]
+            values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], limits, scratch)
             useless = {}
             for index, value in zip(chunk, values, strict=True):
                 outcome, payload = self._envelope.open(reads[index], num_bytes(views[index]), value)
