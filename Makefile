@@ -147,6 +147,7 @@ bench: $(STAMP)  ## run the CPU benchmarks; records go to RESULTS
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.products --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.step --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.tiers --results $(RESULTS)
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.stores --results $(RESULTS)
@@ -165,12 +166,13 @@ bench: $(STAMP)  ## run the CPU benchmarks; records go to RESULTS
 
 # Uses the python3 that has torch with CUDA; installs nothing.
 gpu:  ## run the GPU tests and benchmarks
-	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
+	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider --durations=10 tests/cpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.vllm_worker --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.summary --results $(RESULTS) copy_gpu state_gpu transfer_gpu engine_gpu
 
 clean:  ## remove .venv, caches and builds
 	rm -rf .venv .venv-vllm .venv-ray .venv-clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -6,14 +6,17 @@ python -m benchmarks.engine --check              also compare the greedy tokens 
 python -m benchmarks.engine --vllm-python V/bin/python --node-llama L     also vLLM and llama.cpp: see engine_peers
 
 A step includes scheduling, cache bookkeeping, batch layout, model, sampling and text; benchmarks.engine_model measures
-the model alone. transformers runs its forward pass with its own cache, without generate(). Both alternate, so that
-noise affects both; the time of a case is the best of several rounds. Decode starts at a context of 128 tokens.
+the model alone. "integer" is kvtier with products="integer". transformers runs its forward pass with its own cache,
+without generate(). All alternate, so that noise affects all; the time of a case is the best of several rounds. Decode
+starts at a context of 128 tokens.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +48,7 @@ KINDS = {
     "temperature 0.8": replace(GREEDY, temperature=0.8),
     "temperature 0.8, top-p 0.95": replace(GREEDY, temperature=0.8, top_p=0.95),
 }
-NUM_CHECKED, STEPS = 32, 60
+NUM_CHECKED, STEPS, BUSY_STEPS = 32, 60, 100
 TEXT = (
     "The old harbour had been quiet for years. Ships that once came from every sea now lay still behind the long wall, "
     "and the few people who had stayed knew each of them by name. "
@@ -78,10 +81,16 @@ def main() -> None:
     print_table(rows)
     if not all(others.values()):
         print(f"how to install what is not:\n{engine_peers.__doc__}")
+    if llama := others[engine_peers.LLAMA]:
+        [one] = (row for row in rows if row["case"] == "decode 1")
+        share = float(str(one["integer tok/s"])) * llama["decode 1"]
+        more_bars.append(at_least("decode of one with integer products, times llama.cpp", share, 0.9))
     more_rows, outside_bars = outside(model, tokenizer)
-    for row in rows + more_rows:
+    busy_rows, busy_bars = busy_core(model, tokenizer) if options.threads > 1 else ([], [])
+    rows += more_rows + busy_rows
+    for row in rows:
         row |= {"threads": options.threads, "isa": os.environ.get("KVTIER_CPU_ISA", "best")}
-    report("engine", rows + more_rows, bars + more_bars + outside_bars, options.results)
+    report("engine", rows, bars + more_bars + outside_bars + busy_bars, options.results)
 
 
 def make_engine(model: Model, tokenizer: Tokenizer, *, prefix_caching: bool = True) -> Engine:
@@ -94,18 +103,21 @@ def compare_with_transformers(
     model: Model, tokenizer: Tokenizer, peer: Any, rounds: int
 ) -> tuple[list[dict[str, object]], list[Bar]]:
     """Measure prefill, decode of one sequence, and decode of sixteen."""
-    theirs, tasks = their_tasks(peer), {}
+    theirs, tasks, rounding = their_tasks(peer), {}, load_model(products="integer")
     for case, num_tokens in CASES.items():
         is_prefill = case.startswith("prefill")
         engine = make_engine(model, tokenizer, prefix_caching=not is_prefill)
         tasks[case, "kvtier"] = prefill(engine, num_tokens) if is_prefill else decode(engine, num_tokens, GREEDY)
         tasks[case, "transformers"] = theirs[case]
+        if not is_prefill:  # prefill is the same
+            tasks[case, "integer"] = decode(make_engine(rounding, tokenizer), num_tokens, GREEDY)
     # alternate all cases, because bars compare them with each other
     rates = {(case, name): CASES[case] / seconds for (case, name), seconds in best(tasks, rounds).items()}
     rows: list[dict[str, object]] = [
         {
             "case": case,
             "kvtier tok/s": rates[case, "kvtier"],
+            "integer tok/s": rates.get((case, "integer"), "as exact"),
             "transformers tok/s": rates[case, "transformers"],
             "times": rates[case, "kvtier"] / rates[case, "transformers"],
         }
@@ -206,6 +218,38 @@ def outside(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]]
         )
     print_table(rows)
     return rows, [at_most(f"outside the model, {row['case']}", float(str(row["share"])), 0.1) for row in rows]
+
+
+def busy_core(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]], list[Bar]]:
+    """Measure decode of one sequence alone, and while another process spins on one of the cores: medians."""
+    step = decode(make_engine(model, tokenizer), 1, GREEDY)
+
+    def milliseconds() -> list[float]:
+        taken = []
+        for _ in range(BUSY_STEPS):
+            start = time.perf_counter()
+            step()
+            taken.append((time.perf_counter() - start) * 1e3)
+        return taken
+
+    milliseconds()
+    alone = milliseconds()
+    core = max(os.sched_getaffinity(0))
+    script = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as spinner:
+        assert spinner.stdout is not None
+        spinner.stdout.readline()
+        try:
+            beside = milliseconds()
+        finally:
+            spinner.kill()
+    times = statistics.median(beside) / statistics.median(alone)
+    rows: list[dict[str, object]] = [
+        {"case": f"decode 1, {name}", "median ms": statistics.median(taken), "worst ms": max(taken)}
+        for name, taken in (("alone", alone), ("one core busy", beside))
+    ]
+    print_table(rows)
+    return rows, [at_most("decode of one with one busy core, times alone", times, 2.2)]
 
 
 def check(model: Model, tokenizer: Tokenizer, peer: Any) -> Bar:

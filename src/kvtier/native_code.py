@@ -50,12 +50,19 @@ class Variant:
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 X86_VARIANTS = (
-    Variant("amx", ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), _V4 | {"amx_tile", "amx_bf16"}),
+    Variant(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+        _V4 | {"avx512_vnni", "amx_tile", "amx_bf16"},
+    ),
+    Variant("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Variant("v4", ("-march=x86-64-v4",), _V4),
+    Variant("v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
     Variant("v3", ("-march=x86-64-v3",), _V3),
     Variant("v1", ("-march=x86-64",)),
 )
-"""Levels of the x86-64 instruction set, best first. The last level runs on every x86-64 processor."""
+"""Levels of the x86-64 instruction set, best first; VNNI are products of bytes. The last level runs on every x86-64
+processor."""
 
 
 @dataclass(frozen=True, slots=True)

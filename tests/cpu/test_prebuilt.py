@@ -79,12 +79,13 @@ def test_engine_variant_equals_torch(monkeypatch, variant: Variant):
 @only_x86
 @pytest.mark.usefixtures("prebuilt")
 def test_best_supported_variant_is_chosen_at_run_time(monkeypatch):
-    amx, v4, v3, _ = X86_VARIANTS
+    amx, v4_vnni, v4, v3_vnni, v3, _ = X86_VARIANTS
     names = []
     monkeypatch.setattr(engine, "EngineNative", lambda path: path)  # do not load it: this processor may lack features
-    for present in (amx.needs, v4.needs, v4.needs - {"avx512vl"}, v3.needs - {"fma"}, frozenset()):
+    vnni = (v4_vnni.needs, v3_vnni.needs)
+    for present in (amx.needs, *vnni, v4.needs, v4.needs - {"avx512vl"}, v3.needs - {"fma"}, frozenset()):
         names.append(loaded_with(monkeypatch, present | {"sse2"}).reason.rpartition("(")[2].rstrip(")"))
-    assert names == ["amx", "v4", "v3", "v1", "v1"]
+    assert names == ["amx", "v4-vnni", "v3-vnni", "v4", "v3", "v1", "v1"]
 
 
 def test_prebuilt_library_of_other_version_is_reported_missing(prebuilt):

@@ -43,7 +43,10 @@ def _fields(config: Any) -> dict[str, Field[Any]]:
 
 def add_engine_options(command: Parser) -> None:
     add_fields(
-        command, "model", EngineOptions, "model device dtype tensor_parallel invariant phases draft_tokens threads"
+        command,
+        "model",
+        EngineOptions,
+        "model device dtype tensor_parallel invariant products phases draft_tokens threads",
     )
     add_fields(command, "cache", TierOptions)
 

@@ -20,8 +20,8 @@ from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.native import PACKED_KINDS
 from kvtier.engine.ops import Ops
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-from kvtier.engine.weights import Assembler, RawMatrix, SafetensorsFolder
-from kvtier.errors import CheckpointError, UnavailableError
+from kvtier.engine.weights import Assembler, Products, RawMatrix, SafetensorsFolder
+from kvtier.errors import ArgumentError, CheckpointError, UnavailableError
 from kvtier.memory.torch_types import AnyDType, element_type, torch_dtype
 
 _LAYER_NAMES: Mapping[str, str] = {
@@ -135,18 +135,31 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
+def _products(name: Products | str) -> Products:
+    try:
+        return Products(name)
+    except ValueError as error:
+        names = ", ".join(each.value for each in Products)
+        raise ArgumentError(f"unknown products {name!r}; use one of {names}") from error
+
+
 def load_model(
     model: str | Path = DEFAULT_MODEL,
     dtype: AnyDType = "f32",
     device: str | torch.device = "cpu",
     ops: Ops | None = None,
+    products: Products | str = Products.EXACT,
 ) -> Model:
-    """Load a model onto a device. `ops` defaults to the fastest operations for the device."""
+    """Load a model onto a device. `ops` defaults to the fastest operations for the device.
+
+    Raises ArgumentError for unknown `products`, and UnavailableError if the checkpoint cannot use integer products.
+    """
+    products = _products(products)
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)
     if not kind.is_floating_point:
         raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")
     if not path.is_dir():
         file = GgufFile(path)
-        return Model(file.config, Assembler(file.config, file, kind, place).model(), ops)
+        return Model(file.config, Assembler(file.config, file, kind, place, products).model(), ops)
     config = ModelConfig.from_folder(path)
-    return Model(config, Assembler(config, SafetensorsFolder(path), kind, place).model(), ops)
+    return Model(config, Assembler(config, SafetensorsFolder(path), kind, place, products).model(), ops)

@@ -526,7 +526,7 @@ def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
         layouts.append(
             f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
         )
-    dtype = str(models[0].weights.dtype)
+    dtype = "; ".join(dict.fromkeys(model.weights.arithmetic for model in models))
     return Namespace(
         repr([model.config for model in models]), digest.hexdigest(), dtype, "; ".join(layouts), block_tokens
     )

@@ -20,6 +20,7 @@ from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.engine.params import FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
+from kvtier.engine.weights import Products
 from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.index import Listener
 from kvtier.memory.torch_types import AnyDType
@@ -49,7 +50,8 @@ class LLM:
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
     `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. With `invariant`, the result of a
-    request is bit-identical in any batch, but computing it is slower.
+    request is bit-identical in any batch, but computing it is slower. With `products="integer"`, products with
+    quantised matrices on the CPU are faster and round their input (see weights.Products).
 
     `generate` and `chat` may be called from several threads. The engine runs on a thread of its own and serves one call
     after the other. KeyboardInterrupt ends a call after the current step and cancels the requests of the call. Do not
@@ -64,6 +66,7 @@ class LLM:
         dtype: AnyDType = "f32",
         device: str | torch.device = "cpu",
         invariant: bool = False,
+        products: Products | str = Products.EXACT,
         proposer: Proposer | None = None,
         stores: Mapping[str, StoreOrUrls] | None = None,
         listener: Listener | None = None,
@@ -73,8 +76,10 @@ class LLM:
         config = config or EngineConfig()
         if tensor_parallel is not None:
             config = replace(config, tensor_parallel=tensor_parallel)
+        if products == Products.INTEGER and (invariant or config.tensor_parallel > 1):
+            raise ArgumentError("integer products support neither invariant mode nor tensor_parallel; use exact")
         self.tokenizer = load_tokenizer(model)
-        loaded = load_model(model, dtype, device, InvariantOps() if invariant else None)
+        loaded = load_model(model, dtype, device, InvariantOps() if invariant else None, products)
         self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores, listener=listener)
         self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, "kvtier-llm", _use_device, (loaded.weights.device,))

@@ -19,7 +19,7 @@ enum { LANES = 8 };
 #else
 enum { LANES = 4 };
 #endif
-enum { TILE = 16, BLOCK = 32, GRAIN = 16384, AHEAD = 12 };
+enum { TILE = 16, BLOCK = 32, MAX_TOKENS = 16, GRAIN = 16384, AHEAD = 12 };
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -27,6 +27,9 @@ typedef uint32_t uints __attribute__((vector_size(4 * LANES)));
 
 #define LOAD(type, from) ({ type v_; memcpy(&v_, (from), sizeof v_); v_; })
 #define STORE(to, v) ({ floats s_ = (v); memcpy((to), &s_, sizeof s_); })
+/* Prefetch `bytes` bytes. Streams of a tile are shorter than the hardware prefetcher needs. */
+#define PREFETCH(from, bytes)                                                                                         \
+    for (long line_ = 0; line_ < (bytes); line_ += 64) __builtin_prefetch((from) + line_)
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE float sum_of(floats v) {
@@ -76,30 +79,7 @@ static void softmax(float *scores, long length, long padded) {
     for (long i = 0; i < padded; i += LANES) STORE(scores + i, LOAD(floats, scores + i) * scale);
 }
 
-/* ---- Threads: GOMP_parallel of the OpenMP runtime that torch has loaded, so that torch's threads are reused ---- */
-
-typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-static Parallel parallel;
-static int (*thread_number)(void), (*team_size)(void);
-
-void kvtier_threads(void *parallel_, void *thread_number_, void *team_size_) {
-    parallel = (Parallel)parallel_;
-    thread_number = (int (*)(void))thread_number_;
-    team_size = (int (*)(void))team_size_;
-}
-
-static int is_alone(int threads, long numbers) { return !parallel || threads < 2 || numbers < GRAIN; }
-
-static void run(void (*work)(void *), void *data, int alone, int threads) {
-    if (alone) work(data);
-    else parallel(work, data, (unsigned)threads, 0);
-}
-
-/* Set [*begin, *end) to this thread's share of `count` work items. */
-static void share(long count, int alone, long *begin, long *end) {
-    long n = alone ? 1 : team_size(), i = alone ? 0 : thread_number();
-    *begin = count * i / n, *end = count * (i + 1) / n;
-}
+#include "native_threads.h"
 
 #include "native_product.h"
 
@@ -115,7 +95,7 @@ typedef struct {
     long sequences, q_stride, heads, kv_heads, dim, table_width, block_tokens, block_stride, token_stride, v_offset;
     long max_length;
     float scale;
-    int alone;
+    long parts; /* of the heads of a sequence: with fewer sequences than threads, each kv head is one */
 } Attention;
 
 /* Return the keys of a token. The keys of all heads are contiguous, so they are read together. */
@@ -161,24 +141,20 @@ static void attend_one(const Attention *a, long sequence, long first, long last,
     }
 }
 
-/* Split the work by sequence, or by sequence and kv head if there are fewer sequences than threads. */
-static void attention_share(void *data) {
+static void attend_parts(const void *data, long begin, long end, int thread) {
     const Attention *a = data;
-    const long threads = a->alone ? 1 : team_size(), parts = a->sequences < threads ? a->kv_heads : 1;
-    const long heads = a->kv_heads / parts;
-    long begin, end;
-    share(a->sequences * parts, a->alone, &begin, &end);
-    float *scores = a->scratch + (a->alone ? 0 : thread_number()) * a->heads * a->max_length;
+    const long parts = a->parts, heads = a->kv_heads / parts;
+    float *scores = a->scratch + thread * a->heads * a->max_length;
     for (long i = begin; i < end; ++i) attend_one(a, i / parts, i % parts * heads, (i % parts + 1) * heads, scores);
 }
 
 /* dim is a multiple of 16. sizes: the `long` fields of Attention, in order. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
-    const int alone = is_alone(threads, GRAIN);
+    const long parts = sizes[0] < threads ? sizes[3] : 1;
     Attention a = {q,        cache,    tables,   lengths,  out,      scratch,  sizes[0],  sizes[1], sizes[2], sizes[3],
-                   sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], scale,    alone};
-    run(attention_share, &a, a.alone, threads);
+                   sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], scale,    parts};
+    run(attend_parts, &a, a.sequences * parts, 1, threads, way_of(threads, GRAIN, a.sequences));
 }
 
 /* ---- Fused elementwise work between the products: one pass per token ---- */
@@ -188,13 +164,11 @@ typedef struct {
     const float *weight;
     long tokens, dim;
     float eps;
-    int alone;
 } Norm;
 
-static void norm_share(void *data) {
+static void norm_tokens(const void *data, long begin, long end, int thread) {
     const Norm *p = data;
-    long begin, end;
-    share(p->tokens, p->alone, &begin, &end);
+    (void)thread;
     for (long t = begin; t < end; ++t) {
         float *residual = p->residual + t * p->dim, *out = p->out + t * p->dim;
         floats squares = {0};
@@ -215,21 +189,19 @@ static void norm_share(void *data) {
 /* residual += x (unless x is null); out = RMS norm of residual. dim is a multiple of 16. */
 void kvtier_norm(float *x, float *residual, const float *weight, float *out, long tokens, long dim, float eps,
                  int threads) {
-    Norm p = {x, residual, out, weight, tokens, dim, eps, is_alone(threads, tokens * dim)};
-    run(norm_share, &p, p.alone, threads);
+    Norm p = {x, residual, out, weight, tokens, dim, eps};
+    run(norm_tokens, &p, tokens, 1, threads, way_of(threads, tokens * dim, tokens));
 }
 
 typedef struct {
     const float *gate_up;
     float *out;
     long tokens, dim;
-    int alone;
 } Gate;
 
-static void gate_share(void *data) {
+static void gate_tokens(const void *data, long begin, long end, int thread) {
     const Gate *p = data;
-    long begin, end;
-    share(p->tokens, p->alone, &begin, &end);
+    (void)thread;
     for (long t = begin; t < end; ++t) {
         const float *gate = p->gate_up + 2 * t * p->dim, *up = gate + p->dim;
         for (long i = 0; i < p->dim; i += LANES) {
@@ -241,8 +213,8 @@ static void gate_share(void *data) {
 
 /* out = silu(gate) * up. dim is a multiple of 16. */
 void kvtier_gate(const float *gate_up, float *out, long tokens, long dim, int threads) {
-    Gate p = {gate_up, out, tokens, dim, is_alone(threads, tokens * dim)};
-    run(gate_share, &p, p.alone, threads);
+    Gate p = {gate_up, out, tokens, dim};
+    run(gate_tokens, &p, tokens, 1, threads, way_of(threads, tokens * dim, tokens));
 }
 
 typedef struct {
@@ -251,14 +223,12 @@ typedef struct {
     float *cache;
     const int64_t *slots;
     long tokens, heads, kv_heads, dim, block_tokens, block_stride, token_stride, v_offset;
-    int alone;
 } Rotation;
 
-static void rotation_share(void *data) {
+static void rotate_tokens(const void *data, long begin, long end, int thread) {
     const Rotation *p = data;
     const long half = p->dim / 2, kv_dim = p->kv_heads * p->dim;
-    long begin, end;
-    share(p->tokens, p->alone, &begin, &end);
+    (void)thread;
     for (long t = begin; t < end; ++t) {
         float *head = p->qkv + t * (p->heads + 2 * p->kv_heads) * p->dim, *k = head + p->heads * p->dim;
         for (long h = 0; h < p->heads + p->kv_heads; ++h, head += p->dim)
@@ -278,10 +248,10 @@ static void rotation_share(void *data) {
 /* Apply RoPE to queries and keys in place; write keys and values to the cache. dim is a multiple of 32. */
 void kvtier_rotate(float *qkv, const float *cos, const float *sin, float *cache, const int64_t *slots,
                    const long *sizes, int threads) {
-    const int alone = is_alone(threads, sizes[0] * (sizes[1] + 2 * sizes[2]) * sizes[3]);
+    const int way = way_of(threads, sizes[0] * (sizes[1] + 2 * sizes[2]) * sizes[3], sizes[0]);
     Rotation p = {qkv,      cos,      sin,      cache,    slots,    sizes[0], sizes[1],
-                  sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], alone};
-    run(rotation_share, &p, p.alone, threads);
+                  sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7]};
+    run(rotate_tokens, &p, p.tokens, 1, threads, way);
 }
 
 #include "native_draw.h"

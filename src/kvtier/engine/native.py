@@ -25,18 +25,20 @@ _LANES, _BLOCK = 16, 32
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 SOURCE = NativeSource(
     "kvtier.engine",
-    ("native.c", "native_product.h", "native_amx.h", "native_draw.h"),
+    ("native.c", "native_threads.h", "native_product.h", "native_amx.h", "native_integer.h", "native_draw.h"),
     _FLAGS,
     ("-march=native",),
     X86_VARIANTS,
 )
-_VARIANT_OF: Mapping[str, str] = MappingProxyType({"avx2": "v3", "avx512": "v4", "amx": "amx"})
+_VARIANT_OF: Mapping[str, str] = MappingProxyType(
+    {"avx2": "v3", "avx2_vnni": "v3-vnni", "avx512": "v4", "avx512_vnni": "v4-vnni", "amx": "amx"}
+)
 ISAS = tuple(_VARIANT_OF)
 """Instruction sets that have kernels of their own: the values of KVTIER_CPU_ISA."""
-_KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
+_KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2, "Q4 integer": 3, "Q8 integer": 4})
 SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
 """Sampling parameters of one row of logits, with the layout of the struct in native_draw.h."""
-PACKED_KINDS = frozenset(_KINDS)
+PACKED_KINDS = frozenset(("Q4_0", "Q4_1", "Q8_0", "BF16"))
 """GGUF names of the stored types that `pack` accepts."""
 
 
@@ -48,6 +50,11 @@ class PackedWeight:
     data: Tensor
     rows: int
     columns: int
+
+    @property
+    def is_integer(self) -> bool:
+        """True if products round their input."""
+        return self.kind.endswith("integer")
 
 
 class EngineNative:
@@ -153,36 +160,55 @@ class EngineNative:
         return x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % multiple == 0
 
 
-def pack(kind: str, rows: Tensor) -> PackedWeight | None:
-    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Returns None if its type or size is not supported."""
-    if kind not in _KINDS or native().code is None:
+def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | None:
+    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Returns None if its type or size is not supported.
+
+    With `integer`, products of quantised matrices use integer instructions, which round the input.
+    """
+    if kind not in PACKED_KINDS or native().code is None:
         return None
     columns = rows.shape[1] if kind == "BF16" else rows.shape[1] // _BLOCK_BYTES[kind] * _BLOCK
     if rows.shape[0] % _LANES or columns % _BLOCK:
         return None
     if kind == "BF16":
-        data = rows.view(-1, _LANES, columns).transpose(1, 2).contiguous()
+        return PackedWeight(kind, rows.view(-1, _LANES, columns).transpose(1, 2).contiguous(), len(rows), columns)
+    raw = rows.numpy().reshape(-1, _LANES, columns // _BLOCK, _BLOCK_BYTES[kind])
+    factors, elements = _split_blocks(kind, raw)
+    if integer:
+        elements = _group_columns(elements)
+        kind = "Q8 integer" if kind == "Q8_0" else "Q4 integer"
     else:
-        raw = rows.numpy().reshape(-1, _LANES, columns // _BLOCK, _BLOCK_BYTES[kind])
-        data = torch.from_numpy(_pack_blocks(raw, num_halves=2 if kind == "Q4_1" else 1))
-    return PackedWeight(kind, data, rows.shape[0], columns)
+        elements = elements.transpose(0, 2, 3, 1)
+        kind = "Q8_0" if kind == "Q8_0" else "Q4_1"
+    data = np.concatenate([each.reshape(*each.shape[:2], -1) for each in (factors, elements)], axis=2)
+    return PackedWeight(kind, torch.from_numpy(data), len(rows), columns)
 
 
-_BLOCK_BYTES: Mapping[str, int] = MappingProxyType({"Q4_1": 20, "Q8_0": 34})
-_U8 = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+_BLOCK_BYTES: Mapping[str, int] = MappingProxyType({"Q4_0": 18, "Q4_1": 20, "Q8_0": 34})
+_U8 = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def _pack_blocks(raw: _U8, num_halves: int) -> _U8:
-    """Interleave 16 rows (lanes) of blocks [tiles, lanes, blocks, bytes]. Float16 factors become float32.
+def _split_blocks(kind: str, raw: _U8) -> tuple[_U8, _U8]:
+    """Split blocks [tiles, lanes, blocks, bytes] into factors and elements.
 
-    Q4_1   20 bytes: factors d and m, 16 bytes of nibbles. 16 interleaved blocks have 384 bytes.
-    Q8_0   34 bytes: factor d, 32 bytes of elements. 16 interleaved blocks have 576 bytes.
+    Return the factors as float32 [tiles, blocks, factors, lanes] in bytes, and the elements in their order.
+
+    Q4_0   18 bytes: factor d, 16 bytes of nibbles q. (q - 8) * d is stored as Q4_1 with m = -8 * d, which is exact.
+    Q4_1   20 bytes: factors d and m, 16 bytes of nibbles
+    Q8_0   34 bytes: factor d, 32 bytes of elements
     """
-    tiles, _, blocks, _ = raw.shape
-    halves = np.ascontiguousarray(raw[..., : 2 * num_halves]).view(np.float16).astype(np.float32)
-    head = np.ascontiguousarray(halves.transpose(0, 2, 3, 1)).reshape(tiles, blocks, -1).view(np.uint8)
-    elements = raw[..., 2 * num_halves :].transpose(0, 2, 3, 1).reshape(tiles, blocks, -1)
-    return np.concatenate((head, elements), axis=2)
+    num_factors = 2 if kind == "Q4_1" else 1
+    factors = np.ascontiguousarray(raw[..., : 2 * num_factors]).view(np.float16).astype(np.float32)
+    if kind == "Q4_0":
+        factors = np.concatenate((factors, -8 * factors), axis=-1)
+    return np.ascontiguousarray(factors.transpose(0, 2, 3, 1)).view(np.uint8), raw[..., 2 * num_factors :]
+
+
+def _group_columns(elements: _U8) -> _U8:
+    """Return elements [tiles, lanes, blocks, bytes] as [tiles, blocks, groups, lanes, 4], see native_integer.h."""
+    tiles, lanes, blocks, count = elements.shape
+    grouped = elements.reshape(tiles, lanes, blocks, count // 4, 4).transpose(0, 2, 3, 1, 4)
+    return np.ascontiguousarray(grouped)
 
 
 @functools.cache  # compile and load once per process

@@ -119,10 +119,9 @@ INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
     }
 }
 
-static void amx_share(void *data) {
+static void amx_range(const void *data, long begin, long end, int thread) {
     const Product *p = data;
-    long begin, end;
-    share(p->rows / TILE, p->alone, &begin, &end);
+    (void)thread;
     TileConfig config = {.palette = 1};
     for (int i = 0; i < 7; ++i) config.bytes[i] = 64, config.rows[i] = i == 2 || i == 3 ? 16 : (uint8_t)p->tokens;
     _tile_loadconfig(&config);
@@ -133,16 +132,16 @@ static void amx_share(void *data) {
 }
 
 /* Return 1 if AMX computed the product, 0 if the caller must compute it. scratch is float [2][tokens][columns]. */
-static int amx_product(Product *p, const float *x, float *scratch, long count, int threads) {
+static int amx_product(Product *p, const float *x, float *scratch, long count, int threads, int way) {
     if (!has_amx || count < LEAST) return 0;
     uint16_t *parts = (uint16_t *)scratch;
     cut(x, parts, (float *)(parts + PARTS * p->tokens * p->columns), count, p->columns, p->tokens);
     p->x = scratch;
-    run(amx_share, p, p->alone, threads);
+    run(amx_range, p, p->rows / TILE, 2, threads, way);
     return 1;
 }
 #else
-static int amx_product(Product *p, const float *x, float *scratch, long count, int threads) {
-    return (void)p, (void)x, (void)scratch, (void)count, (void)threads, 0;
+static int amx_product(Product *p, const float *x, float *scratch, long count, int threads, int way) {
+    return (void)p, (void)x, (void)scratch, (void)count, (void)threads, (void)way, 0;
 }
 #endif

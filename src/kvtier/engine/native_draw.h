@@ -15,7 +15,6 @@ typedef struct {
     const RowParams *params;
     int64_t *chosen;
     long rows, vocab;
-    int alone;
 } Draw;
 
 INLINE double sum_of_doubles(doubles v) {
@@ -134,10 +133,9 @@ static int64_t draw_from_top(const float *weights, long vocab, const RowParams *
     return (int64_t)~(uint32_t)heap[at];
 }
 
-static void draw_share(void *data) {
+static void draw_rows(const void *data, long begin, long end, int thread) {
     const Draw *p = data;
-    long begin, end;
-    share(p->rows, p->alone, &begin, &end);
+    (void)thread;
     for (long row = begin; row < end; ++row) {
         float *weights = p->logits + row * p->vocab;
         const RowParams *params = p->params + row;
@@ -152,6 +150,6 @@ static void draw_share(void *data) {
 /* Draw one token per row, or -1 if the row has no distribution. Overwrites the logits. vocab is a multiple of 16. */
 void kvtier_draw(float *logits, uint64_t *heaps, const RowParams *params, int64_t *chosen, long rows, long vocab,
                  int threads) {
-    Draw p = {logits, heaps, params, chosen, rows, vocab, is_alone(threads, rows * vocab) || rows < 2};
-    run(draw_share, &p, p.alone, threads);
+    Draw p = {logits, heaps, params, chosen, rows, vocab};
+    run(draw_rows, &p, rows, 1, threads, rows < 2 ? ALONE : way_of(threads, rows * vocab, rows));
 }

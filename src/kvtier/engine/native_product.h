@@ -11,16 +11,24 @@
  *   BF16: uint16 w[32][16]
  * The sum adds column j, then j + 16, for j from 0 to 15.
  */
-enum { Q4_1, Q8_0, BF16 };
-enum { VECTORS = TILE / LANES, MAX_TOKENS = 16 };
-static const int BLOCK_BYTES[] = {[Q4_1] = 2 * 64 + 256, [Q8_0] = 64 + 512, [BF16] = 1024};
+enum { Q4_1, Q8_0, BF16, Q4_INTEGER, Q8_INTEGER };
+enum { VECTORS = TILE / LANES };
+static const int BLOCK_BYTES[] = {
+    [Q4_1] = 2 * 64 + 256, [Q8_0] = 64 + 512, [BF16] = 1024, [Q4_INTEGER] = 2 * 64 + 256, [Q8_INTEGER] = 64 + 512};
+
+typedef struct {
+    const int8_t *high, *low;   /* halves of r, [tokens][columns] */
+    const float *scales, *sums; /* s, and s * sum of r, [tokens][columns / 32] */
+    const int32_t *counts;      /* sum of r, [tokens][columns / 32] */
+} Rounded; /* x = s * r (native_integer.h) */
 
 typedef struct {
     const char *weights;
     const float *x; /* [tokens][columns]; with AVX-512 [columns][tokens]; with AMX bf16 parts (native_amx.h) */
     float *y;       /* [tokens][rows] */
     long rows, columns, count, tokens; /* tokens: count, rounded up to a power of 2 */
-    int kind, alone;
+    int kind;
+    Rounded rounded; /* for kinds of native_integer.h */
 } Product;
 
 /* Load LANES bytes as integers. Uses intrinsics, because gcc 12 would widen loaded bytes one at a time. */
@@ -75,9 +83,12 @@ INLINE void bf16(const char *block, int lane, int j, floats *first, floats *seco
             floats sum[TILES][TOKENS];                                                                                \
             memset(sum, 0, sizeof sum);                                                                               \
             if (tiles == TILES)                                                                                       \
-                for (long b = 0; b < blocks; ++b)                                                                     \
+                for (long b = 0; b < blocks; ++b) {                                                                   \
+                    for (int i = 0; i < TILES; ++i)                                                                   \
+                        PREFETCH(p->weights + (tile + TILES + i) * tile_bytes + b * BYTES, BYTES);                    \
                     for (int j = 0; j < BLOCK / 2; ++j)                                                               \
                         STEP(KIND, BYTES, TILES, TOKENS)                                                              \
+                }                                                                                                     \
             else                                                                                                      \
                 for (long b = 0; b < blocks; ++b)                                                                     \
                     for (int j = 0; j < BLOCK / 2; ++j)                                                               \
@@ -145,7 +156,8 @@ INLINE void single(const Product *p, long tile, const int tiles, const int kind)
     const long blocks = p->columns / BLOCK, bytes = BLOCK_BYTES[kind];
     const char *weights = p->weights + tile * blocks * bytes;
     floats sum[SINGLES][VECTORS] = {{{0}}};
-    for (long b = 0; b < blocks; ++b)
+    for (long b = 0; b < blocks; ++b) {
+        for (int i = 0; i < tiles; ++i) PREFETCH(weights + ((tiles + i) * blocks + b) * bytes, bytes);
         _Pragma("GCC unroll 2") for (int j = 0; j < BLOCK / 2; ++j) {
             const float *x = p->x + b * BLOCK + j;
             _Pragma("GCC unroll 2") for (int i = 0; i < tiles; ++i)
@@ -156,6 +168,7 @@ INLINE void single(const Product *p, long tile, const int tiles, const int kind)
                     sum[i][v] += second * x[16];
                 }
         }
+    }
     for (int i = 0; i < tiles; ++i)
         for (int v = 0; v < VECTORS; ++v) STORE(p->y + (tile + i) * TILE + v * LANES, sum[i][v]);
 }
@@ -194,7 +207,8 @@ INLINE void several(const Product *p, long tile, const int kind) {
     float weights[DEPTH * BLOCK * TILE] __attribute__((aligned(64))), sums[MAX_TOKENS * TILE] = {0};
     for (long b = 0; b < blocks; b += DEPTH) {
         const int depth = blocks - b < DEPTH ? (int)(blocks - b) : DEPTH;
-        for (int i = 0; i < depth; ++i)
+        for (int i = 0; i < depth; ++i) {
+            PREFETCH(p->weights + ((tile + 1) * blocks + b + i) * bytes, bytes);
             for (int j = 0; j < BLOCK / 2; ++j)
                 _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; ++v) {
                     floats first, second;
@@ -202,6 +216,7 @@ INLINE void several(const Product *p, long tile, const int kind) {
                     STORE(weights + (i * BLOCK + j) * TILE + v * LANES, first);
                     STORE(weights + (i * BLOCK + j + 16) * TILE + v * LANES, second);
                 }
+        }
         for (long g = 0; g < groups; ++g) {
             const long t = p->count * g / groups, next = p->count * (g + 1) / groups;
             const float *x = p->x + t * p->columns + b * BLOCK;
@@ -227,23 +242,28 @@ static void compute_tiles(const Product *p, long begin, long end) {
 }
 #endif
 
-static void product_share(void *data) {
-    const Product *p = data;
-    long begin, end;
-    share(p->rows / TILE, p->alone, &begin, &end);
-    compute_tiles(p, begin, end);
+static void product_groups(const void *data, long begin, long end, int thread) {
+    (void)thread;
+    compute_tiles(data, begin, end);
 }
 
 #include "native_amx.h"
+#include "native_integer.h"
 
 /* x [count][columns], scratch [2][tokens][columns], y [tokens][rows]. rows is a multiple of 16, columns of 32; tokens
  * is count rounded up to a power of 2, at most 16. Rows of y beyond `count` are undefined. */
 void kvtier_product(int kind, const void *weights, const float *x, float *scratch, float *y, long rows, long columns,
                     long count, long tokens, int threads) {
-    Product p = {weights, x, y, rows, columns, count, tokens, kind, is_alone(threads, rows * columns)};
-    if (amx_product(&p, x, scratch, count, threads)) return;
+    Product p = {weights, x, y, rows, columns, count, tokens, kind, {0}};
+    const int way = way_of(threads, rows * columns, count);
+    if (kind == Q4_INTEGER || kind == Q8_INTEGER) {
+        p.rounded = quantise(x, scratch, count, columns);
+        run(integer_tiles, &p, rows / TILE, 1, threads, way);
+        return;
+    }
+    if (amx_product(&p, x, scratch, count, threads, way)) return;
 #ifdef __AVX512F__
     if (tokens > 1) transpose(x, scratch, count, columns, tokens), p.x = scratch;
 #endif
-    run(product_share, &p, p.alone, threads);
+    run(product_groups, &p, rows / TILE, 4, threads, way);
 }

