@@ -164,6 +164,10 @@ bench: $(STAMP)  ## run the CPU benchmarks; records go to RESULTS
 	PYTHONPATH=. $(BIN)/python -m benchmarks.replay --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 
+bench-ray: $(RAY_STAMP)  ## run the benchmark of a fleet on Ray Serve
+	PYTHONPATH=src:. $(RAY_BIN)/python -m benchmarks.fleet --results $(RESULTS)
+.PHONY: bench-ray
+
 # Uses the python3 that has torch with CUDA; installs nothing.
 gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider --durations=10 tests/cpu tests/gpu

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 
 import pytest
 
+from kvtier.cli.main import main
 from kvtier.cli.serve import fleet_config_of
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.events import EventConfig, publish_events
@@ -136,3 +138,15 @@ def test_subscriber_receives_early_and_late_events(publisher):
         router.check()
 
     asyncio.run(run())
+
+
+def test_serve_on_cluster_without_ray_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "kvtier.integrations.ray.launch", raising=False)
+    assert main(["serve", "--cluster", "ray"]) == 1
+    assert "pip install 'kvtier[ray]'" in capsys.readouterr().err
+
+
+def test_fleet_option_without_cluster_is_an_error(capsys):
+    assert main(["serve", "--replicas", "3"]) == 1
+    assert "need --cluster ray" in capsys.readouterr().err

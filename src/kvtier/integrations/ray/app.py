@@ -36,6 +36,7 @@ def fleet_app(config: RayConfig) -> Application:
         router["request_router_kwargs"] = {
             "block_tokens": server.engine.tiers.block_tokens,
             "max_replicas": MAX_REPLICAS,
+            "duplicate_cost": config.duplicate_cost,
         }
     drain = server.limits.drain_seconds
     replicas = serve.deployment(

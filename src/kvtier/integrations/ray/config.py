@@ -29,6 +29,8 @@ class RayConfig:
     """True to place the front end on the head node, which survives the loss of any other node."""
     request_router: str = OWN_ROUTER
     """Request router of Serve, as module:class."""
+    duplicate_cost: float = 1.0
+    """`RouterConfig.duplicate_cost` of kvtier's router."""
     retry_seconds: float = 30.0
     """Time to find a replica for a request. After this time the client gets 503."""
     health_seconds: float = 2.0

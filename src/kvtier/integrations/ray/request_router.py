@@ -23,8 +23,9 @@ class KvtierRouter(RequestRouter):
     Ray Serve calls all methods on one event loop. Calls without a RouteTicket go to the shortest queue.
     """
 
-    def initialize_state(self, block_tokens: int = 16, max_replicas: int = 64) -> None:
-        self._router = Router(RouterConfig(block_tokens, max_replicas))
+    def initialize_state(self, **settings: Any) -> None:
+        """Create the router. `settings` are the fields of RouterConfig."""
+        self._router = Router(RouterConfig(**settings))
         self._following: dict[str, asyncio.Task[None]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
