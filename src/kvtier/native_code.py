@@ -149,6 +149,33 @@ def features() -> frozenset[str]:
     return frozenset(found.partition(":")[2].split())
 
 
+def num_usable_cores(root: Path = Path("/")) -> int:
+    """Return the number of cores that this process may use, by its CPU affinity and its cgroups (version 2).
+
+    It is at least 1. With more threads than the CPU time of the cgroups allows, the threads of a step wait for each
+    other while the process is throttled.
+
+    `root` is the folder that contains proc and sys.
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return cores
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if group is None:  # cgroup version 1
+        return cores
+    top = root / "sys/fs/cgroup"
+    for folder in (top / group, *(top / parent for parent in Path(group).parents)):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):  # the root group has no limit, and a container does not see groups outside
+            continue
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
 def _load_prebuilt(
     source: NativeSource, texts: dict[str, str], folder: Path, make: Callable[[Path], Code]
 ) -> Native[Code]:

@@ -25,7 +25,7 @@ from kvtier.memory import BatchCopy, Buffer
 from kvtier.memory.copy_plan import scan
 from kvtier.memory.gather import fill_rows
 from kvtier.memory.native import MemoryNative, native
-from kvtier.native_code import Native
+from kvtier.native_code import Native, num_usable_cores
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -555,3 +555,38 @@ def test_reader_sees_one_version_during_write_atomically(tmp_path: Path):
             write_atomically(path, version)
             assert path.read_bytes() == version
         assert reader.read() == versions[0]
+
+
+def cgroup(root: Path, limits: dict[str, str]) -> None:
+    """Write the files of a cgroup /a/b. `limits` are the texts of cpu.max by folder."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/a/b\n")
+    for folder, text in limits.items():
+        (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / folder / "cpu.max").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, 8),
+        ({"a/b": "max 100000\n"}, 8),
+        ({"a/b": "350000 100000\n"}, 3),
+        ({"a/b": "50000 100000\n"}, 1),
+        ({"a/b": "400000 100000\n", "a": "200000 100000\n"}, 2),
+        ({"a/b": "1600000 100000\n"}, 8),
+        ({"a/b": "nonsense\n"}, 8),
+    ],
+)
+def test_usable_cores_follow_affinity_and_cgroups(monkeypatch, tmp_path, limits, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    cgroup(tmp_path, limits)
+    assert num_usable_cores(tmp_path) == expected
+
+
+def test_usable_cores_without_cgroups_follow_affinity(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
+    assert num_usable_cores(tmp_path) == 2
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/x\n")  # version 1
+    assert num_usable_cores(tmp_path) == 2

@@ -23,6 +23,7 @@ from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrat
 from kvtier.memory.copy_paths import PATH_NAMES, CopyContext, why_not
 from kvtier.memory.costs import saved_costs
 from kvtier.memory.stream import Stream
+from kvtier.native_code import num_usable_cores
 from kvtier.storage import checksum as storage_native
 from kvtier.transfer.strategy import TransferShape, choose
 
@@ -49,7 +50,7 @@ def doctor(options: argparse.Namespace) -> int:
     costs = {
         gpu: (None if options.calibrate else saved_costs(gpu)) or calibrate(gpu, progress=progress) for gpu in gpus
     }
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_usable_cores()
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     findings = {
         "kvtier": kvtier.__version__,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from kvtier.errors import ArgumentError
 from kvtier.memory.copy_plan import I64, Scan
-from kvtier.native_code import Native, NativeSource, load
+from kvtier.native_code import Native, NativeSource, load, num_usable_cores
 
 SOURCE = NativeSource("kvtier.memory", ("native.c",), ("-O3", "-shared", "-fPIC", "-pthread"))
 # Minimum bytes per thread. Starting and joining a thread takes 20 to 60 us, during which one core copies 1 to 3 MB.
@@ -49,7 +48,7 @@ class MemoryNative:
             function = getattr(library, f"kvtier_{name}")
             function.restype, function.argtypes = result, arguments
         self._library = library
-        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._num_threads = min(_MAX_THREADS, num_usable_cores())
 
     def copy(self, table: I64, total: int | None = None) -> int:
         """Copy independent pieces (rows SRC, DST, NBYTES), `total` bytes altogether. Returns the number of threads."""

@@ -62,7 +62,7 @@ class EngineOptions:
     phases: int = option(1, "steps in flight; 2 schedules a step while the one before it runs")
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "number of torch threads; 0: automatic")
-    """Automatic means one thread for each core except one. The front end uses this core."""
+    """Automatic means one thread for each usable core (CPU affinity and cgroup limits) except one for the front end."""
     events: str = option("", "publish KV events for routers over ZMQ, in vLLM's format", metavar="URL")
     """Anyone who can connect reads the tokens of all prompts."""
     events_replay: str = option("", "answer requests for missed events at this address", metavar="URL")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import threading
@@ -31,6 +30,7 @@ from kvtier.errors import ArgumentError, ClosedError, FormatError
 from kvtier.events import EventConfig, publish_events
 from kvtier.index import IndexCleared, Listener
 from kvtier.metrics import Registry
+from kvtier.native_code import num_usable_cores
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
@@ -61,7 +61,7 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes; only the front end may end this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection, ENGINE_CODEC)
-    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    torch.set_num_threads(options.threads or max(1, num_usable_cores() - 1))
     with contextlib.ExitStack() as opened:
         try:
             listener = _publish(options, opened)
