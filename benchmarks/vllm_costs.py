@@ -1,4 +1,4 @@
-"""Cost of the vLLM connector in EngineCore, compared with vLLM's own block hashing. Needs vLLM (make vllm).
+"""Cost of the vLLM connector in EngineCore, compared with vLLM's own block hashing, and in a worker. Needs `make vllm`.
 
 .venv-vllm/bin/python -m benchmarks.vllm_costs
 
@@ -8,22 +8,36 @@ Times are CPU times of the thread, because other processes share the cores.
 from __future__ import annotations
 
 import statistics
+import sys
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from vllm import EngineArgs
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.index import Chain, Namespace
 from kvtier.integrations.vllm.config import ConnectorConfig
+from kvtier.integrations.vllm.connector import KvtierConnector, KvtierMetadata
 from kvtier.integrations.vllm.scheduler_side import SchedulerSide
-from kvtier.integrations.vllm.worker_side import Handshake
-from kvtier.messages import Report, TransferResult
+from kvtier.integrations.vllm.worker_side import Handshake, StepPlan
+from kvtier.messages import Plan, Report, TransferResult
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import vllm_models
+from vllm_support import connector
+from vllm_views import cache_views
 
 NUM_TOKENS, BLOCK, NUM_RUNNING = 12_000, 16, 256
 NUM_DEVICE, NUM_HOST = 400_000, 400_000
@@ -43,9 +57,12 @@ def main() -> None:
         step = measure_decode(stores)
         steps.append({"case": f"decode step of {NUM_RUNNING} requests, {name}", "us per request": step})
         bars.append(at_most(f"decode step, {name}: us per running request", step, 5))
+    idle = measure_idle_step()
+    bars.append(at_most("worker, step without transfers: us", idle["us per step"], 30))
     print_table(requests)
     print_table(steps)
-    report("vllm_costs", [*requests, *steps], bars, options.results)
+    print_table([idle])
+    report("vllm_costs", [*requests, *steps, idle], bars, options.results)
 
 
 def make_side(stores: tuple[str, ...]) -> SchedulerSide:
@@ -164,6 +181,40 @@ def measure_decode(stores: tuple[str, ...]) -> float:
             run_reports(side, step.plan)
         taken.append(seconds / (2 * BLOCK) / NUM_RUNNING)
     return statistics.median(taken) * 1e6
+
+
+def measure_idle_step() -> dict[str, Any]:
+    """Measure all calls of vLLM to a worker's connector in a step without transfers."""
+    sizes = {"L": 32, "B": 16, "H": 2, "N": 32, "C": 64}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": sizes["N"], "max_model_len": 512}
+        model = str(vllm_models.make_llama(Path(folder)))
+        config = EngineArgs(
+            model, **arguments, kv_transfer_config=KVTransferConfig(**connector())
+        ).create_engine_config()
+        views = cache_views("LBHNC", sizes, torch.float32, "cpu")
+        spec = FullAttentionSpec(block_size=sizes["N"], num_kv_heads=2, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(sizes["B"], [], [KVCacheGroupSpec(list(views), spec)])
+        worker = KvtierConnector(config, KVConnectorRole.WORKER, cache)
+        worker.register_kv_caches(views)
+        worker.worker.controller._hosts[0].wait_ready()
+    metadata, taken = KvtierMetadata(StepPlan(Plan(1, 0))), []
+    for _ in range(5000):
+        start = time.thread_time()
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        for name, view in views.items():
+            worker.wait_for_layer_load(name)
+            worker.save_kv_layer(name, view, None)
+        worker.wait_for_save()
+        worker.get_transfer_results(set())
+        worker.get_block_ids_with_load_errors()
+        worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        taken.append(time.thread_time() - start)
+    worker.shutdown()
+    return {"case": f"step without transfers, {sizes['L']} layers", "us per step": statistics.median(taken) * 1e6}
 
 
 if __name__ == "__main__":
