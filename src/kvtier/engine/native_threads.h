@@ -129,8 +129,9 @@ static void start_workers(int threads) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Threads do not exist in a forked child. */
+/* Threads do not exist in a forked child, and a job that ran at the fork is not computed there. */
 static void forget_workers(void) {
+    pool.state = pool.state >> 40 << 40;
     pthread_mutex_init(&pool.mutex, NULL);
     pthread_cond_init(&pool.work_came, NULL);
     pthread_cond_init(&pool.job_ended, NULL);
