@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.random_weights import random_weights
@@ -13,7 +12,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.sampling import RequestSampler, SamplingParams, sample
+from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.speculate import DraftProposer, NgramProposer
 from kvtier.scheduler import SchedulerConfig
 
@@ -75,39 +74,3 @@ def test_engine_on_cuda_matches_cpu(expected_outputs, num_blocks, graph_sizes):
 def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
     assert generate_all("cuda", 200, proposer=NgramProposer(3), graph_sizes=(8,)) == expected_outputs
     assert generate_all("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == expected_outputs
-
-
-def test_pinned_copier_does_not_overwrite_unread_memory():
-    """Send more data on a busy stream than the copier can buffer.
-
-    The copier must not overwrite data that the GPU has not read yet.
-    """
-    from kvtier.engine.pinned_copier import PinnedCopier
-
-    copies, device, random_ = PinnedCopier(), torch.device("cuda"), np.random.default_rng(0)
-    expected, sent = [], []
-    for number in range(50):
-        if number % 7 == 0:
-            torch.cuda._sleep(20_000_000)  # about 10 ms
-        data = random_.integers(0, 256, 8 * int(random_.integers(0, 40_000)), dtype=np.uint8)
-        expected.append(data.copy())
-        sent.append(copies.to_device(data, device))
-        data[:] = 0  # the caller may change the data after the call
-    for data, copied in zip(expected, sent, strict=True):
-        assert np.array_equal(copied.cpu().numpy(), data)
-    for count in (1, 64, 5000, 3):
-        numbers = torch.randint(0, 1 << 40, (count,), device=device)
-        assert copies.to_list(numbers) == numbers.tolist()
-
-
-def test_sample_with_pinned_copier_matches_plain_copies():
-    from kvtier.engine.pinned_copier import PinnedCopier
-
-    copies, logits = PinnedCopier(), torch.randn(12, 1000, device="cuda")
-    opts = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"temperature": 0.0}]
-    params = [SamplingParams(**{"temperature": 1.0, **option}, seed=i) for i, option in enumerate(opts * 2)]
-    plain, sent = ([RequestSampler(param) for param in params] for _ in range(2))
-    for _ in range(5):
-        expected = [row.token_id for row in sample(logits.clone(), plain)]
-        samples = sample(logits.clone(), sent, copies.to_device)
-        assert [row.token_id for row in samples] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.random_weights import random_weights
@@ -10,7 +11,7 @@ from engine_helpers import VOCAB
 from fault_support import STAGES, check_row_faults
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, draw, sample, to_samples
+from kvtier.engine.sampling import NO_TOKEN, RequestSampler, Resident, SamplingParams, draw, sample, to_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 16, VOCAB, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -51,17 +52,17 @@ def test_sample_on_cuda_fails_only_rows_with_non_finite_logits(kind, value):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
 def test_sample_on_cuda_does_not_synchronize(kind):
-    from kvtier.engine.pinned_copier import PinnedCopier
-
-    copies, params = PinnedCopier(), SamplingParams(**KINDS[kind])
+    params = SamplingParams(**KINDS[kind])
     for mode in ("default", "error"):  # the first call compiles the kernels
         logits = torch.randn(4, 32000, device="cuda")
         logits[2] = torch.nan
         requests = [RequestSampler(params) for _ in range(4)]
+        numbers = torch.from_numpy(np.stack([request.resident for request in requests])).cuda()
+        resident = Resident(numbers, torch.zeros(4, dtype=torch.int64, device="cuda"))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            drawn = draw(logits, requests, [0] * 4, copies.to_device)
+            drawn = draw(logits, requests, [0] * 4, resident)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         samples = to_samples(drawn, drawn.tokens.tolist(), requests)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor, ThreadExecutor
@@ -39,7 +38,6 @@ from kvtier.scheduler.scheduler import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from kvtier.engine.parallel import Ranks
-    from kvtier.engine.pinned_copier import PinnedCopier
 
 # Time to sleep between polls while blocks are in flight, so that other threads can run. A step takes as long with 20 us
 # as with 100 us (H200, 2026-11-16).
@@ -294,12 +292,12 @@ class Engine:
 
     def _new_pipeline(self, ranks: Ranks | None, lookahead: int, timeline: Timeline | None) -> Pipeline:
         config, device = self.config, self.model.weights.device
-        limits, copies = config.scheduler, _pinned_copier(device)
+        limits = config.scheduler
         max_blocks = -(-(limits.max_context + lookahead + 1) // config.block_tokens)
         rows = DeviceRows(
             *(limits.max_rows, max_blocks, limits.max_step_tokens, config.block_tokens, device, config.phases)
         )
-        modules = InputBuilder(self.groups, rows, ranks), ModelForward(self.groups, rows, ranks), Sampler(rows, copies)
+        modules = InputBuilder(self.groups, rows, ranks), ModelForward(self.groups, rows, ranks), Sampler(rows)
         return Pipeline(
             modules,
             phases=config.phases,
@@ -477,15 +475,6 @@ class Engine:
         self._ended[sequence.id] = sequence.explain()
         while len(self._ended) > self.config.keep_explanations:
             del self._ended[next(iter(self._ended))]
-
-
-def _pinned_copier(device: torch.device) -> PinnedCopier | None:
-    """Return a copier for a GPU, or None for other devices."""
-    if device.type != "cuda":
-        return None
-    from kvtier.engine.pinned_copier import PinnedCopier
-
-    return PinnedCopier()
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:

@@ -9,7 +9,7 @@ The batch is prepared on the host with numpy. Its sizes stay on the host and can
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +22,6 @@ Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 # A table of torch types, because numpy takes 5 us to compute the name of a type.
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
-Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
 
 class SequenceInput(NamedTuple):
@@ -60,7 +59,7 @@ class ForwardBatch:
     def build(cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device) -> ForwardBatch:
         """Check every sequence against its block table and build a batch."""
         layout = BatchLayout.of(sequences, block_tokens)
-        return layout.batch(*to_tensors([np.concatenate(layout.numbers), layout.tables], device, None))
+        return layout.batch(*to_tensors([np.concatenate(layout.numbers), layout.tables], device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +131,7 @@ def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn
     raise RangeError(f"num_logits of sequence {index} must be in [0, {new}], got {sequence.num_logits}")
 
 
-def to_tensors(
-    arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device, send: Send | None
-) -> list[torch.Tensor]:
+def to_tensors(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays to the device in one transfer, without waiting for the transfer to finish."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -142,10 +139,7 @@ def to_tensors(
     packed = np.zeros(firsts[-1], np.uint8)
     for first, array in zip(firsts, arrays, strict=False):
         packed[first : first + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    if send is not None:
-        there = send(packed, device)
-    else:
-        there = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
+    there = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
     parts = [
         there[first : first + array.nbytes].view(_DTYPES[array.dtype])
         for first, array in zip(firsts, arrays, strict=False)

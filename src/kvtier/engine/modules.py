@@ -27,7 +27,7 @@ from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.params import PromptLogprobs
 from kvtier.engine.rows import UNKNOWN, DeviceRows, RowInput
-from kvtier.engine.sampling import Drawn, Sample, draw, to_samples
+from kvtier.engine.sampling import Drawn, Resident, Sample, draw, to_samples
 from kvtier.engine.scoring import score_rows
 from kvtier.engine.sequence import EngineSequence
 from kvtier.errors import OutOfMemoryError
@@ -36,7 +36,6 @@ from kvtier.scheduler import Row, Step
 if TYPE_CHECKING:
     from kvtier.engine.cache_runtime import StepTransfers
     from kvtier.engine.parallel import Ranks
-    from kvtier.engine.pinned_copier import PinnedCopier
 
 LOGITS = Key("logits", torch.Tensor)
 
@@ -205,10 +204,8 @@ class Sampler(Module):
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, rows: DeviceRows, copies: PinnedCopier | None = None) -> None:
+    def __init__(self, rows: DeviceRows) -> None:
         self._rows = rows
-        self._to_list = copies.to_list if copies is not None else None
-        self._send = copies.to_device if copies is not None else None
 
     @torch.inference_mode()
     def forward(self, env: Environment) -> None:
@@ -219,7 +216,7 @@ class Sampler(Module):
         if not run.has_loaded or not rows:
             return  # if blocks are missing, the logits are wrong; the scheduler runs these rows again
         if not any(row.num_draft for _, row in rows):
-            run.drawn = drawn = self._draw(logits, rows, 0)
+            run.drawn = drawn = self._draw(logits, rows, 0, self._rows.sampling(batch.phase))
             self._rows.write(batch.phase, drawn.tokens)
             return
         counts = np.array([row.num_draft + 1 for _, row in rows], np.int64)
@@ -230,9 +227,7 @@ class Sampler(Module):
             drawn = self._draw(logits[(firsts[alive] + depth).tolist()], mine, depth)
             if not depth:
                 self._rows.write(batch.phase, drawn.tokens)
-            samples = self._samples(
-                drawn, mine, drawn.tokens.tolist() if self._to_list is None else self._to_list(drawn.tokens)
-            )
+            samples = self._samples(drawn, mine, drawn.tokens.tolist())
             alive = [i for i, one in zip(alive, samples, strict=True) if self._accept(run, *rows[i], one, depth)]
             if not alive:
                 return
@@ -254,9 +249,12 @@ class Sampler(Module):
             for (sequence, row), one in zip(rows, self._samples(run.drawn, rows, tokens), strict=True):
                 self._accept(run, sequence, row, one, 0)
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[tuple[EngineSequence, Row]], depth: int) -> Drawn:
+    @staticmethod
+    def _draw(
+        logits: torch.Tensor, rows: Sequence[tuple[EngineSequence, Row]], depth: int, resident: Resident | None = None
+    ) -> Drawn:
         numbers = [row.stop - row.num_draft - row.request.num_prompt_tokens + depth for _, row in rows]
-        return draw(logits, [sequence.sampler for sequence, _ in rows], numbers, self._send)
+        return draw(logits, [sequence.sampler for sequence, _ in rows], numbers, resident)
 
     @staticmethod
     def _samples(drawn: Drawn, rows: Sequence[tuple[EngineSequence, Row]], tokens: list[int]) -> list[Sample]:
@@ -281,7 +279,7 @@ def plan_row(row: Row, sequence: EngineSequence) -> RowInput:
     num_scored = 0
     if sequence.scores is not None:
         num_scored = sequence.scores.num_rows(row.first, row.stop, follows=len(row.request.in_flight) > 1)
-    return RowInput(row, _input(row, num_scored), num_scored)
+    return RowInput(row, _input(row, num_scored), num_scored, sequence.sampler.resident)
 
 
 def _input(row: Row, num_scored: int) -> SequenceInput:

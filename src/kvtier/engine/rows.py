@@ -1,4 +1,4 @@
-"""DeviceRows: what a step needs of each row, kept on the device between steps: next token, position and block table.
+"""DeviceRows: what a step needs of each row, kept on the device: token, position, sampling parameters, block table.
 
     SETUP     host -> staging    rows that are new or that the host has changed, through the BatchCopy of the op
     PREPARE   staging -> State   `warp` moves the rows that stay and takes the new rows from the staging memory
@@ -19,12 +19,13 @@ import torch
 from kvtier.batch import BatchData
 from kvtier.batch.pipeline import Ticket
 from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput
+from kvtier.engine.sampling import Resident
 from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
 from kvtier.scheduler import Row
 from kvtier.state import Permutation, State
 
-TOKEN, POSITION = 0, 1
-"""Columns of `DeviceRows.heads`."""
+_TOKEN, _POSITION, _SAMPLING = 0, 1, slice(2, 6)  # columns of the heads; the sampling columns are those of `Resident`
+_NUM_COLUMNS = 6
 UNKNOWN = -1
 """The token of a row whose previous row, which samples this token, is in flight."""
 _NO_POSITION = -1
@@ -37,6 +38,8 @@ class RowInput(NamedTuple):
     row: Row
     inputs: SequenceInput
     num_scored: int
+    sampling: I64
+    """Sampling parameters, see `RequestSampler.resident`."""
 
     @property
     def num_sampled(self) -> int:
@@ -82,7 +85,7 @@ class _PhaseRows:
     """Staging memory of one phase, and the changes that PREPARE applies."""
 
     def __init__(self, max_rows: int, max_blocks: int, num_numbers: int, placement: Placement) -> None:
-        self.heads = Staging((max_rows, 2), "i64", placement)
+        self.heads = Staging((max_rows, _NUM_COLUMNS), "i64", placement)
         self.tables = Staging((max_rows, max_blocks), "i32", placement)
         self.numbers = Staging((num_numbers,), "i64", placement)
         self.tokens = Staging((max_rows,), "i64", placement)
@@ -104,7 +107,7 @@ class DeviceRows:
     ) -> None:
         placement = Placement.parse(device)
         self._block_tokens = block_tokens
-        self._heads = State((max_rows, 2), "i64", placement)
+        self._heads = State((max_rows, _NUM_COLUMNS), "i64", placement)
         self._tables = State((max_rows, max_blocks), "i32", placement)
         for state in (self._heads, self._tables):
             state.front.zero_()
@@ -125,11 +128,10 @@ class DeviceRows:
         phase.added, phase.num_resident = ([], [], []), 0
         for at, (ticket, each) in enumerate(zip(batch.requests, rows, strict=True)):
             row, old = each.row, None if is_new[at] else before.get(ticket)
-            if each.is_resident:
-                phase.num_resident += at == phase.num_resident
-                if old is None or old.position != row.first:
-                    phase.heads.host[at] = each.inputs.token_ids[0], row.first
-                    new_heads.append(at)
+            phase.num_resident += each.is_resident and at == phase.num_resident
+            if old is None or (each.is_resident and old.position != row.first):
+                phase.heads.host[at] = each.inputs.token_ids[0], row.first, *each.sampling
+                new_heads.append(at)
             owner, table = row.request.allocation, each.inputs.block_table
             if old is None or old.owner is not owner:
                 phase.tables.host[at, : len(table)] = table
@@ -143,7 +145,7 @@ class DeviceRows:
         phase.rows = rows
         self._send_tables(phase, new_tables, copy)
         if new_heads:
-            phase.heads.send(copy, np.array(new_heads) * 2, 2)
+            phase.heads.send(copy, np.array(new_heads) * _NUM_COLUMNS, _NUM_COLUMNS)
         phase.layout = None
         if phase.num_resident < len(rows):
             phase.layout = BatchLayout.of([each.inputs for each in rows], self._block_tokens)
@@ -188,9 +190,9 @@ class DeviceRows:
         tables = self._tables.front[:count, :longest]
         if phase.layout is not None:
             batch = phase.layout.batch(phase.numbers.there, tables)
-            batch.input_ids[: phase.num_resident] = self._heads.front[: phase.num_resident, TOKEN]
+            batch.input_ids[: phase.num_resident] = self._heads.front[: phase.num_resident, _TOKEN]
             return batch
-        tokens, positions = self._heads.front[:count].unbind(1)
+        tokens, positions = self._heads.front[:count, _TOKEN], self._heads.front[:count, _POSITION]
         blocks = tables.gather(1, (positions // self._block_tokens).unsqueeze(1)).squeeze(1)
         contexts = tuple([each.row.stop for each in phase.rows])
         return ForwardBatch(
@@ -205,18 +207,32 @@ class DeviceRows:
             contexts=contexts,
         )
 
+    def sampling(self, number: int) -> Resident:
+        """Return the sampling parameters of each row that samples, and the positions of the sampled tokens."""
+        phase = self._phases[number]
+        if phase.layout is None:
+            heads = self._heads.front[: len(phase.rows)]
+            return Resident(heads[:, _SAMPLING], heads[:, _POSITION] + 1)
+        rows, positions = self._written(phase, phase.layout)
+        return Resident(self._heads.front[rows, _SAMPLING], positions)
+
     def write(self, number: int, tokens: torch.Tensor) -> None:
         """Set the next token and position of each row that samples. `tokens` has one token for each of these rows."""
         phase = self._phases[number]
         phase.tokens.there[: len(tokens)] = tokens
         heads = self._heads.front
         if phase.layout is None:
-            heads[: len(tokens), TOKEN] = tokens
-            heads[: len(tokens), POSITION] += 1
+            heads[: len(tokens), _TOKEN] = tokens
+            heads[: len(tokens), _POSITION] += 1
             return
-        first = sum(map(len, phase.layout.numbers))
-        rows, positions = phase.numbers.there[first : first + 2 * len(tokens)].view(2, -1)
-        heads[rows] = torch.stack((tokens, positions), 1)
+        rows, positions = self._written(phase, phase.layout)
+        heads[rows, _TOKEN], heads[rows, _POSITION] = tokens, positions
+
+    @staticmethod
+    def _written(phase: _PhaseRows, layout: BatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        first, count = sum(map(len, layout.numbers)), sum([each.num_sampled > 0 for each in phase.rows])
+        rows, positions = phase.numbers.there[first : first + 2 * count].view(2, -1)
+        return rows, positions
 
     # ---- FETCH and UPDATE, on the engine's thread ------------------------------------------------------------------
 

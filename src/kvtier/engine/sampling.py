@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvtier.engine.forward import Send, to_tensors
+from kvtier.engine.forward import to_tensors
 from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import KvtierError, NoTokenError
@@ -30,6 +30,13 @@ _NO_DISTRIBUTION = (
 
 
 _CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the grammar together; relax one of them"
+
+
+class Resident(NamedTuple):
+    """Sampling parameters that are kept on the device."""
+
+    params: torch.Tensor  # [rows, 4] int64: RequestSampler.resident
+    positions: torch.Tensor  # [rows] int64: positions of the sampled tokens in their sequences
 
 
 class Drawn(NamedTuple):
@@ -102,7 +109,12 @@ class RequestSampler:
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._key = _mixed(_mixed(seed) + index)
-        self._prompt = prompt
+        # With this key, the random number depends on the position in the sequence, which the device has.
+        numbers = np.array([max(params.temperature, _COLDEST), params.min_p, params.top_p])
+        key = np.array([(self._key - len(prompt) * _GOLDEN) & _MASK], np.uint64).view(np.int64)
+        self.resident = np.concatenate((key, numbers.view(np.int64)))
+        """Key of the random numbers, temperature, min_p and top_p. The last three are the bits of float64 numbers."""
+        self._prompt, self.num_prompt = prompt, len(prompt)
         self._counts: dict[int, int] = {}
         self.num_accepted = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
@@ -173,30 +185,27 @@ class RequestSampler:
         if restrictions is not None and restrictions.can_conflict and bool(logits.isneginf().all()):
             raise NoTokenError(_CONFLICT)
 
-    def uniform(self, number: int) -> float:
-        """Return the random number in [0, 1) for output token `number`. It is the same if a step runs again."""
-        return (_mixed(self._key + number * _GOLDEN) >> 11) * 2.0**-53
-
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Distinct tokens of the prompt. Computed on demand: 8 ms for 33,000 tokens (host of the H200, 2026-11-15)."""
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
-def sample(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None = None) -> list[Sample]:
+def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sample]:
     """Sample the next token of each request from logits ([rows, vocab], float32). Overwrites the logits."""
-    drawn = draw(logits, requests, [request.num_accepted for request in requests], send)
+    drawn = draw(logits, requests, [request.num_accepted for request in requests])
     return to_samples(drawn, drawn.tokens.tolist(), requests)
 
 
 @torch.inference_mode()
 def draw(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], numbers: Sequence[int], send: Send | None = None
+    logits: torch.Tensor, requests: Sequence[RequestSampler], numbers: Sequence[int], resident: Resident | None = None
 ) -> Drawn:
     """Sample output token `numbers[row]` for each row of logits. Overwrites the logits.
 
     A row fails if its constraint raises or its logits are not finite. A row whose logits are not finite gets NO_TOKEN.
-    Other rows are unaffected. The check for finite logits runs on the device. `send` copies bytes to the device.
+    Other rows are unaffected. The check for finite logits runs on the device. With `resident`, no parameters are copied
+    to the device.
     """
     reports, errors = _logprobs(logits, requests), {}
     for row, (request, number) in enumerate(zip(requests, numbers, strict=True)):
@@ -206,15 +215,19 @@ def draw(
             except Exception as error:  # the caller provides the code of the constraint
                 errors[row] = error
     random = [row for row, request in enumerate(requests) if not request.is_greedy]
-    uniforms = [requests[row].uniform(numbers[row]) for row in random]
-    if len(random) == len(requests):
-        chosen = _draw(logits, requests, uniforms, send)
+    if resident is None and random:
+        params = np.stack([request.resident for request in requests])
+        positions = np.array([number + request.num_prompt for request, number in zip(requests, numbers, strict=True)])
+        resident = Resident(*to_tensors([params, positions], logits.device))
+    if len(random) == len(requests) and resident is not None:
+        chosen = _draw(logits, requests, resident)
     else:
         chosen = logits.argmax(-1)
         # argmax prefers NaN, then +inf; it selects -inf only if all logits are -inf
         chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
-        if random:
-            chosen[random] = _draw(logits[random], [requests[row] for row in random], uniforms, send)
+        if random and resident is not None:
+            mine = Resident(*(each[random] for each in resident))
+            chosen[random] = _draw(logits[random], [requests[row] for row in random], mine)
     return Drawn(chosen, reports, errors)
 
 
@@ -251,36 +264,52 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
-def _draw(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], uniforms: Sequence[float], send: Send | None
-) -> torch.Tensor:
+def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
     """Sample each row. Rows with equal top_k and `is_sorted` form a group, so that no row depends on others."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
     if len(groups) == 1:
-        return _draw_group(logits, requests, uniforms, send)
+        return _draw_group(logits, requests, resident)
     chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     for rows in groups.values():
-        mine = [requests[row] for row in rows], [uniforms[row] for row in rows]
-        chosen[rows] = _draw_group(logits[rows], *mine, send)
+        mine = Resident(*(each[rows] for each in resident))
+        chosen[rows] = _draw_group(logits[rows], [requests[row] for row in rows], mine)
     return chosen
 
 
-def _draw_group(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], uniforms: Sequence[float], send: Send | None
-) -> torch.Tensor:
+def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
     """Sample the rows of one group. Overwrites the logits."""
+    uniform = uniforms(resident.params[:, 0], resident.positions)
+    numbers = resident.params[:, 1:].view(torch.float64)
     code = native().code if logits.device.type == "cpu" and not requests[0].params.top_k else None
     if code is None or not code.takes(logits):
-        return _draw_in_torch(logits, requests, uniforms, send)
-    params = [(_temperature(each), each.params.min_p, each.params.top_p) for each in requests]
-    rows = [(*each, uniform) for each, uniform in zip(params, uniforms, strict=True)]
-    return code.draw(logits, np.array(rows, SAMPLING_ROW))
+        return _draw_in_torch(logits, requests, numbers, uniform)
+    rows = np.empty(len(requests), SAMPLING_ROW)
+    rows["temperature"], rows["min_p"], rows["top_p"] = numbers.numpy().T
+    rows["uniform"] = uniform.numpy()
+    return code.draw(logits, rows)
+
+
+def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the random numbers in [0, 1) for tokens at these positions: SplitMix64 as a function of the position."""
+    state = keys + (positions + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps around
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ _shifted(state, shift)) * _signed(factor)
+    return _shifted(state ^ _shifted(state, 31), 11).double() * 2.0**-53
+
+
+def _shifted(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift 64-bit numbers to the right, with zeros from the left."""
+    return (numbers >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
 
 
 def _draw_in_torch(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], uniforms: Sequence[float], send: Send | None
+    logits: torch.Tensor, requests: Sequence[RequestSampler], numbers: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
     """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
@@ -288,13 +317,8 @@ def _draw_in_torch(
     Only `_heaviest` waits for the device. The other operations are queued after the computation of the logits.
     """
     params = [request.params for request in requests]
-    columns = (
-        np.array([_temperature(request) for request in requests], np.float32),
-        np.array([each.min_p for each in params], np.float32),
-        np.array([each.top_p for each in params], np.float64),
-        np.array(uniforms, np.float64),
-    )
-    temperature, min_p, top_p, uniform = (each[:, None] for each in to_tensors(columns, logits.device, send))
+    temperature, min_p, top_p = numbers[:, 0:1].float(), numbers[:, 1:2].float(), numbers[:, 2:3]
+    uniform = uniform[:, None]
     highest = logits.amax(-1, keepdim=True)
     weights = logits.sub_(highest)
     weights.div_(temperature).exp_()
@@ -317,11 +341,6 @@ def _draw_in_torch(
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     chosen = place if tokens is None else tokens.gather(-1, place)
     return _unless_infinite(highest, chosen).squeeze(-1)
-
-
-def _temperature(request: RequestSampler) -> float:
-    """Return a temperature above 0 in float32. At 0, the weight of the most likely token would be exp(0 / 0)."""
-    return max(request.params.temperature, _COLDEST)
 
 
 def _running(weights: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.engine.params import PENALTY, REPETITION_PENALTY
-from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, sample
+from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, sample, uniforms
 from kvtier.engine.sequence import StopChecker
 from kvtier.errors import ArgumentError, RangeError
 
@@ -157,6 +157,29 @@ def test_sample_is_reproducible_and_depends_on_answer_index():
 
     assert stream(0) == stream(0)
     assert stream(0) != stream(1)
+
+
+def splitmix(state):
+    """Return the next output of SplitMix64."""
+    mask = (1 << 64) - 1
+    state = (state + 0x9E3779B97F4A7C15) & mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+@given(
+    seed=st.integers(0, (1 << 64) - 1),
+    index=st.integers(0, 99),
+    num_prompt=st.integers(0, 9),
+    number=st.integers(0, 1 << 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_uniforms_are_those_of_splitmix(seed, index, num_prompt, number):
+    request = RequestSampler(SamplingParams(seed=seed), [0] * num_prompt, index=index)
+    keys, positions = torch.tensor([int(request.resident[0])]), torch.tensor([num_prompt + number])
+    state = splitmix(splitmix(seed) + index) + number * 0x9E3779B97F4A7C15
+    assert uniforms(keys, positions).tolist() == [(splitmix(state & ((1 << 64) - 1)) >> 11) * 2.0**-53]
 
 
 def test_penalties_match_transformers_and_expected_values():
