@@ -18,13 +18,14 @@ _DECAY = 0.9  # weight of the old value in the moving average of request times
 class Admission:
     """Counts running and waiting answers. Rejects requests above a limit, and estimates when a retry will succeed.
 
-    When a request ends, its tokens are added to the tenant's debt. Every minute, the debt falls by `tokens_per_minute`.
+    For the quota of tokens per minute, each tenant has a debt. The tokens of a finished request are added to the debt,
+    and the debt falls by `tokens_per_minute` every minute. A tenant with a debt of `tokens_per_minute` is rejected.
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:
         self._started = started
         self._max_waiting = max_waiting
-        self.num_rows = started.max_rows  # answers that run at once, on all engines
+        self.num_rows = started.max_rows  # maximum number of answers that run at the same time, over all engines
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
         self._debts: dict[str, tuple[float, float]] = {}
@@ -40,7 +41,7 @@ class Admission:
 
     @contextmanager
     def admit(self, num_answers: int, tenant: Tenant | None) -> Iterator[None]:
-        """Count answers during the with statement. Raises 429 above a limit, 503 if closed."""
+        """Count the answers of a request until the with statement ends. Raises 429 above a limit, 503 if closed."""
         began = time.monotonic()
         with self.prepare(tenant):
             max_answers = self.num_rows + self._max_waiting
@@ -61,7 +62,10 @@ class Admission:
 
     @contextmanager
     def prepare(self, tenant: Tenant | None) -> Iterator[None]:
-        """Count a tenant's request during the with statement. Raises 429 above a limit, 503 if closed."""
+        """Check a tenant's quotas, and count its request until the with statement ends.
+
+        Raises 429 above a quota, 503 if closed.
+        """
         if self.closed:
             raise ApiError(503, f"the server does not accept requests: {self.closed}", code="not_ready")
         if tenant is not None:

@@ -9,7 +9,7 @@
     LIST --{--> CALL --end of the object--> LIST        tool_choice "required": the grammar allows only a list of calls
     ARGUMENTS                               tool_choice with a name: the grammar allows only the arguments
 
-Text is held back while it may be the start of a tag, and white space while a tag may follow it. The result therefore
+The parser holds back text that may be the start of a tag, and white space that may precede a tag. The result therefore
 does not depend on how the text is split into pieces.
 """
 
@@ -24,7 +24,7 @@ _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen; Llama 3
-_MAX_NAME = 256  # characters of a key, a function name or any other field of a call except its arguments
+_MAX_NAME = 256  # limit in characters for each key and value of a call, except for its arguments
 CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
 
 
@@ -47,7 +47,7 @@ class AnswerSyntax:
 
 
 def syntax_of_template(template: str) -> tuple[CallForm, bool]:
-    """Return the form of tool calls, and True if the model writes reasoning, from the source of a chat template."""
+    """Return the form of tool calls in a chat template, and True if the template supports reasoning."""
     is_bare = _CALL not in template and ("<|python_tag|>" in template or '"parameters"' in template)
     return "bare" if is_bare else "tagged", _END_THINK in template
 
@@ -58,7 +58,7 @@ class CallDelta:
 
     index: int
     id: str | None
-    """Set in the first part of a call, like `name`."""
+    """`id` and `name` are set in the first part of a call only."""
     name: str | None
     arguments: str
     """Next characters of the arguments, which are JSON."""
@@ -104,7 +104,7 @@ def content_delta(text: str) -> AnswerDelta:
 class _CallScanner:
     """Scans an object such as {"name": "f", "arguments": {...}} one character at a time.
 
-    The arguments are passed on while they arrive, but not before the name is known.
+    Once the name is known, the caller can take the arguments while they arrive.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class AnswerParser:
     """Splits the text of one answer into content, reasoning and tool calls."""
 
     def __init__(self, syntax: AnswerSyntax, id_prefix: str) -> None:
-        """`id_prefix` and the number of a call form the id of the call."""
+        """The id of a tool call is `id_prefix`, followed by the number of the call."""
         self._syntax = syntax
         self._id_prefix = id_prefix
         self._text = ""
@@ -262,7 +262,7 @@ class AnswerParser:
 
     @property
     def ends_with_calls(self) -> bool:
-        """True if the answer has a tool call and does not end within one, for example at a stop text."""
+        """True if the answer has a tool call and the last call is complete. A stop text can end an answer in a call."""
         if self._syntax.calls == "arguments":
             return _is_json("".join(self._arguments))
         return self.num_calls > 0 and not self._is_open_call
@@ -451,5 +451,5 @@ def _num_held(text: str, tag: str) -> int:
 
 
 def _certain(text: str, tag: str) -> int:
-    """Return the number of characters that are certainly not part of a tag or of the white space before it."""
+    """Return the number of leading characters that cannot belong to a tag or to the white space before a tag."""
     return len(text[: len(text) - _num_held(text, tag)].rstrip(_SPACE))

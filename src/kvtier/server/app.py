@@ -93,7 +93,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the response; a stream of events if stream is true", "content": {"text/event-stream": {}}}
 }
-_TOKENIZED = 10  # /tokenize charges one token per this many tokens
+_TOKENIZED = 10  # a request that only tokenizes costs its tenant one token of the quota per this many tokens
 
 
 def make_app(
@@ -180,7 +180,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
 
     @app.post("/v1/sessions/close", openapi_extra=takes(SessionBody))
     async def close_session(request: Request) -> dict[str, Any]:
-        """Note that no further request of a session is expected, so that its blocks can be evicted early."""
+        """End a session. Its cached blocks can be evicted early, because no further request is expected."""
         with admission.admit(1, request.state.tenant):
             body = (await bodies.read(request, SessionBody)).body
             salt = salt_of(request.state.tenant, None)
@@ -202,7 +202,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
 
 @contextmanager
 def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the fields in errors of a request that was translated."""
+    """Rename the fields in errors. Validation names the fields of the chat request, the client sent other fields."""
     try:
         yield
     except ApiError as error:

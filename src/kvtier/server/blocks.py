@@ -40,7 +40,7 @@ class AnswerBlocks:
     """The blocks of one answer, in the order in which the model writes them. At most the last block is open."""
 
     def __init__(self, syntax: AnswerSyntax, id_prefix: str) -> None:
-        """`id_prefix` and the number of a call form the id of the call."""
+        """The id of a tool call is `id_prefix`, followed by the number of the call."""
         self._parser = None if syntax.is_plain else AnswerParser(syntax, id_prefix)
         self._is_open = False
         self.blocks: list[Block] = []
@@ -49,11 +49,11 @@ class AnswerBlocks:
 
     @property
     def ends_with_calls(self) -> bool:
-        """True if the answer has a tool call and does not end within one."""
+        """True if the answer has a tool call and the last call is complete."""
         return self._parser is not None and self._parser.ends_with_calls
 
     def feed(self, outputs: Sequence[Output]) -> list[BlockChange]:
-        """Add outputs, and return the changes in order. The last output closes the last block."""
+        """Process outputs, and return the resulting changes in order. The last output of an answer closes its block."""
         changes: list[BlockChange] = []
         for output in outputs:
             for part in self._parse(output).parts:

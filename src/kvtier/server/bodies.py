@@ -1,4 +1,7 @@
-"""Bodies: reads request bodies within limits. Small bodies are prepared here, and large ones in a worker process."""
+"""Bodies: reads request bodies within limits, and has them validated and tokenized (prepare.py).
+
+Small bodies are prepared in the event loop, and large ones in a worker process.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ from kvtier.server.worker_pool import WorkerPool
 # Bodies up to this size are prepared in the event loop. This takes 2 to 8 ms, mostly for tokenizing; a worker process
 # takes 1 ms longer (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
 _INLINE_BYTES = 2048
-_FREE_BYTES = 64 << 10  # bytes of each body that are not counted, so that large bodies cannot block small requests
+# The limit on buffered bytes ignores this many bytes of each body, so that large bodies cannot block small requests.
+_FREE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Bodies:
         return prepared
 
     async def read_as_chat(self, request: Request, model: type[AgentRequest]) -> Prepared[ChatRequest]:
-        """Read, translate and prepare the body of another API. Errors have the names of the chat request's fields."""
+        """Read a body of another API, and prepare the chat request it is translated into. Errors name chat fields."""
         prepared: Prepared[ChatRequest] = await self._read(request, model)
         return prepared
 

@@ -38,7 +38,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 def _named(call: dict[str, Any]) -> dict[str, Any]:
-    """Check those parts of a tool call that chat templates use."""
+    """Check the parts of a tool call that chat templates use."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call needs function.name, a text")
@@ -69,7 +69,7 @@ class Message(Strict):
     content: Text | Annotated[list[Part], Field(max_length=4096, fail_fast=True), few(4096)] | None = None
     name: ShortText | None = None
     reasoning_content: Text | None = None
-    """Reasoning of an earlier answer. Templates that support it keep it while a tool loop runs."""
+    """Reasoning of an earlier answer. Some chat templates put it into the prompt while a tool loop runs."""
     tool_calls: (
         Annotated[list[Annotated[AnyObject, AfterValidator(_named)]], Field(max_length=128, fail_fast=True), few(128)]
         | None
@@ -128,7 +128,7 @@ class NamedToolChoice(Strict):
 
 
 def check_end(messages: Sequence[Message], add_prompt: bool | None, is_continued: bool | None) -> None:
-    """Check the fields for the end of a chat prompt. Raises ValueError."""
+    """Check add_generation_prompt and continue_final_message. Raises ValueError if they contradict the messages."""
     if not is_continued:
         return
     if add_prompt:

@@ -51,10 +51,10 @@ class AnswerFormat(Protocol):
     """Formats the answers to one request. `index` is the number of an answer, called choice by OpenAI."""
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
-        """Append outputs to a choice, for a response that is not streamed. Returns the number of bytes added."""
+        """Append outputs to a choice of a response that is not streamed. Returns the number of bytes added."""
 
     def whole(self, num_choices: int, usage: Usage) -> bytes:
-        """Return the response, which is not streamed."""
+        """Return the complete response of a request that is not streamed."""
 
     def opening(self, index: int) -> bytes:
         """Return the events that precede the first output of a choice."""
@@ -94,7 +94,7 @@ class _Answer:
     calls: list[dict[str, Any]] = field(default_factory=list)
     parser: AnswerParser | None = None
     lists: dict[str, list[bytes]] = field(default_factory=dict)
-    """Lists of log-probabilities by name. Each piece is JSON without the enclosing brackets."""
+    """Lists of log-probabilities by name. Each piece is a JSON list without its brackets."""
     prompt: list[bytes] = field(default_factory=list)
     """vLLM's `prompt_logprobs`, in pieces as in `lists`."""
     token_ids: list[int] = field(default_factory=list)
@@ -267,7 +267,7 @@ class CompletionFormat:
         return event(error.body) + DONE
 
     def _with_prompt(self, index: int, output: Output) -> tuple[Output, list[ScoredToken]]:
-        """Put the echoed prompt before the text. Return the new output and the prompt tokens that it scores."""
+        """Put the echoed prompt before the text. Return the new output, and the prompt tokens that it reports."""
         if self._prompt is None:
             return output, []
         if text := self._prompt.text(index):

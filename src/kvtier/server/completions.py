@@ -61,7 +61,7 @@ class HttpJob:
     mailbox: Mailbox = field(default_factory=Mailbox)
     trace: RequestTrace | None = None
     restriction: str | None = None
-    """The first field that restricts the tokens of the answer."""
+    """Name of the first request field that restricts the tokens of the answer, for error messages."""
 
     @property
     def num_answers(self) -> int:
@@ -328,7 +328,7 @@ def _restriction(prepared: _Prepared) -> str | None:
 
 
 def _event(job: HttpJob, outputs: list[Output], opened: set[int]) -> bytes:
-    """Return the events for new outputs. Each choice that is not yet in `opened` starts with an opening event."""
+    """Return the events for new outputs. The first event of a choice is an opening event. Updates `opened`."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
         if index in opened and not job.options.continuous_usage_stats:
@@ -353,7 +353,7 @@ def _by_choice(job: HttpJob, outputs: list[Output]) -> dict[int, list[Output]]:
         if len(job.submits) > 1:
             choice += int(output.request_id.rsplit("-", 1)[1]) * job.submits[0].params.n
         groups.setdefault(choice, []).append(output)
-        if output.prompt_logprobs:  # only the first answer has them, and all n answers show them
+        if output.prompt_logprobs:  # only the first answer carries them, and the response repeats them for all n
             for sibling in range(1, job.submits[0].params.n):
                 groups.setdefault(choice + sibling, []).append(replace(output, index=sibling))
     return groups

@@ -64,7 +64,7 @@ class EngineOptions:
     threads: int = option(0, "number of torch threads; 0: automatic")
     """Automatic means one thread for each usable core (CPU affinity and cgroup limits) except one for the front end."""
     events: str = option("", "publish KV events for routers over ZMQ, in vLLM's format", metavar="URL")
-    """Anyone who can connect reads the tokens of all prompts."""
+    """Anyone who can connect to this address can read the tokens of all prompts."""
     events_replay: str = option("", "answer requests for missed events at this address", metavar="URL")
     events_token_ids: bool = True
     """False to leave the tokens of prompts out of the events."""
@@ -88,7 +88,8 @@ class Limits:
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The replying thread does no other work and needs milliseconds. 5 s are enough even if the machine swaps."""
+    """The thread that replies does no other work, and replies within milliseconds. 5 s are enough even if the machine
+    swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `max_step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
     cores, which reach 100 GFLOP/s."""

@@ -31,7 +31,7 @@ class ConnectionTable(Generic[Connection]):
         idle --request head complete--> busy --response complete--> idle
 
     At a limit, a new connection replaces the oldest idle one. Busy connections are not closed. An attacker without a
-    key can only hold idle connections, which cannot lock out a health check.
+    key can hold only idle connections, so that a health check always finds one to replace.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:

@@ -40,7 +40,7 @@ _HEARTBEAT_SECONDS = 1.0  # a hang is detected after at most this time plus the 
 
 
 def _run_engine(options: EngineOptions, connection: socket.socket) -> None:
-    """Entry point of the engine process. The front end does not import torch, and therefore starts seconds earlier."""
+    """Run the engine process. Only this process imports torch, so that the front end starts seconds earlier."""
     from kvtier.server import engine_process
 
     engine_process.main(options, connection)
@@ -101,7 +101,9 @@ class EngineLink(Protocol):
     def submit(
         self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float
     ) -> contextlib.AbstractContextManager[None]:
-        """Run a job's requests and put their outputs into `mailbox`. Leaving the with statement cancels open requests.
+        """Run a job's requests and put their outputs into `mailbox`.
+
+        At the end of the with statement, requests that have not finished are cancelled.
 
         After `deadline`, a value of time.monotonic(), `mailbox.take` raises TimeoutError.
         """
@@ -131,7 +133,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.ended = asyncio.Event()
-        self.why = "the engine process ended"  # why the process ended; valid once `ended` is set
+        self.why = "the engine process ended"  # the reason, valid once `ended` is set
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -241,10 +243,10 @@ class EngineClient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heartbeat:
-    """Detects an engine process that is stopped or hangs.
+    """Detects an engine process that is stopped or hangs, by sending two calls periodically.
 
-    Sends two calls periodically. The command thread of the process answers PING at once. The engine thread answers
-    "beat" between two steps, within a longer deadline.
+    The command thread of the process answers PING at once. The engine thread answers "beat" between two steps, so that
+    this call has a longer deadline.
     """
 
     engine: EngineLink

@@ -1,4 +1,4 @@
-"""Control functions, which the front end calls by name and the engine process runs between two steps."""
+"""Control functions. The front end calls them by name, and the engine process runs them between two steps."""
 
 from __future__ import annotations
 

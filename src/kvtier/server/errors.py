@@ -39,7 +39,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error with other names of fields, for a request that was translated."""
+        """Return a copy of the error with other field names, for a request that was translated from another API."""
         param = self.param
         for name, other in names.items():
             if param == name or (param or "").startswith(f"{name}."):
@@ -50,7 +50,7 @@ class ApiError(Exception):
         return ApiError(self.status, message, param, self.code, self.retry_after)
 
     def response(self, path: str = "") -> JSONResponse:
-        """Return the response for a request to `path`, which determines the format."""
+        """Return the response for a request to `path`. The path determines the format."""
         from starlette.responses import JSONResponse
 
         headers = {"retry-after": str(self.retry_after)} if self.status in (429, 503) else {}

@@ -19,9 +19,10 @@ _OPEN_METRICS = "application/openmetrics-text"
 
 
 class Exposition:
-    """The metrics page of a server: its own metrics, the two processes, and the garbage collector of the front end.
+    """The metrics page of a server: the collected metrics, those of both processes, and the garbage collector's.
 
-    The metrics of the front end's process are `process_*`, those of the engine's process `kvtier_engine_process_*`.
+    Metrics of the front-end process are named `process_*`, and those of the engine process `kvtier_engine_process_*`.
+    The garbage collector is that of the front end.
     """
 
     def __init__(self, engine_pid: Callable[[], int]) -> None:
@@ -53,8 +54,8 @@ class Exposition:
     def _encode(self, *, is_open: bool) -> bytes:
         if not is_open:
             return generate_latest(self._registry)
-        # With its default escaping, the encoder of prometheus-client 0.26 replaces the colon in vLLM's names. Without
-        # escaping nothing changes, because a Registry accepts only names that are valid in both formats.
+        # By default, the encoder of prometheus-client 0.26 escapes the colon in vLLM's names. ALLOWUTF8 disables the
+        # escaping. No name needs it, because a Registry accepts only names that are valid in both formats.
         return cast(bytes, openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8))
 
 

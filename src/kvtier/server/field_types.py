@@ -70,7 +70,7 @@ def _bounded(value: Any, most: int = MAX_FIELDS) -> Any:
 
 
 def few(most: int) -> BeforeValidator:
-    """Return a check of the size of a list or an object, for models and fields."""
+    """Return a validator that limits the size of a list or an object."""
     return BeforeValidator(lambda value: _bounded(value, most))
 
 
@@ -79,7 +79,10 @@ TemplateVariables = Annotated[dict[str, str | int | float | bool | None], Field(
 
 
 def _token_ids(values: list[Any], where: str = "") -> list[int]:
-    """Check a list as a whole. 1.4 million items take 0.1 s; an error per item would take 26 s (x86-64, 2026-11-16)."""
+    """Check the items of a list together. This takes 0.1 s for 1.4 million items.
+
+    If pydantic checked each item, and reported an error for each, it would take 26 s (x86-64, 2026-11-16).
+    """
     if not values:
         raise ValueError(f"{where}empty list of tokens; a request needs at least one token")
     if set(map(type, values)) != {int} or min(values) < 0 or max(values) > _MAX_TOKEN_ID:

@@ -18,9 +18,10 @@ HEADER = "x-kvtier-ignored"
 
 
 class ApiField(NamedTuple):
-    """A field of a request. `places` has c for /v1/chat/completions and t for /v1/completions.
+    """A field of a request, and the class of the field.
 
-    `places` is empty for the APIs that have a table of their own (agent_fields.py).
+    `places` contains c if /v1/chat/completions has the field, and t if /v1/completions has it. It is empty for fields
+    of other APIs, which have tables of their own (agent_fields.py).
     """
 
     places: str
@@ -168,8 +169,8 @@ def split(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the model.
 
-    A field of another endpoint is not in the table of this one. Such fields and unknown fields are returned for
-    validation, which rejects them. Ignored fields of the model are validated too.
+    Fields of other endpoints and unknown fields are among the returned fields, so that validation rejects them. A
+    field of the model is returned even if it is ignored, so that its type is checked.
     """
     kept, ignored = dict(body), []
     for name, value in body.items():

@@ -21,12 +21,12 @@ class AnswerGrammar(NamedTuple):
 
     grammar: Grammar
     field: str
-    """The field of the request, for messages."""
+    """Name of the request field, for error messages."""
     param: str
-    """The part of the field that has the grammar."""
+    """Path of the part of the field that contains the grammar."""
 
     def error(self, error: ApiError) -> ApiError:
-        """Return an error of the grammar with the name of its field."""
+        """Return a copy of an error in the grammar that names the request field."""
         return ApiError(error.status, f"{self.field}: {error.message}", self.param, error.code)
 
 

@@ -26,9 +26,9 @@ class LoadOptions:
     max_tokens: int = 64
     prompt_words: int = 64
     shared_words: int = 48
-    """All prompts start with the same words. This is the number of these words."""
+    """Number of words at the start of a prompt that are the same in all prompts."""
     disconnect_share: float = 0.0
-    """Share of the requests whose client disconnects midway."""
+    """Share of the requests whose client disconnects before the response is complete."""
     key: str = ""
     seed: int = 0
 

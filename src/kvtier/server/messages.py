@@ -5,9 +5,9 @@
     front end --PrepareConfig, then Call--> worker process
     front end <--Reply(0), then Reply-- worker process
 
-A frame is a length (four bytes, big-endian) and a body. The bodies of the engine process are MessagePack after a byte
-for the type of the message. They can contain only the types declared here, so that neither process can make the other
-one run code. A body that is invalid raises FormatError and is skipped. The bodies of workers are pickles.
+A frame is a length (four bytes, big-endian) and a body. To and from the engine process, a body is one byte for the type
+of the message, followed by MessagePack. It can contain only the types declared here, so that neither process can make
+the other one run code. An invalid body raises FormatError and is skipped. To and from workers, a body is a pickle.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Calls a function of the child process by name. A `Reply` with this id follows.
+    """Call a function of the child process by name. A `Reply` with this id follows.
 
     The engine process runs the functions in `engine_controls.CONTROLS` between two steps. It answers PING at once, even
     during a step. After SHUTDOWN, which has no reply, it cancels all requests, saves the cache and exits.
@@ -93,8 +93,9 @@ class Started:
     notes: tuple[str, ...] = ()
     """Features that are missing on this machine. The front end logs them."""
     events: str = ""
-    """Address of the KV events, and below of their replay; empty if the engine does not publish them."""
+    """Address of the KV events; empty if the engine does not publish them."""
     events_replay: str = ""
+    """Address for the replay of missed KV events; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ _ERRORS = MappingProxyType(
 
 
 def _plain(value: Any) -> Any:
-    """Return the Python number for a number of numpy."""
+    """Convert a numpy number to a Python number."""
     item = getattr(value, "item", None)
     if item is None:
         raise TypeError(f"{type(value).__name__} cannot be sent to another process")
@@ -149,7 +150,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode_message(message: Command | Event) -> bytes:
-    """Return the body of a frame for the engine process or from it. Raises TypeError for other types."""
+    """Return the body of a frame to or from the engine process. Raises TypeError if a type cannot be sent."""
     wire = _to_wire(message) if isinstance(message, Reply) else message
     number = _NUMBERS.get(type(wire))
     if number is None:
@@ -178,7 +179,7 @@ def _to_wire(reply: Reply) -> WireReply:
 
 
 def _from_wire(wire: WireReply) -> Reply:
-    """Return a reply. An error that is not one of kvtier becomes a KvtierError with its name in the text."""
+    """Return a reply. An error class that kvtier does not define becomes a KvtierError with the name in its text."""
     value = wire.value if wire.started is None else wire.started
     if not wire.kind:
         return Reply(wire.id, value)
@@ -197,7 +198,7 @@ class Codec(NamedTuple):
 
 ENGINE_CODEC = Codec(encode_message, decode_message)
 WORKER_CODEC = Codec(lambda message: pickle.dumps(message, pickle.HIGHEST_PROTOCOL), pickle.loads)
-"""Workers return pydantic models. No other process can open the socket pair of a worker."""
+"""Pickle, because workers return pydantic models. This is safe: no other process can open a worker's socket pair."""
 
 
 def frame(message: object, codec: Codec) -> bytes:

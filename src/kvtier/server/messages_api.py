@@ -34,7 +34,7 @@ from kvtier.server.field_types import (
 from kvtier.server.protocol import ChatRequest
 
 _MAX_BLOCKS = 4096
-# Field of the chat request -> field of this API that it is made from. Errors name the field of this API.
+# Field of the chat request -> the field of this API that is translated into it. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "output_config.format.schema",
@@ -243,7 +243,7 @@ class CountTokensRequest(Strict):
         return self.model_copy(update={"messages": [], "system": None, "tools": None})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. A ValidationError contains names of fields of the chat request."""
+        """Return the chat request. A ValidationError names fields of the chat request."""
         return ChatRequest(**self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:

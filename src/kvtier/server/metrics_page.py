@@ -1,4 +1,4 @@
-"""MetricsPage: the response of GET /metrics, and the app of the port for metrics (--metrics-port)."""
+"""MetricsPage: the response of GET /metrics on the main port, and the ASGI app of the metrics port (--metrics-port)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.exposition import Exposition
 from kvtier.server.request_log import RequestLog
 
-# Requests within this time share the collected metrics, so that clients without a key cannot load the engine.
+# On the metrics port, requests within this time share the collected metrics. Its clients need no key, and must not be
+# able to slow down the engine.
 _FRESH_SECONDS = 1.0
 
 
 class MetricsPage:
-    """Returns the metrics of front end and engine. As an ASGI app, serves GET /metrics and nothing else."""
+    """Collects the metrics of front end and engine. The ASGI app serves GET /metrics and nothing else."""
 
     def __init__(self, engine: Heartbeat, request_log: RequestLog) -> None:
         self._engine = engine
@@ -46,7 +47,7 @@ class MetricsPage:
         await (await self._shared(scope))(scope, receive, send)
 
     async def _shared(self, scope: Scope) -> Response:
-        """Return the response to a client without a key."""
+        """Return the response of the metrics port, whose clients need no key."""
         if scope["path"] != "/metrics":
             return ApiError(404, "this port serves only GET /metrics").response()
         if scope["method"] not in ("GET", "HEAD"):

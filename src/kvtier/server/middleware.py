@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 _log = logging.getLogger("kvtier.server")
 _PROBES = ("/health", "/livez", "/ping")
-_OPEN = ("/", *_PROBES, "/openapi.json", "/favicon.ico")
+_OPEN = ("/", *_PROBES, "/openapi.json", "/favicon.ico")  # need no key
 _ADMIN = ("/control", "/state", "/metrics", "/sleep", "/wake_up", "/reset_prefix_cache")
 _POLLED = (*_PROBES, "/state", "/metrics", "/load", "/is_sleeping")  # logged at level DEBUG
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")
-_DIRECT_SEND = "kvtier.direct_send"  # key of the scope: the server's send function, without any middleware
+_ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")  # headers that must not be repeated
+_DIRECT_SEND = "kvtier.direct_send"  # name in the scope of the server's own send function, which bypasses middleware
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 
 
@@ -106,7 +106,7 @@ class GuardMiddleware:
     def __init__(
         self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog, origins: Sequence[str] = ()
     ) -> None:
-        """`origins` are other sites whose pages may send requests."""
+        """Pages of the sites in `origins` may send requests too."""
         self._app = app
         self._origins = frozenset(origins)
         self._keys = [(hashlib.sha256(tenant.key.encode()).digest(), tenant) for tenant in tenants]

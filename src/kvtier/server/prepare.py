@@ -45,7 +45,7 @@ _KEPT_BILLING_LINE = (
     "the system text starts with a billing line that changes with every request, so that the cached prefix ends there; "
     "start the server without --keep-billing-line"
 )
-_TAIL_TOKENS = 16  # enough for the end of a generation prompt, such as "<think>\n" in single bytes
+_TAIL_TOKENS = 16  # enough for the end of a generation prompt, such as "<think>\n", even at one token per byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Preparation:
         variables: Mapping[str, Any] | None = None,
         ends: Mapping[str, bool] | None = None,
     ) -> list[int]:
-        """`variables` and `ends` are options of chat_text: variables of the template, and the end of the prompt."""
+        """`variables` are passed to the template. `ends` has the options of chat_text for the end of the prompt."""
         rendered = [message.for_template() for message in messages]
         self._check_sizes(["".join(message["content"] for message in rendered)], "messages", max_tokens)
         options: dict[str, Any] = {
@@ -348,8 +348,8 @@ def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[s
 def _parse(data: bytes | bytearray) -> Any:
     """Return the value of a JSON text.
 
-    The slower parser runs only if msgspec rejects the text. It names the position of an error, and it accepts NaN and
-    unpaired surrogates, so that the validation can name their field.
+    If msgspec rejects the text, Python's slower parser runs too, because it reports the position of an error. It also
+    accepts NaN and unpaired surrogates. The later validation rejects these values and names their field.
     """
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(data)
@@ -374,11 +374,12 @@ def _to_chat(body: CountTokensRequest | ResponsesRequest) -> ChatRequest:
 
 
 def _from_validation(error: ValidationError, known: Collection[str], body: Any = None) -> ApiError:
-    """Convert the deepest error that pydantic reports. The input is not quoted, because it may be a prompt.
+    """Convert an error of pydantic. The message does not quote the input, because it may be a prompt.
 
-    If a value may have several types, pydantic reports an error for each. The deepest one is of the type that fits
-    best. `known` has the names of all fields. An error of the whole body starts with the name of the field that causes
-    it. None as `body` keeps the paths of pydantic.
+    If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
+    to the type that fits best, so that only this one is converted. Errors of validators for the whole body have no
+    path, but their message starts with the name of a field. `known` has the names of all fields. If `body` is None, the
+    paths of pydantic are used as they are.
     """
     errors = error.errors(include_url=False, include_input=False)
     paths = [_path(each, body) for each in errors]

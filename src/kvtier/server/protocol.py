@@ -46,7 +46,7 @@ _YEAR_SECONDS = 366 * 86_400
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool | None = None
-    """True if every event has the usage so far."""
+    """True to add the usage so far to every event."""
     include_obfuscation: bool | None = None
     """Accepted without effect."""
 
@@ -81,7 +81,7 @@ Schema = AnyObject | Text
 
 
 class StructuredOutputs(Strict):
-    """Constraints of vLLM. At most one of the first five fields is set."""
+    """Restrictions of the answer in vLLM's format. At most one of the first five fields is set."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: Text | None = None
@@ -108,7 +108,7 @@ class Sampling(Strict):
     """Fields that chat completions and text completions share."""
 
     place: ClassVar[str]
-    """The endpoint in fields.ApiField.places."""
+    """Letter of the endpoint in fields.ApiField.places."""
 
     model: ModelName
     temperature: Temperature | None = None
@@ -123,7 +123,7 @@ class Sampling(Strict):
     stop_token_ids: StopTokens | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
-    """0 needs echo or prompt_logprobs."""
+    """0 is accepted only with echo or prompt_logprobs."""
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -214,7 +214,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     max_completion_tokens: PositiveCount | None = None
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
-    """Chat templates write the special tokens."""
+    """Only False is accepted, because chat templates write the special tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True), few(128)] | None = None

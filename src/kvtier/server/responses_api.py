@@ -66,9 +66,9 @@ _SAME_FIELDS = (
     "cache_salt",
     "priority",
 )
-"""Fields that chat requests have too."""
+"""Fields that chat requests have under the same name."""
 _LOGPROBS = "message.output_text.logprobs"
-# Field of the chat request -> field of this API that it is made from. Errors name the field of this API.
+# Field of the chat request -> the field of this API that is translated into it. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "text.format.schema",
@@ -109,7 +109,7 @@ class MessageItem(Loose):
     content: _Parts
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Append the message. Instructions at the start form one system message, as chat templates expect."""
+        """Append the message. All instructions at the start become one system message, as chat templates expect."""
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and not last.get("tool_calls"):
@@ -129,7 +129,7 @@ class FunctionCallItem(Loose):
     arguments: Text
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Append the call to the message of the assistant that it follows."""
+        """Add the call to the assistant's message before it, or to a new message if there is none."""
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": self.name, "arguments": self.arguments}
@@ -292,7 +292,7 @@ class ResponsesRequest(Strict):
         return self.model_copy(update={"input": []})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. A ValidationError contains names of fields of the chat request."""
+        """Return the chat request. A ValidationError names fields of the chat request."""
         fields = {name: getattr(self, name) for name in _SAME_FIELDS}
         messages: list[dict[str, Any]] = []
         if self.instructions:

@@ -101,7 +101,7 @@ class ResponsesFormat:
         return data + self._event("response.output_item.done", done)
 
     def _item(self, block: Block, status: str = "") -> dict[str, Any]:
-        """Return an item of the output. The default status depends on the end of the answer."""
+        """Return an item of the output. By default, the last item has the answer's status; others are completed."""
         is_last = block.index == len(self._answer.blocks) - 1
         item = {"id": self._item_id(block), "status": status or (self._status if is_last else "completed")}
         content = [] if status == "in_progress" else [_part(block)]

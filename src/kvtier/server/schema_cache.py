@@ -1,4 +1,4 @@
-"""Grammars of structured answers, most of them JSON schemas. The front end checks each, the engine process compiles it.
+"""Checks and compiles the grammars of structured answers, most of which are JSON schemas.
 
     front end: SchemaChecks --Call--> worker process, which compiles the schema with a time limit
     engine process: SchemaCompilations --thread of low priority--> constraint
@@ -67,7 +67,7 @@ def _digest(grammar: Grammar) -> bytes:
 
 
 class SchemaChecks:
-    """Checks in worker processes whether schemas compile in time. Not thread-safe."""
+    """Checks whether schemas compile in time, in worker processes. Keeps the results. Not thread-safe."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool

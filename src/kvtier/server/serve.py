@@ -79,7 +79,7 @@ class FrontEnd:
     pool: WorkerPool
     request_log: RequestLog
     heartbeat: Heartbeat
-    """Not running yet."""
+    """The caller must run it."""
     page: MetricsPage
 
 
@@ -112,7 +112,7 @@ def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
 
 
 def _handle_signals(action: Callable[[], object]) -> None:
-    """Run `action` on the first SIGTERM or SIGINT, and exit on the second. Replaces the action of an earlier call."""
+    """Run `action` on the first SIGTERM or SIGINT, and exit on the second. A later call replaces the action."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -205,7 +205,10 @@ def _uvicorn_config(limits: Limits, app: Any, request_log: RequestLog) -> uvicor
 
 
 async def _serve_metrics(listener: socket.socket, config: uvicorn.Config, listens: asyncio.Event) -> None:
-    """Serve the port for metrics until cancelled. Its connections have the limits of the main port. Sets `listens`."""
+    """Serve the metrics port until cancelled. Sets `listens` once the port listens.
+
+    The limits on connections are the same as for the main port, but are counted separately.
+    """
     _log.info("metrics at %s/metrics, without a key", _address(listener))
     server = _Uvicorn(config, listens.set)
     try:

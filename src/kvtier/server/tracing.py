@@ -45,7 +45,7 @@ class RequestTrace:
 
     span: Span
     clock_offset: int
-    """Unix time less monotonic time, in nanoseconds."""
+    """Unix time minus monotonic time, in nanoseconds."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -74,9 +74,9 @@ class Tracing:
         self._tracer = self._provider.get_tracer("kvtier.server", kvtier.__version__)
 
     def begin(self, headers: Mapping[str, str], began: float) -> RequestTrace:
-        """Start the server span of a request that began at a value of time.monotonic().
+        """Start the server span of a request. `began` is a value of time.monotonic().
 
-        The headers `traceparent` and `tracestate` give the parent. Without a valid parent, the span starts a trace.
+        The headers `traceparent` and `tracestate` name the parent span. Without a valid parent, a new trace starts.
         """
         offset = time.time_ns() - time.monotonic_ns()
         context = _PROPAGATOR.extract(headers)
@@ -114,7 +114,7 @@ class Tracing:
 def _phases(explanation: Explanation, began: float, record: RequestRecord) -> Iterator[_Phase]:
     """Yield the phases that a prompt went through."""
     arrived, ended = explanation.arrived_at, began + record.seconds
-    if explanation.waited_seconds is None:  # it ended in the queue
+    if explanation.waited_seconds is None:  # the request ended while it was in the queue
         yield _Phase("queue", arrived, ended)
         return
     admitted = arrived + explanation.waited_seconds
@@ -139,7 +139,7 @@ def _phases(explanation: Explanation, began: float, record: RequestRecord) -> It
 
 
 def _usage(record: RequestRecord, model: str) -> dict[str, AttributeValue]:
-    """Return the attributes of a server span, under the names of OpenTelemetry where there are such names."""
+    """Return the attributes of a server span. Attributes that OpenTelemetry defines have its names."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "text_completion" if record.endpoint == "completion" else "chat",
         "gen_ai.request.model": model,

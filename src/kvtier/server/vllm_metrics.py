@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _LABELS = ("model_name", "engine")
 _TOKENS = tuple(float(digit * 10**decade) for decade in range(6) for digit in (1, 2, 5))
-# vLLM's finish reasons by those of a RequestRecord.
+# Finish reason of a RequestRecord -> finish reason of vLLM. All others are "error".
 _REASONS = {"stop": "stop", "length": "length", "disconnected": "abort", "timeout": "abort"}
 
 

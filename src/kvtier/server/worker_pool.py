@@ -25,7 +25,8 @@ from kvtier.server.prepare import PrepareConfig
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0  # wait after a failed start
-_ABANDONED_SECONDS = 1.0  # time that a call has left after its client disconnects; replacing a process takes as long
+# Time that a running call may continue after its client disconnects. Killing and replacing the process takes as long.
+_ABANDONED_SECONDS = 1.0
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
 _MAX_WAITING = 64  # waiting calls per tenant
 _DIED = (OSError, asyncio.IncompleteReadError)
@@ -90,7 +91,7 @@ class WorkerPool:
     """Up to `size` processes, started on demand.
 
     One tenant never uses all processes. In a server without tenants, calls to one function never use all processes.
-    Waiting calls run in turn, one for each pair of tenant and function name.
+    Each pair of tenant and function name has its own queue. The queues take turns, and each turn runs one call.
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
@@ -99,7 +100,7 @@ class WorkerPool:
         self._most_running = max(1, size - 1)
         self._has_tenants = has_tenants
         self._waiting: list[_Task] = []
-        self._turns: Counter[tuple[str, str]] = Counter()  # number of the last turn of each tenant and name
+        self._turns: Counter[tuple[str, str]] = Counter()  # number of the last turn of each queue
         self._running: Counter[str] = Counter()
         self._serving: list[asyncio.Task[None]] = []  # each keeps one process alive
         self._processes: list[_Process] = []
@@ -159,7 +160,7 @@ class WorkerPool:
         return self._running[self._group(task)] < self._most_running
 
     def _take(self) -> _Task | None:
-        """Remove and return the next task that may run. The tenant and name whose last turn is oldest come first."""
+        """Remove and return the next task that may run. The queue whose last turn is the longest ago comes first."""
         task = min(filter(self._may_run, self._waiting), key=lambda task: self._turns[task.key], default=None)
         if task is not None:
             self._waiting.remove(task)
@@ -167,7 +168,7 @@ class WorkerPool:
         return task
 
     def _leave(self, task: _Task) -> None:
-        """Remove a finished or cancelled task. A call that still runs is given `_ABANDONED_SECONDS` to finish."""
+        """Remove a finished or cancelled task. A call that still runs has `_ABANDONED_SECONDS` to finish."""
         if task in self._waiting:
             self._waiting.remove(task)
         elif task.clock is not None and not task.clock.expired():
