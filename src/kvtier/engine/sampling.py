@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 
     tokens: torch.Tensor  # [rows] int64
     reports: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Log-probabilities of all tokens, and of the most likely tokens with their ids, by row."""
+    """By row: the log-probabilities of all tokens, those of the most likely tokens, and the ids of the latter."""
     errors: dict[int, Exception]
     """Errors of the constraints and restrictions, by row."""
 
@@ -65,7 +65,7 @@ class TokenRestrictions:
         self._chosen: list[int] = []
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.can_conflict = bool(params.allowed_token_ids or params.bad_words)
-        """True if the restrictions can forbid the only token that remains."""
+        """True if the restrictions can forbid every token, for example together with a grammar."""
 
     def accept(self, token_id: int) -> None:
         if self._longer:
@@ -128,7 +128,7 @@ class RequestSampler:
             or self._constraint is not None
             or any(len(each) > 1 for each in params.bad_words)
         )
-        """True if the logits of a token depend on the tokens before it, which only the host has."""
+        """True if the host must know all earlier tokens of the output before it can adjust the logits of a token."""
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0
@@ -136,7 +136,7 @@ class RequestSampler:
         self.error = ""
         """Reason why the request failed, set by `fail`. Samples of a failed request are invalid."""
         self.has_conflict = False
-        """True if the request failed because its own restrictions leave no token."""
+        """True if the request failed because its own restrictions forbid every token."""
 
     def fail(self, error: Exception) -> None:
         """Record an error of this request. Only the first error is kept."""
@@ -187,7 +187,7 @@ class RequestSampler:
 
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Distinct tokens of the prompt. Computed on demand: 8 ms for 33,000 tokens (host of the H200, 2026-11-15)."""
+        """Distinct tokens of the prompt. Computed on demand; 33,000 tokens take 8 ms (host of the H200, 2026-11-15)."""
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
@@ -203,9 +203,8 @@ def draw(
 ) -> Drawn:
     """Sample output token `numbers[row]` for each row of logits. Overwrites the logits.
 
-    A row fails if its constraint raises or its logits are not finite. A row whose logits are not finite gets NO_TOKEN.
-    Other rows are unaffected. The check for finite logits runs on the device. With `resident`, no parameters are copied
-    to the device.
+    A row fails if its constraint raises, or if its logits are not finite. In the second case, its token is NO_TOKEN;
+    this check runs on the device. Other rows are unaffected. With `resident`, no parameters are copied to the device.
     """
     reports, errors = _logprobs(logits, requests), {}
     for row, (request, number) in enumerate(zip(requests, numbers, strict=True)):
@@ -223,7 +222,7 @@ def draw(
         chosen = _draw(logits, requests, resident)
     else:
         chosen = logits.argmax(-1)
-        # argmax prefers NaN, then +inf; it selects -inf only if all logits are -inf
+        # argmax selects a NaN if there is one, else +inf. It selects -inf only if all logits are -inf.
         chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
         if random and resident is not None:
             mine = Resident(*(each[random] for each in resident))
@@ -265,7 +264,7 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
-    """Sample each row. Rows with equal top_k and `is_sorted` form a group, so that no row depends on others."""
+    """Sample each row. Rows with equal top_k and `is_sorted` form a group, whose rows all need the same operations."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
@@ -314,7 +313,7 @@ def _draw_in_torch(
     """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
     All sums are computed by cumsum, which adds the elements of a row in order. torch.sum does not guarantee an order.
-    Only `_heaviest` waits for the device. The other operations are queued after the computation of the logits.
+    Only `_heaviest` waits for the device. The host queues the other operations and continues.
     """
     params = [request.params for request in requests]
     temperature, min_p, top_p = numbers[:, 0:1].float(), numbers[:, 1:2].float(), numbers[:, 2:3]
@@ -337,7 +336,7 @@ def _draw_in_torch(
         weights = weights.masked_fill(weights < min_p, 0.0)  # the most likely token has weight 1
     running = _running(weights)
     target = uniform * running[:, -1:]
-    # right=True, because a draw exactly on a boundary selects the token after the boundary
+    # right=True, because a target equal to a running sum must select the token after that sum
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     chosen = place if tokens is None else tokens.gather(-1, place)
     return _unless_infinite(highest, chosen).squeeze(-1)

@@ -2,7 +2,7 @@
 
 A grammar is a JSON schema, a regular expression or a context-free grammar in Lark's notation.
 
-Imports numpy and torch only to apply a constraint, because this module is also used in processes without torch.
+Processes without torch use this module too. It therefore imports numpy and torch only where a constraint is applied.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_shape(schema: Mapping[str, Any]) -> None:
 
 
 def to_lark(text: str) -> str:
-    """Return a grammar in the Lark notation of llguidance, from that notation or from GBNF. May raise ArgumentError."""
+    """Convert a grammar in Lark or GBNF to the Lark notation of llguidance. May raise ArgumentError."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -107,7 +107,7 @@ class SchemaCompiler:
         return matcher
 
     def constraint(self, grammar: Grammar) -> Callable[[], GrammarConstraint]:
-        """Compile a grammar. Returns a function that returns a new constraint for each sequence."""
+        """Compile a grammar. Call the returned function once per sequence; it returns a new constraint."""
         matcher = self.compile(grammar)
         return lambda: GrammarConstraint(matcher.deep_copy())
 

@@ -1,4 +1,4 @@
-"""Find the texts of special tokens in user text. Keep these texts from becoming special tokens in a chat template.
+"""Prevent the text of a special token in a message from becoming that token in a chat prompt.
 
 A template renders special tokens ("<|im_start|>") between the strings of a request. The same text inside a string must
 not become a special token, because users could then open a turn in another role. `hide` replaces the first character of
@@ -17,7 +17,10 @@ _LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # the end of the last private-use pla
 
 
 def show(text: str, marks: Mapping[str, str]) -> str:
-    """Replace marks by the original characters, even in JSON escapes (templates with `tojson(ensure_ascii=true)`)."""
+    """Replace marks by the original characters.
+
+    A template that uses `tojson(ensure_ascii=true)` writes marks as JSON escapes. These are replaced too.
+    """
     for mark, char in marks.items():
         text = text.replace(mark, char).replace(json.dumps(mark)[1:-1], char)
     return text
@@ -38,7 +41,7 @@ class SpecialText:
         """Mark the special tokens in all strings of a JSON value. Returns None if there are no special tokens.
 
         Otherwise returns the changed value, and a map from marks to characters for `show`. If a string ends with the
-        beginning of a special token, this text is marked too, because a template may append the rest of the token.
+        first characters of a special token, they are marked too, because a template may append the rest of the token.
         """
         strings = list(_strings(value))
         if not any(self._positions(string) for string in strings):

@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
 
 class Proposer(Protocol):
-    """Drafts tokens. For each model in `models`, the engine keeps a cache group and fills it in every step."""
+    """Drafts tokens. If it drafts with models, `models` lists them.
+
+    The engine keeps a cache group for each of these models, and computes their KV of new tokens in every step.
+    """
 
     num_tokens: int
     models: tuple[Model, ...]
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return at most `num_tokens` draft tokens per request. The caches lack the last token of each request."""
+        """Return at most `num_tokens` draft tokens per request.
+
+        The caches contain the KV of every token of a request except the last one.
+        """
 
 
 class NgramProposer:
@@ -58,7 +64,7 @@ class NgramProposer:
 
 
 class DraftProposer:
-    """Drafts greedily with a small model. It shares the vocabulary and the block tables of the main model."""
+    """Drafts greedily with a small model, which shares the vocabulary and the block tables of the main model."""
 
     def __init__(self, model: Model, num_tokens: int = 4) -> None:
         if num_tokens < 1:

@@ -56,7 +56,8 @@ def _refuse(message: str) -> NoReturn:
 
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
-# If a text has more than _USUAL_CHARS per allowed token, its tokens are counted in pieces before the text is encoded.
+# If a text has more than _USUAL_CHARS characters per allowed token, it is first encoded in pieces of _PIECE_CHARS, so
+# that the count can stop at the limit.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # name of a byte in tokenizers with byte fallback
@@ -114,7 +115,7 @@ class Tokenizer:
 
         add_special: add the tokens that the model expects around a text (often a bos token).
         parse_special: encode the text of a special token ("<|im_end|>") as that token, not as plain text.
-        max_tokens: raise RangeError early if a text is far too long. The caller checks the exact number of tokens.
+        max_tokens: raise RangeError before encoding if the text is far too long. The caller checks the exact number.
         """
         try:
             size = len(text.encode())
@@ -136,7 +137,7 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """Largest number of bytes of text per token; None if this kind of tokenizer has no bound."""
+        """Largest number of bytes of text that one token can represent; None if this kind of tokenizer has no limit."""
         config = json.loads(self.to_json())
         normalizer, longest = config["normalizer"], _longest_token(config, self._backend.get_vocab())
         if normalizer is None or longest is None:
@@ -149,7 +150,10 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Raise RangeError if the pieces have more than 2 * max_tokens tokens. (Splitting a text can add tokens.)"""
+        """Raise RangeError if the pieces of a text have more than 2 * max_tokens tokens in total.
+
+        The factor 2 is a margin, because the pieces can have more tokens than the whole text.
+        """
         count = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             count += len(self._encode(text[begin : begin + _PIECE_CHARS], parse_special=True))
@@ -161,7 +165,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text. The bytes may be only part of a character."""
+        """Return the bytes of a token that is not the first of a text. They may be only part of a character."""
         if token_id not in self._token_bytes:
             self._token_bytes[token_id] = self._find_bytes(token_id)
         return self._token_bytes[token_id]
@@ -174,7 +178,7 @@ class Tokenizer:
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self.decode([token_id], skip_special=False)
-        if _REPLACEMENT not in text:  # decode two copies, because the first token of a text may lose its space
+        if _REPLACEMENT not in text:  # use the second of two copies, because the first one may lose a leading space
             return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id) or ""
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -297,7 +301,7 @@ class TokenStream:
 
 
 def _until_end(text: str, content: str) -> str:
-    """Return the text until the end of the last message. Templates may strip the content of messages."""
+    """Cut a rendered text after the content of its last message. Templates may strip the content of messages."""
     for form in (content, content.rstrip(), content.strip()):
         if form and (begin := text.rfind(form)) >= 0:
             return text[: begin + len(form)]
@@ -376,7 +380,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
     """Return the length of the longest token in bytes. None if tokens are not byte-level or can strip white space.
 
-    A character of a byte-level token represents one byte, except in added tokens.
+    In a byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
     """
     steps = made["pre_tokenizer"] or {}
     if "ByteLevel" not in [step["type"] for step in steps.get("pretokenizers", [steps]) if step]:
@@ -389,7 +393,7 @@ def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
 
 @functools.cache
 def _byte_letters() -> Mapping[str, int]:
-    """Return the byte of each letter in byte-level BPE. Letters from U+0100 represent bytes that are not printable."""
+    """Return a map from the letters of byte-level BPE to bytes. Letters from U+0100 on stand for unprintable bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return MappingProxyType(

@@ -39,7 +39,7 @@ class ChainBuilder:
         return chain
 
     def _extras(self, request: Any) -> dict[int, bytes]:
-        """Return the extras of those blocks of the prompt that contain media or prompt embeddings, by block number."""
+        """Return a digest for each block of the prompt with media or prompt embeddings, by block number."""
         block_tokens, extras, item = self.namespace.block_tokens, {}, 0
         for block in range(request.num_prompt_tokens // block_tokens + 1):
             first = block * block_tokens
@@ -52,7 +52,7 @@ class ChainBuilder:
     def _adapter(self, lora: Any) -> bytes:
         """Return the identity of a LoRA adapter: its name and the content of its files.
 
-        An adapter without local files is only shared within this process, because its content is unknown.
+        If an adapter has no local files, its content is unknown. Its blocks are then shared only within this process.
         """
         key, folder = (lora.lora_name, lora.lora_path), Path(lora.lora_path)
         state = _state_of(folder)
@@ -66,7 +66,7 @@ class ChainBuilder:
 
 
 def _state_of(folder: Path) -> object:
-    """Return a value that changes if a file of the folder is replaced; empty if there are no files."""
+    """Return a value that changes if a file of the folder is replaced. The value is empty if there are no files."""
     try:
         stats = [(path.name, os.stat(path)) for path in model_files(folder)]
     except OSError:

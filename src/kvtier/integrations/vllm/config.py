@@ -70,23 +70,23 @@ class ConnectorConfig:
     stores: tuple[StoreSettings, ...] = ()
     policy: str = "lru"
     revision: str = ""
-    """Revision of the weights. Needed with a persistent store if vLLM does not have the revision."""
+    """Revision of the weights. Required if a store is persistent and vLLM does not report a revision."""
     secret_file: str = ""
     """File with the key for the token digests in stored blocks."""
     kv_shards: int = 0
-    """Number of parts of a stored block. It must be a multiple of the tensor-parallel size of every vLLM that reads the
-    store; 0: the number of ranks."""
+    """Number of parts of a stored block; 0 for the number of ranks. It must be a multiple of the tensor-parallel size
+    of every vLLM that reads the store."""
     layout: str = "auto"
-    """`auto` asks vLLM for block-first cache tensors on GPUs, because one copy per block is faster than one per layer;
+    """`auto` requests block-first cache tensors on GPUs, because one copy per block is faster than one per layer.
     `keep` leaves the layout to vLLM."""
     on_reset: str = "memory"
     """`memory`: a cache reset drops the blocks in host memory. `weights`: a reset means that the weights may have
-    changed, so that earlier blocks in host memory and in stores are not used again."""
+    changed. Earlier blocks in host memory and in stores are then never used again."""
     save_generated: bool = True
     """Save the blocks of completions, not only those of prompts."""
     max_saving_blocks: int = 0
-    """Maximum number of device blocks that saves hold; 0: a quarter of vLLM's blocks, but at least 256. Blocks of a
-    request that ends while this limit is reached are not saved."""
+    """Maximum number of device blocks that saves hold; 0 for a quarter of vLLM's blocks, but at least 256. If a request
+    ends while the limit is reached, its remaining blocks are not saved."""
     allow_fail_policy: bool = False
     """Start even if vLLM fails requests whose load failed (kv_load_failure_policy=fail)."""
     verify_loads: bool = False
@@ -144,8 +144,8 @@ class RequestOptions:
     explain: bool = False
     """Return the sources of cached tokens and the reason of a miss in the response's `kv_transfer_params`."""
     error: str = ""
-    """Description of invalid settings. The request then has the default settings, because an exception in a connector
-    would stop vLLM for all requests."""
+    """Description of invalid settings. The request then runs with the default settings, because an exception in a
+    connector would stop vLLM for all requests."""
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None) -> RequestOptions:

@@ -128,8 +128,8 @@ class KvtierConnector(KVConnectorBase_V1):
         _check_supported(vllm_config, kv_cache_config, self._config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        # vLLM continues after the last loaded block, but a window before that block may reach into dropped blocks.
-        # Such a request must start again.
+        # After a failed load, vLLM continues behind the last loaded block. If the model has attention windows, the
+        # window before that position may contain blocks that vLLM has dropped. Such a request must start again.
         self._drops_blocks = drops_blocks(kv_cache_config)
         self._failed_blocks: set[int] = set()
         self._reports: list[Report] = []
@@ -326,7 +326,7 @@ class KvtierConnector(KVConnectorBase_V1):
 
 
 def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Raise an error that names the setting, if kvtier cannot run with this configuration of vLLM."""
+    """Raise an error that names the setting if kvtier does not support this configuration of vLLM."""
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if version < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
@@ -367,18 +367,18 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
 
 
 def _is_supported(spec: Any) -> bool:
-    """Return True if the KV of a block is in one device block until vLLM frees that device block."""
+    """Return True if vLLM keeps the KV of a block in one device block, and never overwrites it before it is freed."""
     kinds = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
     return isinstance(spec, kinds) and not hasattr(spec, "rswa_window")
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Return True if vLLM frees device blocks of running requests, because they are outside a window of all layers."""
+    """Return True if vLLM may free device blocks of running requests. These are outside all layers' windows."""
     groups = kv_cache_config.kv_cache_groups
     return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 
 
 def _specs_of(group: Any) -> list[Any]:
-    """Return the specs of a group's layers: one for all layers, or one per layer if their pages differ in size."""
+    """Return the specs of a group: one spec for all layers, or one per layer if the page sizes differ."""
     spec = group.kv_cache_spec
     return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]

@@ -20,11 +20,11 @@ _UNRELATED = ("_name_or_path", "transformers_version", "_commit_hash", "architec
 def namespace_of(
     config: ConnectorConfig, vllm_config: Any, group: CacheGroup, num_shards: int, page_format: str
 ) -> Namespace:
-    """Return the namespace of a rank's cache group; equal on all ranks and in all engines that can share blocks.
+    """Return the namespace of a rank's cache group. It is equal on all ranks, and in all engines that can share blocks.
 
     `num_shards` is the number of ranks that hold different heads. `page_format` describes the order of the bytes in a
-    page: attention backend, layout, instruction set. Raise ArgumentError if a store needs the revision of the weights
-    and vLLM does not have it.
+    page: attention backend, layout, instruction set. Raise ArgumentError if a store is persistent and the revision of
+    the weights is unknown.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     revision = config.revision or _revision_of(vllm_config)
@@ -48,7 +48,7 @@ def namespace_of(
 
 
 def _of_all_ranks(group: CacheGroup, num_shards: int) -> CacheGroup:
-    """Return the group of an engine with one rank, so that the namespace does not depend on the number of ranks."""
+    """Return the cache group that one rank alone would have. The namespace then does not depend on the rank count."""
 
     def whole(spec: TensorSpec) -> TensorSpec:
         axis = spec.head_axis

@@ -1,11 +1,13 @@
 """Describes vLLM's cache tensors as a CacheGroup and a DeviceCache.
 
-vLLM hands out one view per layer, [block, head, token, content], over one allocation. The order in memory differs:
+vLLM passes one view per layer with the axes [block, head, token, content]. All views share one allocation. Layouts
+differ in the order of the axes in memory (L for layer, B, H, N for token, C):
 
     LBHNC, LBNHC    one piece per layer and block            BLHNC, BLNHC    one piece per block
     LHBNC, BHLNC    one piece per head: not supported        MLA             [block, 1, token, latent]
 
-The code relies on the strides of the views only. The bytes of a page are opaque, except for the axis of the heads.
+The code derives the order from the strides of the views. It does not interpret the bytes of a page, but knows the axis
+of the heads.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kvtier.transfer import DeviceCache
 def device_cache_of(
     views: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int, *, has_heads: bool
 ) -> tuple[DeviceCache, list[torch.Tensor]]:
-    """Return a cache of these layers, in this order, and their pages [block, ...]. A shared tensor counts once.
+    """Return a cache of these layers, in this order, and their pages [block, ...]. Layers that share a tensor are one.
 
     `has_heads` is False if every rank stores the same data, as with multi-head latent attention (MLA).
     """
@@ -44,7 +46,7 @@ def device_cache_of(
 
 
 def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
-    """Return a view [block, ...] of bytes whose pages are dense in memory, and the axis of the heads in a page."""
+    """Return the bytes of a layer as [block, ...], and the head axis of a page. The axes are in the order of memory."""
     if view.ndim != 4 or view.shape[0] % num_blocks:
         raise ArgumentError(
             f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or a "

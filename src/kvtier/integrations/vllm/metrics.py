@@ -56,7 +56,7 @@ def totals_of(manager: CacheManager, num_held: int, num_skipped: int) -> Samples
 
 
 def added(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Samples:
-    """Combine two samples of an interval: sums of counters, and the newer values of gauges."""
+    """Combine the samples of two intervals. Counters are added, and gauges have the newer value."""
     combined: Samples = {name: dict(values) for name, values in older.items()}
     for name, values in newer.items():
         known = combined.setdefault(name, {})

@@ -1,4 +1,4 @@
-"""SchedulerSide: the part of the connector in vLLM's EngineCore. It decides with block numbers only.
+"""SchedulerSide: the part of the connector in vLLM's EngineCore. It plans transfers and touches no tensors.
 
     on_new_request ── num_matched ── on_allocated ── (load) ── build_step .. build_step ── on_finished
       prefetch          offer          load            │           save        save           last save
@@ -50,7 +50,7 @@ class TrackedRequest:
     may_save: bool = True
     may_load: bool = True
     has_run: bool = False
-    """True if the request was in a step since it was last admitted. Before, its blocks may not be computed."""
+    """True if the request was in a step since its last admission. Before that step, its blocks may not be computed."""
     was_loaded: bool = False
     saves: set[int] = field(default_factory=set)
     """Transfers in flight that read the request's device blocks."""
@@ -71,7 +71,7 @@ class SchedulerSide:
         drops_last_block: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `drops_last_block`, offer one block less, as vLLM does for draft models that need the next token."""
+        """With `drops_last_block`, offer one block less. vLLM does the same if a draft model needs the next token."""
         self._config, self._extra_keys, self._clock = config, extra_keys, clock
         self._num_device_blocks = num_device_blocks
         self._drops_last_block = drops_last_block
@@ -91,7 +91,7 @@ class SchedulerSide:
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def start(self, handshakes: Sequence[Handshake]) -> None:
-        """Make the manager. The workers must agree on the namespace and on the size of host memory."""
+        """Create the CacheManager. The workers must have the same namespace and the same size of host memory."""
         first = handshakes[0]
         if any(
             (each.namespace, each.num_host_blocks) != (first.namespace, first.num_host_blocks) for each in handshakes
@@ -129,7 +129,7 @@ class SchedulerSide:
     def num_matched(self, request: Any, num_computed: int) -> int | None:
         """Return the number of tokens to load after the first `num_computed`; None if stores have not answered yet.
 
-        Called in every step until the request is admitted. The last offer ends first.
+        vLLM calls this in every step until the request is admitted. Each call first withdraws the previous offer.
         """
         tracked = self._tracked(request)
         self._withdraw(tracked)
@@ -155,7 +155,10 @@ class SchedulerSide:
         return count * self._block_tokens
 
     def on_allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Load `num_tokens` tokens of the offer into the request's device blocks. Called again with 0 after a load."""
+        """Load `num_tokens` tokens of the offer into the request's device blocks.
+
+        vLLM calls this again with 0 tokens after the load.
+        """
         tracked, now = self._tracked(request), self._clock()
         if num_tokens and tracked.offer is not None:
             stop = tracked.num_local + num_tokens // self._block_tokens
@@ -238,7 +241,10 @@ class SchedulerSide:
         return {"kvtier": explanation}
 
     def reset(self) -> None:
-        """Drop the blocks in host memory. If the weights may have changed, use no earlier block again."""
+        """Drop the blocks in host memory.
+
+        With the setting `on_reset: weights`, also change the namespace, so that no earlier block is used again.
+        """
         namespace = None
         if self._config.on_reset == "weights":
             old = self.manager.namespace
@@ -257,7 +263,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """True if vLLM should run steps even without requests, because device blocks are held or blocks are queued."""
+        """True if vLLM should run steps even without requests, because transfers are in flight or due."""
         transfers = self.manager.transfers
         return bool(
             transfers.has_plan
@@ -269,7 +275,7 @@ class SchedulerSide:
 
     @property
     def will_free_blocks(self) -> bool:
-        """True if saves in flight are the only users of some device blocks."""
+        """True if some device blocks may become free when saves in flight complete."""
         return bool(self._orphans)
 
     @property
@@ -350,13 +356,13 @@ class SchedulerSide:
         tracked.saves.discard(number)
         if 0 in done.arrived:
             tracked.saved = SavePoint()  # the next save copies every missing block
-        # vLLM evicts the first freed block first, and the end of a prefix is the least useful.
+        # vLLM evicts blocks in the order of their release. Release the end of the prefix first: it is the least useful.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def _on_loaded(self, done: PendingTransfer) -> None:
         tracked = self._requests.get(self._loads.pop(done.transfer.id))
         if tracked is not None and 0 in done.arrived:
-            tracked.may_load = False  # vLLM may ask again, and the same blocks would fail again
+            tracked.may_load = False  # the same blocks would fail again if vLLM asked for them again
 
     def _on_preempted(self, tracked: TrackedRequest, now: float) -> None:
         """Handle the loss of a request's device blocks. Its saves in flight continue."""

@@ -6,8 +6,8 @@
 Loads wait for the work that was queued before the step, because earlier kernels may still use their target blocks. They
 run during the forward pass. On a GPU, loads start after the forward pass is launched. On a CPU, the launch returns only
 at the end of the forward pass, so loads start before it.
-Saves wait for the forward pass, which writes their source blocks. No method waits, except `poll` in a step without
-tokens.
+Saves wait for the forward pass, which writes their source blocks. Only `poll` blocks the caller, and only in a step
+without tokens.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logging.getLogger("vllm.kvtier")
 _IDLE_SECONDS = 0.002
 """Longest wait for transfers in a step without tokens. vLLM repeats such steps about every millisecond."""
 _POLL_SECONDS = 0.1
-"""Interval of polls while no transfer is in flight. They report new host memory and damaged host blocks."""
+"""Interval of polls while no transfer is in flight. They report host memory that became ready, and damaged blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load for a request: the device blocks that it writes."""
+    """The request of a load, and the device blocks that the load writes."""
 
     request_id: str
     blocks: tuple[int, ...]
@@ -60,7 +60,7 @@ class StepPlan:
     is_idle: bool = False
     """True if the step computes no tokens."""
     namespace: bytes = b""
-    """Fingerprint of the namespace for stored blocks from now on; empty: no change."""
+    """New fingerprint of the namespace of stored blocks; empty if it does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class StepResults:
     failed_blocks: set[int] = field(default_factory=set)
     """Device blocks that a load did not fill."""
     failed_requests: set[str] = field(default_factory=set)
-    """Requests with such blocks."""
+    """Requests whose load did not fill all its device blocks."""
     reports: list[Report] = field(default_factory=list)
 
 
@@ -129,7 +129,7 @@ class WorkerSide:
         self._damaged: set[int] = set()
         """Host slots that were reported as damaged and not written since."""
         self._before: Event | None = None
-        """Position of the loads of this step on the current stream; None if the device has no streams."""
+        """Event on the current stream that the loads of this step wait for; None if the device has no streams."""
         self._next_poll = 0.0
         self._verifier: LoadVerifier | None = None
 
@@ -138,17 +138,17 @@ class WorkerSide:
         return Handshake(self.namespace, self.num_host_blocks, self.controller.num_host_ready)
 
     def verify_loads(self, layers: Sequence[torch.Tensor]) -> None:
-        """Check every load from now on against the checksum of the saved block. `layers` are the cache tensors."""
+        """Compare every further load with the checksum of the saved block. `layers` are the cache tensors."""
         self._verifier = LoadVerifier(self.controller, layers)
 
     def begin_step(self, step: StepPlan) -> None:
-        """Record the position of earlier work on the current stream, for the loads of this step."""
+        """Record an event after the work that is already queued. The loads of this step wait for the event."""
         if step.namespace:
             self.controller.use_namespace(step.namespace)
         self._before = self.controller.present() if step.loads else None
 
     def start_early(self, step: StepPlan) -> None:
-        """Start the loads if the device has no streams. vLLM has prepared the device blocks of the step by then."""
+        """Start the loads if the device has no streams. At this point, vLLM has prepared the step's device blocks."""
         if step.loads and self._before is None:
             self._submit_loads(step)
 
@@ -177,7 +177,7 @@ class WorkerSide:
             self.controller.submit(others)
 
     def poll(self, *, is_idle: bool) -> StepResults:
-        """Return the results since the last call. If the step computes nothing, wait shortly for the first result."""
+        """Return the results since the last call. In an idle step, wait up to `_IDLE_SECONDS` for the first result."""
         results, now = StepResults(), time.monotonic()
         if self.controller.is_busy:
             if is_idle:
@@ -206,7 +206,7 @@ class WorkerSide:
     def _without_damaged(self, report: Report) -> Report:
         """Return the report with loads from damaged host slots marked as failed.
 
-        An idle engine does not poll, so that a load may be planned before the scheduler side knows of the damage.
+        An idle engine does not poll. The scheduler side may therefore plan a load before it gets the report of damage.
         """
         self._damaged.update(np.frombuffer(report.damaged, "<i4").tolist())
         return replace(report, results=tuple(map(self._check_slots, report.results))) if self._damaged else report
