@@ -16,9 +16,8 @@ def make_scripted_model(folder: Path, script: Sequence[str], chat_template: str 
     """Write a tiny model whose greedy answer to any chat is the texts of `script`, one token each.
 
     Attention and MLP add nothing, so the next token depends only on the last token. The embedding of token i of the
-    script is the unit vector i, which is also row i + 1 of the output matrix. The line feed at the end of the
-    generation
-    prompt selects the first token of the script.
+    script is the unit vector i. The same vector is row i + 1 of the output matrix, so that token i selects token i + 1.
+    The line feed at the end of the generation prompt selects the first token of the script.
     """
     import tokenizers
     import torch

@@ -124,8 +124,8 @@ def num_compared(driver: Driver) -> int:
 
 
 FREED, UNWRITTEN = float("nan"), 1e30
-"""Poison of free blocks, and of blocks that a request has but has not computed. The latter is not NaN: vLLM's CPU
-attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
+"""Poison for free blocks, and poison for blocks that a request has but has not computed. The second is not NaN, because
+vLLM's CPU attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
 
 
 def poison_free_blocks(driver: Driver) -> None:
@@ -233,9 +233,9 @@ def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
 
 
 def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, has_run: bool) -> None:
-    """Abort a loading request after the connector was reset. Its blocks are empty, so none of them may be saved.
+    """Abort a request that loads, after a reset of the connector. Its device blocks are empty and must not be saved.
 
-    With `has_run`, the request was computed, preempted, and loads its own blocks again.
+    With `has_run`, the request was computed and preempted before, and it loads its own blocks again.
     """
     faults = _faults()
     if has_run:

@@ -4,8 +4,7 @@
     SimulatedWorker    a rank: device and host memory, a memory store, and transfers that the test ends
 
 The KV of a position is a digest of the salt and of all tokens up to the position. In each step, every rank checks the
-KV
-of every position that it reads. A wrong load, save or block reference therefore fails the test when it is first read.
+KV of every position that it reads. After a wrong load, save or block reference, the first read fails the test.
 """
 
 from __future__ import annotations

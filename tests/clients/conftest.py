@@ -16,9 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("KVTIER_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
-# The model answers with one sentence. If a call is forced, it answers with the first valid call. Its tokens are bytes,
-# so
-# the tool descriptions of some clients need a long context.
+# The model answers with one sentence. If a tool call is forced, it answers with the first valid call. Each byte of a
+# prompt is one token, so that the tool descriptions of some clients need a long context.
 _MAKE_SCRIPTED = """
 import json, sys
 from pathlib import Path

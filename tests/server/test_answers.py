@@ -144,7 +144,7 @@ def test_parser_of_recordings_ignores_random_splits(number, cuts):
 def after(syntax: AnswerSyntax, *pieces: str) -> dict:
     """Return the state of a parser and its results after some pieces of a text.
 
-    The names of bound methods replace the methods, and lists of texts are joined.
+    The state can be compared: it has names instead of bound methods, and joined texts instead of lists.
     """
     parser, total = AnswerParser(syntax, "call-"), AnswerDelta()
     for piece in pieces:
@@ -171,7 +171,10 @@ def test_short_recordings_cover_all_forms():
 
 @pytest.mark.parametrize("first", range(0, len(SHORT), 20))
 def test_state_of_parser_depends_only_on_the_text_so_far(first):
-    """Two pieces lead to the same state as one, for all pairs. By induction, so does every split into pieces."""
+    """A text in two pieces leads to the same state as the whole text, wherever it is cut.
+
+    By induction, the same holds for more pieces.
+    """
     for record in SHORT[first : first + 20]:
         syntax, text = AnswerSyntax(record["form"], tuple(record["tools"])), "".join(record["pieces"])
         for stop in range(1, len(text) + 1):

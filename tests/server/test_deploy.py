@@ -116,7 +116,7 @@ class Load:
         self._number = 0
 
     def run(self) -> None:
-        """Send one of four prompts; after twelve requests, the four prompts change.
+        """Send one of four prompts. After every twelve requests, four other prompts are used.
 
         Every fourth call also causes a 503.
         """
@@ -140,8 +140,8 @@ def test_every_query_returns_data_from_a_real_prometheus(start, tmp_path):
     tiers = ("--blocks", "24", "--host-blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes-per-day", "1GiB")
     server = start(*tiers, "--metrics-port", str(port))
     load, prometheus = Load(server), Prometheus(tmp_path, port)
-    # An alert returns data only while it fires, which the unit tests of the rules cover. Here, only its value must
-    # exist.
+    # The query of an alert returns data only while the alert fires. This test therefore removes the threshold from the
+    # query. The unit tests of the rules check that each alert fires.
     alerts = [re.fullmatch(r"(.*) (?:==|>) [\d.]+", query)[1] for query in rule_queries()]
     queries = dashboard_queries() + alerts
     assert len(queries) > 25
@@ -149,7 +149,7 @@ def test_every_query_returns_data_from_a_real_prometheus(start, tmp_path):
     moving = [query for query in dashboard_queries() if "rate(" in query]
 
     def is_empty(query: str) -> bool:
-        """True if a query has no data yet, or if it is a rate on the dashboard and still 0."""
+        """True if a query has no data yet, or if it is a rate on the dashboard and its value is still 0."""
         values = prometheus.values(query)
         return not values or (query in moving and sum(values) <= 0)
 

@@ -12,10 +12,10 @@ from hypothesis.errors import Unsatisfiable
 from server_support import ServerProcess
 
 EXAMPLES = 20 * int(os.environ.get("KVTIER_SOAK", "1"))
-# These interrupt the service by design, so that a server of their own gets them.
+# Calls that interrupt the service by design. They are sent to a separate server.
 INTERRUPTING = r"^/(sleep|wake_up|control/(sleep|wake|resize))"
 MOST_BLOCKS = 64
-"""A larger size could take all memory of the machine. test_control.py sends sizes that do not fit."""
+"""Largest size that is sent. A larger one could take all memory. test_control.py sends sizes that do not fit."""
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,7 @@ def check(case) -> None:
         is_anthropic = case.path.startswith("/v1/messages")
         assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
         assert error["message"]
-        # Two kinds of errors name no field: a body that is not an object, and an error caused by the state of the
-        # server.
+        # Two kinds of errors name no field: the body is not an object, or the state of the server forbids the call.
         has_no_field = answer.status_code != 400 or "the body" in error["message"]
         assert error["param"] or has_no_field, (case.as_curl_command(), error)
 
@@ -104,7 +103,7 @@ def test_fuzzed_requests_never_get_5xx(spec, mode):
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
-    """Sizes and sleep change in random order. Between the requests, the server has to describe its state."""
+    """Requests resize, put to sleep and wake the server in random order. After each one, GET /state must succeed."""
     server, spec = interrupting
     sizes: set[tuple[int, ...]] = set()
 

@@ -127,7 +127,7 @@ def test_stop_sequence_ends_the_message_and_is_reported(scripted):
 
 
 def test_stop_sequence_in_a_tool_call_is_the_stop_reason(scripted):
-    """The call is not complete, so that the client must not run it."""
+    """The tool call is not complete, so the stop reason must not be `tool_use`. The client must not run the call."""
     message = ask(scripted, tools=[WEATHER], stop_sequences=["Pa"]).json()
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "Pa")
     assert message["content"][-1]["type"] == "tool_use"

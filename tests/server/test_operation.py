@@ -74,7 +74,7 @@ def test_disconnect_before_first_token_cancels_the_request(server):
         server.wait_for(drained)
 
 
-# The client may leave a socket open when a stream is closed. The garbage collector then warns at any later time.
+# The client may leave a socket open when a stream is closed. The garbage collector then warns at an arbitrary time.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_many_disconnects_free_all_blocks(server):
     before = server.state()

@@ -125,7 +125,7 @@ def question(talk: str, turn: int) -> dict[str, str]:
 
 
 def play(talk: str, send) -> list[str]:
-    """Run the conversation `talk`, where `send(turn, messages)` returns the response to a turn. Return all answers."""
+    """Run the conversation `talk`. `send(turn, messages)` returns the response to a turn. Return all answers."""
     messages, texts = [], []
     for turn in range(TURNS):
         messages = [*messages, question(talk, turn)]
@@ -135,10 +135,7 @@ def play(talk: str, send) -> list[str]:
 
 
 def truth_of(server, talk: str) -> list[str]:
-    """Return the expected answers of a conversation.
-
-    Every request has its own salt, so that there are no cache hits.
-    """
+    """Return the expected answers of a conversation. To avoid cache hits, every request has its own salt."""
 
     def send(_, messages):
         answer = ask(server, messages, cache_salt=uuid.uuid4().hex)
@@ -172,7 +169,9 @@ def test_conversation_reuses_blocks_computed_by_other_server(servers):
     def send(turn, messages):
         server = servers[turn % 2]
         answer = ask(server, messages)
-        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # tokens computed by the other server in the turn before
+        computed = (
+            lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS
+        )  # tokens that the other server computed in the previous turn
         assert cached_of(answer) >= computed
         assert server.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(computed, BLOCK_TOKENS)
         lengths.append(answer["usage"]["prompt_tokens"])

@@ -53,7 +53,7 @@ def joined(stream):
 
 
 def parts(answer):
-    """Return the same parts of an answer that was not streamed."""
+    """Return the finish reason, the content, the reasoning and the calls of an answer that was not streamed."""
     message = answer.choices[0].message
     calls = [[call.id, call.function.name, call.function.arguments] for call in message.tool_calls or ()]
     return answer.choices[0].finish_reason, message.content or "", getattr(message, "reasoning_content", ""), calls

@@ -46,10 +46,7 @@ def test_random_prompts_load_and_evict_blocks(checked):
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("caching", [True, False])
 def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
-    """Saves are delayed.
-
-    A save without a reference to its block would read the block after it was freed and poisoned.
-    """
+    """Saves are delayed. A save that held no reference to its block would read the block after it is poisoned."""
     prompts = [prompt_of(320 + number % 5, 60 + 97 * number % 300) for number in range(24)]
     arguments = {"num_gpu_blocks_override": 30, "enable_prefix_caching": caching}
     with vllm.start(connector(**FAULTY, max_saving_blocks=0), **arguments) as engine:

@@ -88,9 +88,9 @@ def test_changed_host_memory_is_never_used(vllm, oracle, is_scrubbed):
 
 
 class RedisEngine:
-    """An engine whose Redis store is behind a proxy.
+    """An engine whose Redis store is behind a proxy. Redis contains the blocks of the prompts.
 
-    Redis contains the prompts; host memory is empty after `forget`.
+    After `forget`, host memory is empty, so that the engine must read Redis.
     """
 
     def __init__(self, engine, proxy, client, prompts):
@@ -114,14 +114,14 @@ def redis_engine(vllm, redis_port, prefix, timeout, **store):
 
 @pytest.fixture(scope="module")
 def stored(vllm, redis_port):
-    """Calls to this store end after 1 s, so that tests of servers that hang are short."""
+    """An engine whose calls to the store time out after 1 s, so that tests of servers that hang are short."""
     with redis_engine(vllm, redis_port, "faults", "1s", wait="deadline", wait_seconds=2.0) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def intact(vllm, redis_port):
-    """No call to this store is late on loaded cores."""
+    """An engine whose calls to the store have so much time that none is late on loaded cores."""
     with redis_engine(vllm, redis_port, "intact", "300s", wait="wait") as engine:
         yield engine
 

@@ -17,7 +17,7 @@ def test_engine_processes_without_connector_equal_oracle(vllm, oracle):
 
 
 def test_poison_with_vllm_alone_changes_no_token(vllm, oracle):
-    """Otherwise, the poison tests of the connector would fail without a fault of the connector."""
+    """If vLLM alone read poisoned blocks, the poison tests could not show faults of the connector."""
     with vllm.start(None) as engine:
         engine.run(scenarios.poison_free_blocks)
         assert engine.tokens(PROMPTS * 2) == oracle.tokens(PROMPTS * 2)

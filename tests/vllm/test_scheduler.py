@@ -140,7 +140,7 @@ def test_blocks_outside_a_sliding_window_are_not_copied(model, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_failed_load_with_sliding_window_restarts_request(model, is_async):
-    """vLLM would continue after the last loaded block, although it has already freed blocks inside the window."""
+    """vLLM must not continue after the last loaded block, because it has already freed blocks inside the window."""
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, window=10, num_device_blocks=40))
     prompt = [*range(30)]
     engine.add(prompt, 1)

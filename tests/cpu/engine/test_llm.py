@@ -105,7 +105,7 @@ class InterruptsMain:
 
 @pytest.fixture
 def interrupt_handler():
-    """Install Python's handler of SIGINT: a shell that starts a job in the background makes it ignore the signal."""
+    """Install Python's handler of SIGINT. Without it, tests in a background job of a shell would ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""One and two steps in flight give the same tokens, whatever arrives, ends, fails or is preempted meanwhile.
+"""One and two steps in flight give the same tokens, even if requests arrive, end, fail or are preempted during steps.
 
 The model computes each logit from the tokens that it reads back from the cache, so a wrong block, row or position
 changes the answer.

@@ -105,7 +105,7 @@ def test_encode_without_parse_special_encodes_all_as_text():
     ids = tokenizer.encode(text, parse_special=False)
     assert control_tokens(tokenizer, ids) == []
     assert tokenizer.decode(ids) == text
-    assert control_tokens(tokenizer, tokenizer.encode(text))  # the default is unchanged
+    assert control_tokens(tokenizer, tokenizer.encode(text))  # by default, special tokens are parsed again
 
 
 @given(text=st.text(max_size=50) | HOSTILE, max_tokens=st.integers(1, 30))

@@ -39,9 +39,9 @@ def smollm2():
 
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # transformers ignores the pre-tokenizer type in the GGUF file. The tokenizer.json of SmolLM2 and llama.cpp split
-    # digits
-    # first. On 2026-11-15, llama.cpp and kvtier returned the same tokens for 2,015 texts with digits.
+    # transformers ignores the pre-tokenizer type in the GGUF file, so set it here. The tokenizer.json of SmolLM2 splits
+    # digits first, and so does llama.cpp. On 2026-11-15, llama.cpp and kvtier returned the same tokens for 2,015 texts
+    # with digits.
     cuts = tokenizers.pre_tokenizers
     pre = cuts.Sequence([cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)])
     oracle.backend_tokenizer.pre_tokenizer = pre
