@@ -10,9 +10,10 @@ import pstats
 import statistics
 import time
 import timeit
+from functools import partial
 
 from benchmarks.report import Bar, Row, arguments, at_least, print_table, report
-from kvtier.batch import Environment, InlineExecutor, Module, Pipeline
+from kvtier.batch import Environment, Executor, Module, Pipeline
 from kvtier.memory import CPU, current_stream
 
 STEP_SECONDS = 0.008
@@ -84,7 +85,7 @@ def _overhead(churn: float) -> tuple[float, str]:
 
     With churn, that share of the rows is preempted in each step, and those of the step before return.
     """
-    pipeline = Pipeline([Module() for _ in range(MODULES)], phases=2, executor=InlineExecutor)
+    pipeline = Pipeline([Module() for _ in range(MODULES)], phases=2, executor=partial(Executor, threaded=False))
     changing = int(ROWS * churn)
     tickets = [pipeline.add(k) for k in range(ROWS + changing)]
     batches = [tickets[:ROWS], tickets[changing:]] if changing else [tickets]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.batch import Pipeline, TicketStatus
+from kvtier.batch import Executor, Pipeline, TicketStatus
 from kvtier.memory import Stream
 
 
@@ -32,6 +32,11 @@ def new_stream() -> Iterator[Stream]:
     finally:
         with contextlib.suppress(ValueError):
             stream.close()
+
+
+def inline_executor(work) -> Executor:
+    """Return an executor that runs each batch in the thread that submits it."""
+    return Executor(work, threaded=False)
 
 
 def stop_process(pid: int) -> None:

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, ThreadExecutor, TicketStatus, Timeline
+from kvtier.batch import BATCH, COPY, BatchOp, Executor, Module, Pipeline, TicketStatus, Timeline
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.memory import CPU, Stream, current_stream
 from kvtier.state import State
-from support import FINAL_STATUSES, check_pipeline, new_stream
+from support import FINAL_STATUSES, check_pipeline, inline_executor, new_stream
 
 MAX_ROWS = 8
 
@@ -127,7 +127,7 @@ class SeededExecutor:
 
 def pipeline_of(phases=2, seed=None):
     counter = Counter(phases)
-    executor = ThreadExecutor if seed is None else lambda work: SeededExecutor(work, seed)
+    executor = Executor if seed is None else lambda work: SeededExecutor(work, seed)
     return Pipeline([counter], phases=phases, executor=executor), counter
 
 
@@ -223,7 +223,7 @@ def test_module_error_fails_only_one_batch(op, phases, seed):
     pipeline.close()
 
 
-@pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
+@pytest.mark.parametrize("executor", [Executor, inline_executor])
 def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
     timeline = Timeline()
     pipeline = Pipeline([Counter(2)], executor=executor, timeline=timeline)
@@ -249,7 +249,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
     others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
     assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
     # With streams, each op and each copy has a second span, for its execution on the stream.
-    on_streams = 27 if executor is ThreadExecutor else 0
+    on_streams = 27 if executor is Executor else 0
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -285,7 +285,7 @@ def test_timeline_stream_spans_show_execution_time():
 
 def test_timeline_includes_failed_op():
     timeline, counter = Timeline(), Counter(1)
-    pipeline = Pipeline([counter], phases=1, executor=InlineExecutor, timeline=timeline)
+    pipeline = Pipeline([counter], phases=1, executor=inline_executor, timeline=timeline)
     counter.fail_at = BatchOp.FORWARD
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
@@ -316,7 +316,7 @@ def test_unchanged_rows_reuse_the_identity_permutation():
         def setup(self, env):
             self.seen.append(env.at(BATCH).perm)
 
-    pipeline = Pipeline([Permutations()], phases=1, executor=InlineExecutor)
+    pipeline = Pipeline([Permutations()], phases=1, executor=inline_executor)
     a, b, c = (pipeline.add(name) for name in "abc")
     for rows, generating in (([a, b], []), ([b, a], []), ([a, b], [a]), ([a, b], [b, a]), ([a, b], [b]), ([b, c], [])):
         pipeline.step(rows, generating=generating)

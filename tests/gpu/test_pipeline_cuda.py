@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, ThreadExecutor, TicketStatus, Timeline
+from kvtier.batch import BATCH, COPY, BatchOp, Executor, Module, Pipeline, TicketStatus, Timeline
 from kvtier.memory import PINNED, Buffer, Placement, Stream, current_stream
 from kvtier.state import State
-from support import check_pipeline
+from support import check_pipeline, inline_executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
@@ -88,12 +88,12 @@ class Counter(Module):
             request.removed += 1
 
 
-def pipeline_of(phases, executor=ThreadExecutor, **options):
+def pipeline_of(phases, executor=Executor, **options):
     counter = Counter(phases)
     return Pipeline([counter], phases=phases, placement=GPU, executor=executor, **options), counter
 
 
-@pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
+@pytest.mark.parametrize("executor", [Executor, inline_executor])
 @pytest.mark.parametrize("phases", [1, 2, 3])
 def test_pipeline_rows_follow_their_requests(phases, executor):
     random = np.random.default_rng(phases)

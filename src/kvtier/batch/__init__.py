@@ -1,7 +1,7 @@
 """A pipeline that keeps several batches in flight. Modules implement the ops of a batch."""
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Environment, Key, Module, check_modules
-from kvtier.batch.executor import InlineExecutor, ThreadExecutor
+from kvtier.batch.executor import Executor
 from kvtier.batch.pipeline import Pipeline, Ticket, TicketStatus
 from kvtier.batch.timeline import Timeline
 
@@ -11,11 +11,10 @@ __all__ = [
     "BatchData",
     "BatchOp",
     "Environment",
-    "InlineExecutor",
+    "Executor",
     "Key",
     "Module",
     "Pipeline",
-    "ThreadExecutor",
     "Ticket",
     "TicketStatus",
     "Timeline",

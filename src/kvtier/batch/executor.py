@@ -1,10 +1,9 @@
-"""Executors run the device ops of batches. Streams holds one stream for the engine and one for the executor."""
+"""Executor runs the device ops of batches. Streams holds one stream for the engine and one for the executor."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
@@ -84,17 +83,24 @@ def _current(stream: Stream | None) -> Iterator[None]:
 Work = Callable[[BatchData], None]
 
 
-class ThreadExecutor:
-    """Runs batches in order on a separate thread, so that the engine can prepare the next batch meanwhile."""
+class Executor:
+    """Runs batches in order, on its own thread, so that the engine can prepare the next batch meanwhile."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, threaded: bool = True) -> None:
+        """With `threaded` False, `submit` runs the batch. Use this if only one batch is in flight."""
+        self._work = work
         self._inbound: SimpleQueue[BatchData | None] = SimpleQueue()
         self._outbound: SimpleQueue[BatchData] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="kvtier-executor", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="kvtier-executor", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
 
     def submit(self, batch: BatchData) -> None:
-        self._inbound.put(batch)
+        if self._thread is not None:
+            self._inbound.put(batch)
+            return
+        self._work(batch)  # stores errors in the batch and never raises
+        self._outbound.put(batch)
 
     def has_result(self) -> bool:
         """True if `collect` returns at once."""
@@ -105,34 +111,12 @@ class ThreadExecutor:
         return self._outbound.get()
 
     def close(self) -> None:
-        self._inbound.put(None)
-        self._thread.join()
-
-    def _run(self, work: Work) -> None:
-        while (batch := self._inbound.get()) is not None:
-            work(batch)  # stores errors in the batch and never raises
-            self._outbound.put(batch)
-
-
-class InlineExecutor:
-    """Runs each batch on the thread that submits the batch."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._done: deque[BatchData] = deque()
-
-    def submit(self, batch: BatchData) -> None:
-        self._work(batch)
-        self._done.append(batch)
-
-    def has_result(self) -> bool:
-        return bool(self._done)
-
-    def collect(self) -> BatchData:
-        return self._done.popleft()
-
-    def close(self) -> None:
+        if self._thread is not None:
+            self._inbound.put(None)
+            self._thread.join()
         del self._work  # it refers to the pipeline, whose memory would stay allocated until a garbage collection
 
-
-Executor = ThreadExecutor | InlineExecutor
+    def _run(self) -> None:
+        while (batch := self._inbound.get()) is not None:
+            self._work(batch)
+            self._outbound.put(batch)

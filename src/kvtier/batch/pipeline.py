@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Module, check_modules
-from kvtier.batch.executor import Executor, Streams, ThreadExecutor, Work
+from kvtier.batch.executor import Executor, Streams, Work
 from kvtier.batch.timeline import Timeline, TimelineSpan
 from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.memory import CPU, Placement
@@ -149,7 +149,7 @@ class Pipeline:
         *,
         phases: int = 2,
         placement: Placement | str = CPU,
-        executor: Callable[[Work], Executor] = ThreadExecutor,
+        executor: Callable[[Work], Executor] = Executor,
         host_streams: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class Pipeline:
         self.phases = phases
         self._timeline = timeline
         place = Placement.parse(placement)
-        self._streams = Streams(place, threads=host_streams and executor is ThreadExecutor)
+        self._streams = Streams(place, threads=host_streams and executor is Executor)
         self._executor = executor(self._execute)
         # A kernel copies, because the copy engines finish queued copies of blocks first: while 256 MiB were copied in
         # each direction, a decode step took 17 to 18.5 ms instead of 12.9 ms (H200, 2026-11-15).

@@ -9,12 +9,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.batch import Pipeline, Timeline
-from kvtier.batch.executor import InlineExecutor, ThreadExecutor
+from kvtier.batch.executor import Executor
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
@@ -302,7 +303,7 @@ class Engine:
             modules,
             phases=config.phases,
             placement=Placement.parse(str(device)),
-            executor=ThreadExecutor if config.phases > 1 else InlineExecutor,
+            executor=partial(Executor, threaded=config.phases > 1),
             host_streams=False,
             timeline=timeline,
         )
