@@ -43,10 +43,10 @@ class Versions:
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk until the power fails. The failure is just before operation `at` of the disk.
+    """Runs calls on a simulated disk until the power fails, just before the disk operation with number `at`.
 
-    `left` is the disk after the failure. `durable` contains the objects whose state was reported as durable before the
-    failure. The keys are object numbers. A value is the version of the object, or None if the object was removed.
+    `left` is the disk after the failure. `durable` maps the number of each object whose state was reported as durable
+    to its version, or to None if the object was removed.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ For "wait PLACE N", it waits until a killed worker has ended, and prints "dead P
 only the objects of its own place, and reads objects of all places. The lines of a worker begin with its place:
 
     trying, dropping, stored   as in storage_crash
-    wrong TEXT ..              an object that was lost or changed, a result that is not allowed, or a late call
+    wrong TEXT ..              an error: a lost or changed object, a result that is not allowed, or a late call
     calls N SECONDS            the number of calls since the last such line, and the duration of the longest call
 """
 

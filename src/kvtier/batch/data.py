@@ -36,6 +36,10 @@ class BatchOp(Enum):
     | REMOVE  | kDel     | request cache -> session                           | host          | engine   |
 
     ADD and REMOVE run once per request. The six ops between them run once per step, for the whole batch.
+
+    Data flow: the request cache is host data of one request, and the batch is host data of one step. The device holds
+    the inputs and results of one step, and the stepping state is device data that is kept between steps. Parentheses
+    mark copies that an op only enqueues.
     """
 
     ADD = "add"
@@ -121,8 +125,9 @@ _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 class BatchData:
     """A slot of the pipeline. The slot holds one batch from SETUP to UPDATE and is then reused.
 
-    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine records `ready` after
-    the copies of SETUP are enqueued. The executor records `done` after the work of the device ops is enqueued.
+    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine records the event
+    `ready` after enqueueing the copies of SETUP. The executor records the event `done` after enqueueing the work of the
+    device ops.
     """
 
     def __init__(self, phase: int, path: PathName | None = None) -> None:
@@ -142,7 +147,7 @@ class BatchData:
         self.requests: Sequence[Any] = ()
         self.local_token_num: Sequence[int] = ()
         self.work: Any = None
-        """What the caller of the pipeline passes to the modules of this step."""
+        """Data that the caller of the pipeline passes to the modules for this step."""
         self.error: BaseException | None = None
         """Error in an op of this batch, or in a device op of an earlier batch."""
         self.failed_itself = False
@@ -211,7 +216,7 @@ class BatchData:
         self._drop()
 
     def _drop(self) -> None:
-        """Drop references to tensors. The environment refers to this batch, so that they would stay in a cycle."""
+        """Drop references to tensors. The environment refers to this batch, so a cycle would keep the tensors alive."""
         self.work, self._environment = None, Environment()
 
 
@@ -224,8 +229,9 @@ COPY = Key("copy", BatchCopy)
 class Module:
     """Base class with one method per BatchOp. By default, a method does nothing.
 
-    `reads` and `writes` list the entries of the environment that a module uses and produces, so that a missing producer
-    is found before the first step. The executor runs PREPARE, FORWARD and UNPREP. The engine thread runs the other ops.
+    `reads` and `writes` list the entries of the environment that a module uses and produces. They are checked before
+    the first step, so that no producer is missing. The executor runs PREPARE, FORWARD and UNPREP. The engine thread
+    runs the other ops.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset()
@@ -244,7 +250,7 @@ class Module:
         """Run the model or sampler on the device."""
 
     def unprep(self, env: Environment) -> None:
-        """Save the data for FETCH in other device memory, because the next batch overwrites the data."""
+        """Copy the results for FETCH to other device memory, because the next batch overwrites them."""
 
     def fetch(self, env: Environment) -> None:
         """Enqueue copies of the results from device to host."""

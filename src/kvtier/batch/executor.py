@@ -114,7 +114,7 @@ class Executor:
         if self._thread is not None:
             self._inbound.put(None)
             self._thread.join()
-        del self._work  # it refers to the pipeline, whose memory would stay allocated until a garbage collection
+        del self._work  # breaks a reference cycle that would keep the pipeline's memory until a garbage collection
 
     def _run(self) -> None:
         while (batch := self._inbound.get()) is not None:

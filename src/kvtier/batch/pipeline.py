@@ -101,8 +101,8 @@ class Ticket:
 class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows share one RowOrder.
 
-    The rows of generating requests precede all other rows. In both groups, rows of the previous batch keep their order
-    and precede resumed and new rows.
+    The rows of generating requests come first. Within both groups, rows of the previous batch keep their order. Resumed
+    rows follow them, and new rows are last.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -164,8 +164,9 @@ class Pipeline:
         place = Placement.parse(placement)
         self._streams = Streams(place, threads=host_streams and executor is Executor)
         self._executor = executor(self._execute)
-        # A kernel copies, because the copy engines finish queued copies of blocks first: while 256 MiB were copied in
-        # each direction, a decode step took 17 to 18.5 ms instead of 12.9 ms (H200, 2026-11-15).
+        # On a device, a kernel ("gather") makes the copies. The copy engines would first finish queued copies of cache
+        # blocks: while 256 MiB were copied in each direction, a decode step took 17 to 18.5 ms instead of 12.9 ms
+        # (H200, 2026-11-15).
         self._free = [BatchData(phase, "gather" if place.is_device else None) for phase in range(phases)]
         self._batches: deque[BatchData] = deque()  # batches in flight, oldest first
         self._steps = itertools.count()
@@ -224,9 +225,9 @@ class Pipeline:
         tokens: Sequence[int] = (),
         work: Any = None,
     ) -> BatchData:
-        """Submit a batch like `step`, without collecting a batch if a phase is free. `work` is passed to the modules.
+        """Submit a batch like `step`, but collect another batch only if no phase is free.
 
-        If SETUP fails, the returned batch has an error and is not in flight.
+        `work` is passed to the modules. If SETUP fails, the returned batch has an error and is not in flight.
         """
         self._check_open()
         chosen, tokens = dict.fromkeys(tickets), tuple(tokens)
@@ -394,7 +395,7 @@ class Pipeline:
             raise error
 
     def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
-        """Release a batch whose device ops failed or were skipped. They are skipped after an earlier batch failed."""
+        """Release a batch whose device ops failed, or were skipped because an earlier batch failed."""
         self._streams.settle("executor")
         error, failed_itself = batch.error, batch.failed_itself
         batch.abandon()

@@ -1,13 +1,15 @@
 """ReplicaFeed: applies the KV events of one replica to a PlacementIndex.
 
-    LATE ---replay from 0---> LIVE ---next number, or a batch that clears the index first---> LIVE
-                               |  ---number missing-> GAP ---replay fills it---> LIVE
-                               |                       |  ---replay cannot-----> LIVE after `restart`
-                               |  ---older number, newer time: the replica restarted---> LIVE, index cleared
+    LATE --replay from batch 0---------------------------------> LIVE
+    LIVE --next batch, or a batch that first clears the index--> LIVE
+    LIVE --later batch: the batches in between are missing-----> GAP
+    GAP  --replay of the missing batches-----------------------> LIVE
+    GAP  --`restart`, because no replay has them---------------> LIVE
+    any  --older number with a newer time: replica restarted---> index cleared, LIVE if it is batch 0, else LATE
 
-Batches are applied as they arrive, also after a gap: the index is then nearly right. A wrong entry can cost a cache
-hit, but never changes an answer, because the replica looks up the prompt itself. A replay contains all batches from the
-first missing one to the newest. It is applied in order, so the newest event of each block wins.
+Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
+can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
+all batches from the first missing one to the newest. It is applied in order, so the newest event of each block wins.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class ReplicaFeed:
         self.next_number = 0
         """Number of the first batch that is missing. Request a replay from this number unless the feed is LIVE."""
         self.num_malformed = 0
-        """Events that were skipped, because this version cannot read them."""
+        """Number of events that were skipped because this version cannot read them."""
         self._newest = 0  # number after the newest batch that was applied
         self._time = -np.inf  # time of the newest batch
 
@@ -65,7 +67,7 @@ class ReplicaFeed:
         return FeedState.GAP if self.next_number else FeedState.LATE
 
     def apply(self, batch: EventBatch) -> FeedState:
-        """Apply a new batch or one of a replay. Batches that were applied in order before are ignored."""
+        """Apply a new batch or a batch of a replay. Ignore a batch that was already applied in order."""
         if batch.number < self.next_number:
             if batch.time <= self._time:
                 return self.state
@@ -113,7 +115,7 @@ class ReplicaFeed:
 
 
 def _begins_anew(batch: EventBatch) -> bool:
-    """True if the first event clears the index. A publisher sends such a batch in place of batches that it lacks."""
+    """True if the first event clears the index. A publisher sends such a batch if it no longer has earlier ones."""
     return bool(batch.events) and batch.events[0].get("type") == "AllBlocksCleared"
 
 

@@ -1,7 +1,7 @@
-"""ForeignKeys: converts KV events of engines with other block hashes, such as vLLM, to kvtier's hashes.
+"""ForeignKeys: converts the KV events of other engines, such as vLLM, to kvtier's block hashes.
 
-The events contain the tokens of stored blocks, so the keys can be computed: the key of a block is a hash of the key of
-its parent and its own tokens. A dict maps the engine's hashes to keys while the blocks are stored.
+An event contains the tokens of the stored blocks, so kvtier's key of each block can be computed. It is a hash of the
+parent's key and the block's own tokens. A dict maps the engine's hashes to these keys while the blocks are stored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class _ForeignBlock:
 
 
 class ForeignKeys:
-    """The blocks of one replica. A block whose parent is unknown is skipped: that costs a hit, never an error."""
+    """Blocks of one replica. A block whose parent is unknown is skipped, which costs a cache hit but is no error."""
 
     def __init__(self, namespace: Namespace) -> None:
-        """`namespace` is the one of the prompts that are routed. Its block size must be that of the engine."""
+        """`namespace` is the namespace of the routed prompts. Its block size must be the engine's block size."""
         self._namespace = namespace
         self._blocks: dict[int, _ForeignBlock] = {}
         self.num_skipped = 0
-        """Stored blocks that could not be converted."""
+        """Number of stored blocks that could not be converted."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -45,7 +45,7 @@ class ForeignKeys:
                 self._blocks.clear()
                 yield event
             elif kind in ("BlockStored", "BlockRemoved"):
-                if event.get("group_idx"):  # the first group has all tokens; others repeat them or have a window
+                if event.get("group_idx"):  # group 0 has all tokens; other groups repeat them or keep a window
                     continue
                 try:
                     keys = self._stored(event) if kind == "BlockStored" else self._removed(event)
@@ -60,7 +60,7 @@ class ForeignKeys:
     def _stored(self, event: Mapping[str, Any]) -> list[bytes]:
         hashes = event_hashes(event["block_hashes"]).tolist()
         medium = str(event.get("medium") or "GPU")
-        if not event["token_ids"]:  # stored again in another medium, without its tokens
+        if not event["token_ids"]:  # a copy in another medium is reported without tokens
             known = [self._blocks[each] for each in hashes if each in self._blocks]
             self.num_skipped += len(hashes) - len(known)
         else:
@@ -100,9 +100,12 @@ class ForeignKeys:
 
 
 def _salt(event: Mapping[str, Any]) -> bytes:
-    """Return the salt of a first block: its extra key besides the name of the adapter. Media have other extra keys."""
+    """Return the salt of a prompt's first block: its only extra key apart from the name of the adapter.
+
+    Blocks with images or embeddings have further extra keys. Raise ArgumentError for them.
+    """
     first = (event.get("extra_keys") or [None])[0] or ()
     texts = [each for each in first if each != event.get("lora_name")]
     if not all(isinstance(each, str) for each in texts) or len(texts) > 1:
-        raise ArgumentError("blocks with media or embeddings have other keys")
+        raise ArgumentError("a block with images or embeddings has extra keys that cannot be converted")
     return f"\0{texts[0]}".encode() if texts else b""

@@ -1,6 +1,6 @@
 """PlacementIndex: which replicas hold which blocks, in which tier.
 
-A hash table in numpy. A bucket has 8 places; a block that finds its bucket full goes to the next one:
+A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the block goes into the next bucket.
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
     masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, all bits for a shared block
@@ -26,7 +26,7 @@ Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 _PLACES = 8  # places per bucket: one cache line of keys
 _MAX_LOAD = 0.65  # at this load about 10 % of the buckets overflow
-_MAX_OVERFLOWED = 1 / 4  # share above which the table is rebuilt: removals leave buckets marked as overflowed
+_MAX_OVERFLOWED = 1 / 4  # share of overflowed buckets that causes a rebuild: removals do not clear their marks
 _WORD = 64
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads hashes of other engines, which may be small numbers
 _HALF = np.uint64(32)
@@ -45,14 +45,14 @@ def hashes_of(keys: bytes, key_bytes: int = 32) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Blocks and their slots in a PlacementIndex, -1 for unknown blocks."""
+    """Result of a lookup: blocks and their slots. The slot of an unknown block is -1."""
 
     hashes: U64
     slots: I64
     version: int
-    """Version of the table. A table that was rebuilt has other slots."""
+    """Version of the table at the lookup. Rebuilding the table changes its version and all slots."""
     num_changes: int
-    """Number of changes of the table before the lookup. If it has grown, the slots must be checked."""
+    """Number of changes to the table before the lookup. If the table has changed since, the slots must be checked."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -62,7 +62,7 @@ class Found:
 
 
 class PlacementIndex:
-    """Blocks by replica and tier. Methods other than `match`, `holds` and `check` mutate it. Not thread-safe."""
+    """Blocks by replica and tier. Only `find`, `match`, `holds` and `check` do not mutate it. Not thread-safe."""
 
     def __init__(self, num_tiers: int, num_replicas: int) -> None:
         """Tiers are numbered from the fastest to the slowest."""
@@ -70,7 +70,7 @@ class PlacementIndex:
             raise RangeError(f"need at least one tier and one replica, got {num_tiers} and {num_replicas}")
         self.num_tiers, self.num_replicas = num_tiers, num_replicas
         self.num_blocks = 0
-        """Distinct blocks that at least one replica holds."""
+        """Number of distinct blocks that at least one replica holds."""
         self._num_words = -(-num_replicas // _WORD)
         self._version = self._num_changes = 0
         self._has_shared = False
@@ -99,12 +99,12 @@ class PlacementIndex:
         return found
 
     def share(self, tier: int, blocks: U64 | Found) -> None:
-        """Record that a store of all replicas holds blocks, also of replicas that are added later. Idempotent."""
+        """Record that a store holds blocks for all replicas, including replicas that are added later. Idempotent."""
         self._masks[self.store(0, tier, blocks).slots, tier] = _ALL
         self._has_shared = True
 
     def unshare(self, tier: int, blocks: U64 | Found) -> None:
-        """Record that blocks left a store of all replicas. Unknown blocks are ignored."""
+        """Record that blocks left the store that all replicas share. Unknown blocks are ignored."""
         slots = self._current(blocks).slots
         slots = slots[slots >= 0]
         self._masks[slots, tier] = _ZERO
@@ -131,9 +131,9 @@ class PlacementIndex:
             self._free(held)
 
     def match(self, blocks: U64 | Found) -> Counts:
-        """Return the length of the prefix that each replica holds, in blocks, divided by tier.
+        """Return how many leading blocks each replica holds in each tier, as an array [tiers, replicas].
 
-        A block that several tiers of a replica hold counts for the fastest of them. The shape is [tiers, replicas].
+        If several tiers of a replica hold a block, it counts for the fastest of them.
         """
         counts = np.zeros((self.num_tiers, self.num_replicas), np.int32)
         slots = self._current(blocks).slots
@@ -183,7 +183,7 @@ class PlacementIndex:
         self._num_overflowed = 0
 
     def _current(self, blocks: U64 | Found) -> Found:
-        """Return blocks with their present slots. Looks them up again if one was added or removed since."""
+        """Return blocks with their current slots. Look them up again if the known slots may be outdated."""
         if not isinstance(blocks, Found):
             return self.find(blocks)
         if blocks.version != self._version:
@@ -207,7 +207,7 @@ class PlacementIndex:
         return ((hashes * _MIX >> _HALF) * np.uint64(len(self._keys)) >> _HALF).astype(np.int64)
 
     def _find(self, hashes: U64) -> I64:
-        """Return the slot of each block, or -1. No hash is 0."""
+        """Return the slot of each block, or -1. Hashes must not be 0."""
         buckets = self._buckets(hashes)
         slots = np.full(len(hashes), -1, np.int64)
         rows, places = (self._keys[buckets] == hashes[:, None]).nonzero()
@@ -264,7 +264,7 @@ class PlacementIndex:
         return slots
 
     def _free(self, slots: I64) -> None:
-        """Remove the blocks of these slots that no replica holds."""
+        """Remove those blocks in `slots` that no replica holds any more."""
         empty = slots[~self._masks[slots].any(axis=(1, 2))]
         if len(empty):
             empty = np.unique(empty)
@@ -281,7 +281,10 @@ class PlacementIndex:
 
 
 def _count_bits(masks: U64) -> I64:
-    """Return how many rows of [row, word] have each bit. Adds 8 counters of 8 bits at once, up to 255 rows a time."""
+    """Return, for each bit, the number of rows of `masks` [row, word] that have it.
+
+    One addition of 64-bit words adds eight counters of 8 bits each. A counter would overflow after 255 rows.
+    """
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(np.uint64)
     partial = np.add.reduceat(bits, np.arange(0, len(bits), 255), axis=0)
     total: I64 = partial.view(np.uint8).sum(axis=0, dtype=np.int64)

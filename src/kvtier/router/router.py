@@ -22,8 +22,8 @@ from kvtier.router.placement import U64, Counts, Found, PlacementIndex
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 
-# Used until a replica reports measurements. Only their ratios matter: a block in host memory is worth 95 % of its
-# computation, and one in a store 60 %.
+# Costs that are used until a replica reports measurements. Only their ratios matter: loading a block from host memory
+# takes 5 % of the time to compute it, and loading it from a store 40 %.
 _TOKEN_SECONDS = 1e-4
 _TOKEN = 1  # row of token_seconds in Router._costs
 _HOST_SHARE, _STORE_SHARE = 0.05, 0.4
@@ -31,7 +31,7 @@ _HOST_SHARE, _STORE_SHARE = 0.05, 0.4
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCosts:
-    """Linear fit of the times that a replica measures. Blocks on the device cost nothing."""
+    """Costs of one replica, from a linear fit of its measurements. Blocks on the device cost nothing."""
 
     step_seconds: float
     """Fixed time of a step."""
@@ -56,7 +56,7 @@ class ReplicaCosts:
 
     @classmethod
     def guess(cls, block_tokens: int) -> ReplicaCosts:
-        """Return the costs of a replica that has measured nothing."""
+        """Return the costs to use for a replica without measurements."""
         block = _TOKEN_SECONDS * block_tokens
         return cls(0.0, _TOKEN_SECONDS, 0.0, _HOST_SHARE * block, _STORE_SHARE * block)
 
@@ -91,8 +91,9 @@ class RouterConfig:
     max_replicas: int = 64
     duplicate_cost: float = 1.0
     """Extra cost of computing a token that another replica has cached, as a share of the time to compute the token.
-    The second copy of a block takes the slot of another block. Conversation trace, 16 replicas of 4,000 blocks,
-    2026-11-18: hit rates of .352, .354, .356 and .361 with 0, 0.3, 1 and 3; TTFT p50 92, 93, 94 and 94 ms.
+    The duplicate takes the slot of another block, which lowers the hit rate. Measured on 2026-11-18 with the
+    conversation trace and 16 replicas of 4,000 blocks: the values 0, 0.3, 1 and 3 gave hit rates of 0.352, 0.354, 0.356
+    and 0.361, and a median TTFT of 92, 93, 94 and 94 ms.
     """
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class Router:
         self._num_new: F64 = np.zeros(size)  # uncached blocks that were sent to each replica, plus one per prompt
         self._num_decisions = 0
         self._open: dict[int, RouteDecision] = {}  # decisions without a first token, by id
-        # Sums of the queues in whole nanoseconds: floats would keep the rounding errors of earlier requests.
+        # Total time of each queue in whole nanoseconds: float sums would accumulate rounding errors.
         self._waiting_ns = [0] * size
 
     @property
@@ -184,9 +185,9 @@ class Router:
         )
 
     def route(self, hashes: U64, num_tokens: int, *, without: frozenset[str] = frozenset()) -> RouteDecision | None:
-        """Choose a replica for a prompt. `hashes` are those of its full blocks; `without` excludes replicas.
+        """Choose a replica for a prompt, except the replicas in `without`. `hashes` are the hashes of its full blocks.
 
-        Returns None if no replica is left.
+        Return None if no replica is left.
         """
         queue = self._queue
         if without:
@@ -222,7 +223,7 @@ class Router:
             self._add_waiting(decision.number, -_nanoseconds(decision))
 
     def on_finish(self, decision: RouteDecision) -> None:
-        """End a request, even if it failed. Its blocks are no longer expected; events report the cached blocks."""
+        """End a finished or failed request. Its blocks no longer count as expected: events report cached blocks."""
         self.on_first_token(decision)
         if len(decision.expected) and self._names[decision.number] == decision.replica:
             self.index.remove(decision.number, EXPECTED, decision.expected)
@@ -249,7 +250,10 @@ class Router:
         self._queue[number] = self._waiting_ns[number] / 1e9
 
     def _start_seconds(self, counts: Counts, num_tokens: int) -> F64:
-        """Return, for each replica, the time to load the cached prefix or to compute it, and to compute the rest."""
+        """Return the time until a prompt starts on each replica with an empty queue.
+
+        The cached prefix is either loaded or computed, whichever is faster. The rest is computed.
+        """
         step, token, attended, host, store = self._costs
         size = self.config.block_tokens
         free = counts[DEVICE] + counts[EXPECTED]
@@ -264,7 +268,7 @@ class Router:
         return start
 
     def _num_duplicates(self, counts: Counts) -> F64:
-        """Return, for each replica, how many tokens of the prompt it lacks and another replica has."""
+        """Return, for each replica, the number of prompt tokens that another replica has cached but it has not."""
         held = counts.sum(axis=0)
         lacking: F64 = (held.max() - held) * float(self.config.block_tokens)
         return lacking

@@ -1,4 +1,4 @@
-"""How many replicas a fleet needs for its load."""
+"""Computes the number of replicas that a fleet needs for its load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
-    """Largest load per replica. A fleet above one of these values grows."""
+    """Largest mean load per replica. If a fleet exceeds one of these values, it grows."""
 
     requests: float = 0.7
     pressure: float = 0.7
@@ -32,9 +32,9 @@ class ScalingConfig:
 
 
 def num_replicas_for(loads: Sequence[ReplicaLoad], current: int, config: ScalingConfig | None = None) -> int:
-    """Return the number of replicas at which the mean load is at most the largest one; at least 1.
+    """Return the smallest number of replicas, at least 1, whose mean load is within the limits of `config`.
 
-    Without a load of any replica, the number stays.
+    Return `current` if no replica has reported a load.
     """
     if not loads:
         return current

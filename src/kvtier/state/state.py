@@ -53,7 +53,10 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Add the copies from front to back to `copy`, in the new order, and swap; returns False if no row moves."""
+        """Add copies of the rows from front to back, in the new order, to `copy`, and call `swap`.
+
+        Return False and do nothing if no row moves.
+        """
         if perm.is_identity:
             return False
         warp_rows(self._front, perm, self._back, copy, new=new)
@@ -63,7 +66,7 @@ class State:
     def write(self, source: torch.Tensor, rows: Any, first: Any, count: Any, copy: BatchCopy) -> None:
         """Add the copies of elements [first[i], first[i] + count[i]) of row rows[i] from `source` to the front.
 
-        `source` has the shape of the front. Use it for rows that stay and change in part.
+        `source` has the shape of the front. Use this method for rows that keep their place and change only in part.
         """
         out, given = self._front, Rows("the source", source)
         out.must_match(given)
@@ -86,13 +89,15 @@ class State:
 
 
 class RowMap:
-    """Index of stable rows. Each sequence keeps its row, and `rows[i]` is the stable row of batch row i.
+    """Assigns a stable row to each sequence, which the sequence keeps. `rows[i]` is the stable row of batch row i.
 
     Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, from a few KiB on).
-    State needs twice the memory and a copy in each step in which rows change. With 256 rows of which a tenth changes,
+    State needs twice the memory, and a copy in each step in which rows change. With 256 rows of which a tenth changes,
     this copy takes 50 us on an H200. On a CPU it takes 60 us for rows of 8 bytes and 1 ms for rows of 64 KiB. RowMap
-    takes 15 us for any size, but every kernel needs the index vector (benchmarks/state.py). A row is freed when its
-    sequence is dropped. With batches in flight, apply the permutation after the last batch that uses the row.
+    takes 15 us for any size, but every kernel needs the index vector (benchmarks/state.py).
+
+    `apply` frees the row of a dropped sequence. If batches in flight still use the row, call `apply` after the last of
+    them.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -19,7 +19,7 @@ from kvtier.state.permutation import I64, Permutation, find_runs
 
 
 class Rows:
-    """A tensor as rows of memory. `name` is used in messages, and the reference `holding` keeps the memory alive."""
+    """A tensor as rows of memory. Error messages use `name`. The reference `holding` keeps the memory alive."""
 
     __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
@@ -118,7 +118,7 @@ def warp_ragged(
     new: torch.Tensor,
     new_offset: Any,
 ) -> I64:
-    """Warp packed rows of different lengths into `out`; returns the offsets of the rows in `out`, and the end offset.
+    """Warp packed rows of different lengths into `out`. Return the offset of each row in `out`, and the end offset.
 
     Row j of a0 is a0[offset0[j]:offset0[j+1]], and row i of `new` is new[new_offset[i]:new_offset[i+1]].
     """
@@ -149,7 +149,7 @@ def append(
     d1: torch.Tensor,
     copy: BatchCopy,
 ) -> I64:
-    """Append one element to each old row, and copy each new row; returns the sizes of the rows in d1.
+    """Append one element to each old row, and copy each new row. Return the sizes of the rows in d1.
 
     The rows of a0 and d1 have a fixed capacity and are partly filled. If row i was the old row j, d1[i] becomes
     a0[j][:a0_size[j]] followed by b0[j]. If row i is new, d1[i] becomes c1[c1_offset[i]:c1_offset[i+1]].
@@ -212,7 +212,7 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
 
 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-    """Return the table of copies from the rows at `old` and `new` to `out`. An address of 0 means no rows."""
+    """Return the table of copies from the addresses `old` and `new` to `out`. An address of 0 means no rows."""
     is_new, rows = index >= size0, np.arange(len(index))
     # Number new rows from size0 + 1 on, so that no run contains both old and new rows.
     at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))

@@ -1,4 +1,4 @@
-"""Events of an engine with other block hashes: converted hashes are those of the routed prompts."""
+"""Events of an engine with other block hashes. The converted hashes must equal the hashes of routed prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def foreign_hashes(tokens, salt=""):
 
 
 def stored(tokens, first=0, salt="", **fields):
-    """Return vLLM's event for blocks from `first` on."""
+    """Return vLLM's event for the blocks of a prompt, starting with block `first`."""
     hashes = foreign_hashes(tokens, salt)
     return {
         "type": "BlockStored",

@@ -62,7 +62,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, TIERS - 1), hashes=HASHES)
     def unshare(self, tier, hashes):
-        """A block that left the shared store is unknown on all replicas until one stores it again."""
+        """A block that left the shared store is unknown for all replicas until a replica stores it again."""
         self.index.unshare(tier, as_array(hashes))
         gone = {max(each, 1) for each in hashes}
         self.shared[tier] -= gone
@@ -143,7 +143,7 @@ def test_second_removal_of_block_keeps_new_block_in_its_slot():
 
 
 def test_store_with_an_outdated_lookup_adds_a_block_once():
-    """Another block takes the slot of the lookup, and the block itself is added again in the next slot."""
+    """After the lookup, another block takes the slot of the block, and the block is added again in another slot."""
     index = PlacementIndex(1, 1)
     buckets = index._buckets(as_array(range(1000)))
     other = int(np.flatnonzero(buckets == buckets[5])[-1])
@@ -161,7 +161,7 @@ def test_store_with_an_outdated_lookup_adds_a_block_once():
 def test_blocks_of_full_bucket_move_to_next_bucket():
     index = PlacementIndex(1, 1)
     many = np.arange(1, 100_000, dtype=np.uint64)
-    hashes = many[index._buckets(many) == 127][:30]  # in the last bucket; the first bucket follows it
+    hashes = many[index._buckets(many) == 127][:30]  # all in the last bucket, so that they continue in the first one
     index.store(0, 0, hashes)
     index.check()
     index.remove(0, 0, hashes[:8])

@@ -1,4 +1,4 @@
-"""Choices of the router equal manual estimates, and its queues stay consistent under random requests."""
+"""The router's choices agree with estimates made by hand, and its queues stay consistent under random requests."""
 
 from __future__ import annotations
 

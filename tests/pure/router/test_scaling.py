@@ -1,4 +1,4 @@
-"""The number of replicas for a load."""
+"""The number of replicas that scaling chooses for a load."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = ["RayConfig", "build", "fleet_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need Ray when they are used."""
+    """Import `build` and `fleet_app` at their first use, because they need Ray."""
     if name not in ("build", "fleet_app"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvtier.integrations.ray import app

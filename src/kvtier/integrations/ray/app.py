@@ -17,12 +17,12 @@ from kvtier.integrations.ray.replica import EngineReplica
 _HEAD = "node:__internal_head__"  # resource of the head node of every Ray cluster
 _QUIET = MappingProxyType({"enable_access_log": False})  # kvtier logs requests itself
 MAX_REPLICAS = 64
-"""Replicas that a router knows. During an update, these are the old and the new ones."""
+"""Maximum number of replicas of a router. During an update, both the old and the new replicas count."""
 _MOST_ONGOING = 100_000  # the front end limits requests
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """Return the application for a Serve config file. `args` has the options of `kvtier serve`, as in [serve]."""
+    """Return the application for a Serve config file. `args` are options of `kvtier serve`, as in its [serve] table."""
     from kvtier.cli.serve import fleet_config_of
 
     return fleet_app(fleet_config_of(args))

@@ -12,15 +12,15 @@ OWN_ROUTER = "kvtier.integrations.ray.request_router:KvtierRouter"
 
 @dataclass(frozen=True, slots=True)
 class RayConfig:
-    """A server whose engines are replicas on Ray Serve."""
+    """Settings of a server whose engines are replicas on Ray Serve."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: str = option("", "where the engines run: ray for replicas on Ray Serve (default: here)", metavar="ray")
     num_replicas: int = option(1, "number of engines on the cluster", "replicas")
     max_replicas: int = option(0, "largest number of engines if their number follows the load; 0: fixed number")
-    """With this option, `num_replicas` is the smallest number."""
+    """If it is not 0, `num_replicas` is the smallest number of engines."""
     replica_cpus: float = option(1.0, "CPUs that Ray reserves for an engine", metavar="N")
-    """They do not limit the engine."""
+    """The engine may use more CPUs than Ray reserves."""
     replica_gpus: float = option(0.0, "GPUs of an engine; 0: one with --device cuda, else none", metavar="N")
     address: str = option(
         "", "address of a running Ray cluster (default: start one here)", "ray_address", metavar="ADDRESS"
@@ -28,16 +28,17 @@ class RayConfig:
     head_only: bool = True
     """True to place the front end on the head node, which survives the loss of any other node."""
     request_router: str = OWN_ROUTER
-    """Request router of Serve, as module:class."""
+    """Class of the request router for Ray Serve, as module:class."""
     duplicate_cost: float = 1.0
-    """`RouterConfig.duplicate_cost` of kvtier's router."""
+    """Setting `duplicate_cost` of KvtierRouter, as in RouterConfig. Other request routers do not use it."""
     retry_seconds: float = 30.0
-    """Time to find a replica for a request. After this time the client gets 503."""
+    """Longest time to find a replica for a request. After this time the client gets status 503."""
     health_seconds: float = 2.0
     """Time between two health checks of a replica."""
     upscale_seconds: float = 15.0
-    """Time that a higher load must last before replicas are added."""
+    """Time for which a higher load must last before replicas are added."""
     downscale_seconds: float = 300.0
+    """Time for which a lower load must last before replicas are removed."""
 
     def __post_init__(self) -> None:
         if self.cluster not in ("", "ray"):

@@ -23,10 +23,10 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages import PING, Reply, StepOutputs, Submit, decode_message, encode_message
 
 _log = logging.getLogger("ray.serve")
-# Errors of a call whose replica, node or deployment failed. Another replica can run the request.
+# Errors that mean that the replica, node or deployment of a call failed. Another replica can run the request.
 _LOST = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, ClosedError, OSError)
 _RETRY_SECONDS = 0.2
-_GRACE_SECONDS = 5.0  # the front end reports that a request is late, before the replica does
+_GRACE_SECONDS = 5.0  # the replica's deadline is later, so that the front end reports the timeout
 _LOCAL = (PING, "beat")
 
 
@@ -34,8 +34,8 @@ class FleetEngine:
     """The engines of a fleet, with the methods of EngineClient.
 
         submit --> routed to a replica --outputs--> mailbox
-                        --replica lost before the first output--> routed again, until `retry_seconds`
-                        --replica lost later--> 503, because the client has a part of the answer
+                        --replica lost before the first output--> routed again, for up to `retry_seconds`
+                        --replica lost later--> status 503, because the client already has a part of the answer
 
     Control calls go to all replicas, and their replies are merged.
     """
@@ -90,7 +90,7 @@ class FleetEngine:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _run(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> None:
-        """Run a job on one replica after the other until one completes it."""
+        """Run the requests of a job. If a replica is lost before its first output, try another replica."""
         ticket = self._ticket(submits)
         give_up = min(deadline, time.monotonic() + self._retry_seconds)
         try:
@@ -123,7 +123,7 @@ class FleetEngine:
         deadline: float,
         routing: asyncio.Timeout,
     ) -> None:
-        """Run a job on one replica. `routing` ends when the replica has accepted the job."""
+        """Run the requests on one replica. The timeout `routing` applies until the replica has accepted them."""
         ticket.replica = ""
         bodies = [encode_message(submit) for submit in submits]
         num_left = mailbox.num_left
@@ -156,7 +156,7 @@ def _deliver(step: StepOutputs, mailbox: Mailbox) -> None:
     for explanation in step.ended:
         mailbox.explanations[explanation.request_id] = explanation
     for output in step.outputs:
-        mailbox.put(output, time.monotonic())  # the clock of the replica's machine is another one
+        mailbox.put(output, time.monotonic())  # not the time of the replica, whose clock may differ
 
 
 def _why(error: Exception, has_begun: bool) -> str:

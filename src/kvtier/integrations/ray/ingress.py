@@ -17,7 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The application of the server, without the parts that Serve's proxy does: lifespan and the id of a response."""
+    """The application of the server, without lifespan events and response ids, which Serve's proxy handles."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class FleetApp:
 
 @serve.ingress()
 class FleetIngress:
-    """Runs requests on the replicas. A change of the number of replicas does not restart it."""
+    """Runs requests on the replicas. It keeps running while the number of replicas changes."""
 
     async def __init__(self, server: ServerConfig, retry_seconds: float, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
         body, namespace = await replicas.describe.remote()
@@ -54,7 +54,7 @@ class FleetIngress:
         self._watch = asyncio.create_task(self._front.heartbeat.run())
 
     def reconfigure(self, config: dict[str, int]) -> None:
-        """Set the number of replicas, which limits the requests. Ray Serve calls this at the start and on changes."""
+        """Set the request limit for the number of replicas. Ray Serve calls this at the start and on changes."""
         self._front.admission.num_rows = self._rows_per_replica * config["most_replicas"]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -1,4 +1,4 @@
-"""Starts a fleet on a running Ray cluster, or on one that ends with this process."""
+"""Starts a fleet on a running Ray cluster, or on a new cluster that ends with this process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvtier.integrations.ray.config import RayConfig
 
 _log = logging.getLogger("kvtier.server")
 APPLICATION = "kvtier"
-_STORE_BYTES = 100 << 20  # Ray's object store; requests and answers pass through it only if they are above 100 KB
-_LOOPBACK = "127.0.0.2"  # address of a local cluster; Ray would replace 127.0.0.1 by an address of the machine
+_STORE_BYTES = 100 << 20  # size of Ray's object store, which only messages above 100 KB pass through
+_LOOPBACK = "127.0.0.2"  # address of a local cluster; Ray would replace 127.0.0.1 by a public address of the machine
 _OTHER_CPUS = 1.0  # for the front end and the actors of Serve
 
 
 def serve_fleet(config: RayConfig, ready: Callable[[str], object]) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and stop the application. Returns the exit code.
+    """Serve until SIGTERM or SIGINT, then drain and stop the application. Return the exit code.
 
-    A cluster that this process started ends with it.
+    If this process started the cluster, stop the cluster too.
     """
     server = config.server
     port = server.port or _free_port(server.host)

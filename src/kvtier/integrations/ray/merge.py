@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Numbers that describe each engine, and are not amounts that add up.
+# Numbers that must not be added, because they are settings or ratios of each engine. The first value is used.
 _SAME = frozenset({"block_bytes", "window_seconds", "limit_gb_per_s", "hit_rate", "error", "num_cached_tokens"})
-_NAMES = ("name", "source", "target")  # fields that identify a row
+_NAMES = ("name", "source", "target")  # fields that identify a row of a table
 
 
 def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one reply. Counts are added; rows with the same names are merged; other values are those of the first."""
+    """Return one reply. Add counts, and merge rows with the same names. Take other values from the first reply."""
     keys = dict.fromkeys(key for value in values for key in value)
     return {key: _merged_value(key, [value[key] for value in values if key in value]) for key in keys}
 

@@ -42,9 +42,9 @@ class EngineReplica:
         self._watch = asyncio.create_task(self._heartbeat.run())
 
     async def generate(self, ticket: RouteTicket, submits: Sequence[bytes], seconds: float) -> AsyncGenerator[bytes]:
-        """Run the encoded requests of a job, and yield encoded outputs, after one empty message.
+        """Run the encoded requests. Yield an empty message first, then the encoded outputs.
 
-        An error of the engine is the last message.
+        If the engine fails, the last message is the encoded error.
         """
         mailbox = Mailbox()
         decoded = [decode_message(submit) for submit in submits]
@@ -70,12 +70,12 @@ class EngineReplica:
         await self._engine.call(PING)
 
     async def describe(self) -> tuple[bytes, dict[str, Any]]:
-        """Return the encoded description of the engine, and the fields of its block keys."""
+        """Return the encoded description of the engine, and the fields of its namespace."""
         routing = await self._engine.call("routing")
         return encode_message(Reply(0, self._started)), routing["namespace"]
 
     async def info(self) -> dict[str, Any]:
-        """Return the process ids of this replica and of its engine, and its name."""
+        """Return the name, the node, and the process ids of this replica and its engine."""
         name = ray.serve.get_replica_context().replica_id.to_full_id_str()
         return {
             "replica": name,
@@ -106,7 +106,7 @@ class EngineReplica:
         }
 
     async def __del__(self) -> None:
-        """Save the cache and end the engine process, after Ray Serve has drained the replica."""
-        with contextlib.suppress(AttributeError):  # the constructor failed
+        """Save the cache and end the engine process. Ray Serve calls this after it has drained the replica."""
+        with contextlib.suppress(AttributeError):  # there is no `_watch` if the constructor failed
             self._watch.cancel()
             await self._engine.close(CLOSE_SECONDS)

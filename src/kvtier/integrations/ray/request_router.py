@@ -53,7 +53,7 @@ class KvtierRouter(RequestRouter):
         if name is None:
             return [list(candidate_replicas)]
         chosen = candidates.pop(name)
-        return [[chosen], [*candidates.values()]]  # the others if this replica accepts no more requests
+        return [[chosen], [*candidates.values()]]  # Ray tries the others if the chosen replica accepts no requests
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         if (ticket := _ticket(pending_request)) is not None:

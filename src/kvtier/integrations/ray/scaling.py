@@ -1,4 +1,4 @@
-"""Autoscaling policy for Ray Serve: as many replicas as the running requests and the cache in use need."""
+"""Autoscaling policy for Ray Serve. The number of replicas follows the running requests and the used cache."""
 
 from __future__ import annotations
 

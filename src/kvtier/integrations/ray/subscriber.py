@@ -16,13 +16,14 @@ from kvtier.router import EventBatch, FeedState, ForeignKeys, ReplicaFeed
 _log = logging.getLogger("ray.serve")
 _END = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_SECONDS = 10.0  # longest wait for the next message of a replay
-_CHECK_SECONDS = 1.0  # time between two checks whether events are missing
+_CHECK_SECONDS = 1.0  # time between two checks for missing events
 
 
 async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys | None = None) -> None:
-    """Apply events until cancelled. Without a replay address, missed blocks are found when they are stored again.
+    """Receive and apply events until cancelled.
 
-    `keys` converts the events of another engine, such as vLLM.
+    If `replay` is empty, missed events cannot be requested. Their blocks are added when the replica stores them again.
+    `keys` converts the events of other engines, such as vLLM.
     """
     with ExitStack() as opened:
         context = opened.enter_context(zmq.asyncio.Context())
@@ -43,7 +44,7 @@ async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys 
 
 
 async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str, keys: ForeignKeys | None) -> None:
-    """Request all batches from the first missing one on, and apply them."""
+    """Request all batches from the first missing one to the newest, and apply them."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.set_hwm(0)
@@ -61,10 +62,10 @@ async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str,
 
 
 def _apply(feed: ReplicaFeed, number: bytes, payload: bytes, keys: ForeignKeys | None) -> None:
-    """Apply one message. A message that cannot be decoded is a missing one, which a replay replaces."""
+    """Apply one message. Skip a message that cannot be decoded: it counts as missing and is requested again."""
     try:
         fields: Any = msgspec.msgpack.decode(payload)
         batch = EventBatch(int.from_bytes(number, "big"), float(fields[0]), fields[1])
         feed.apply(batch if keys is None else keys.convert(batch))
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError) as error:
-        _log.warning("a message of KV events cannot be read: %s", type(error).__name__)
+        _log.warning("skipped a KV event message that cannot be decoded: %s", type(error).__name__)

@@ -1,4 +1,4 @@
-"""RouteTicket: what the router of Serve needs to choose a replica for a request."""
+"""RouteTicket: the data of a request that KvtierRouter needs to choose a replica."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from kvtier.router.placement import U64, as_hashes
 
 
 class RouteTicket:
-    """First argument of a call to a replica. Connects the front end with the router, which runs on another thread.
+    """First argument of a call to a replica. It connects the front end with the router, which runs on another thread.
 
-    Only an empty ticket is sent to the replica. The router keeps the decision until `finish`.
+    The replica receives an empty ticket, because it does not need the data. The router keeps the decision until
+    `finish`.
     """
 
     def __init__(self, hashes: U64 | None = None, num_tokens: int = 0) -> None:
         self.hashes = as_hashes([]) if hashes is None else hashes
         self.num_tokens = num_tokens
         self.avoid: frozenset[str] = frozenset()
-        """Replicas that failed this request."""
+        """Replicas that have already failed to run this request."""
         self.replica = ""
-        """The replica that received the request; empty if none has."""
+        """The replica that received the request. Empty until a replica has received it."""
         self._lock = threading.Lock()
         self._place: tuple[asyncio.AbstractEventLoop, Router, RouteDecision] | None = None
         self._is_closed = False
@@ -30,14 +31,14 @@ class RouteTicket:
         return RouteTicket, ()
 
     def choose(self, router: Router, among: frozenset[str]) -> str | None:
-        """Choose one of the replicas, on the router's thread. A previous choice is dropped."""
+        """Choose a replica in `among` and drop the previous choice. Call it on the router's thread."""
         with self._lock:
             self._drop()
             if self._is_closed:
                 return None
             others = frozenset(router.replicas) - among
             decision = router.route(self.hashes, self.num_tokens, without=others | self.avoid)
-            if decision is None:  # every replica has failed; try one of them again
+            if decision is None:  # every replica has already failed, so try all of them again
                 decision = router.route(self.hashes, self.num_tokens, without=others)
             if decision is None:
                 return None
@@ -45,7 +46,7 @@ class RouteTicket:
             return decision.replica
 
     def on_routed(self, router: Router, replica: str) -> None:
-        """Note which replica received the request. Call it on the router's thread."""
+        """Record which replica received the request. Call it on the router's thread."""
         if (self._place is None or self._place[2].replica != replica) and replica in router.replicas:
             self.choose(router, frozenset({replica}))
         self.replica = replica

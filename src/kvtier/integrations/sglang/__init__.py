@@ -6,9 +6,9 @@
 
     HiCacheController   threads for backup and prefetch, one backend per rank
         │  page hashes, host indices ↓   ↑ bools
-    KvtierStorage       SGLang's interface: v0 (tensors), v1 (host pool), v2 (several pools)
-    PageStore           keys, labels, deadlines, errors; one object per page of a pool
-        │  Read, Write in pieces ↓   ↑ Results
+    KvtierStorage       SGLang's interface: v0 (tensors), v1 (one host pool), v2 (several pools)
+    PageStore           keys, labels, deadlines, errors; one stored object per page of a pool
+        │  Read, Write ↓   ↑ Results
     Store               disk, Redis, S3, Mooncake
 
 Only `storage` imports SGLang. The other modules work with SGLang's objects but do not import it.

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvtier.errors import ArgumentError
 from kvtier.fingerprint import files_digest
 
-# Settings of SGLang in the same table. SGLang removes its prefetch settings before it passes the table on.
+# Settings of SGLang itself in the extra config. SGLang removes its prefetch settings before it passes the config on.
 _OF_SGLANG = (
     "backend_name",
     "module_path",
@@ -29,9 +29,9 @@ class HiCacheSettings:
     store: tuple[str, ...] = ()
     """Store URLs, nearest first."""
     revision: str = ""
-    """Revision of the weights; needed with a persistent store if the model name is not a folder."""
+    """Revision of the weights. A persistent store needs it, unless the model name is a folder."""
     timeout_s: float = 2.0
-    """Timeout of a lookup. The timeout of reads and writes is longer by `gib_timeout_s` for each GiB."""
+    """Timeout of a lookup. Reads and writes have `gib_timeout_s` more for each GiB."""
     gib_timeout_s: float = 4.0
     secret_file: str = ""
     """File with a secret key. Stored objects contain digests of page hashes that are computed with this key."""
@@ -87,11 +87,11 @@ class HiCacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """The model and the place of one rank among the ranks of a server."""
+    """The model of one rank, and its position in each kind of parallelism."""
 
     model: str
     tp: tuple[int, int] = (0, 1)
-    """Rank and number of ranks."""
+    """Tensor-parallel rank and number of ranks. `pp` and `cp` are the same for pipeline and context parallelism."""
     pp: tuple[int, int] = (0, 1)
     cp: tuple[int, int] = (0, 1)
     is_replicated: bool = False
@@ -110,11 +110,11 @@ class RankIdentity:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Index of this rank's folder in a disk store, and the number of folders. Ranks with the same KV share one."""
+        """Index of this rank's folder in a disk store, and number of folders. Ranks with the same KV share a folder."""
         tp = (0, 1) if self.is_replicated else self.tp
         return (self.pp[0] * self.cp[1] + self.cp[0]) * tp[1] + tp[0], tp[1] * self.pp[1] * self.cp[1]
 
     def describe(self, *, is_sharded: bool) -> str:
-        """Return the parts of the identity that the bytes of a pool depend on."""
+        """Describe the ranks that determine the bytes of a pool. `is_sharded`: its bytes differ between TP ranks."""
         places = [("tp", self.tp if is_sharded else (0, 1)), ("pp", self.pp), ("cp", self.cp)]
         return " ".join(f"{name} {rank}/{size}" for name, (rank, size) in places)

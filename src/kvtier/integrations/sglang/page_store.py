@@ -1,8 +1,8 @@
 """PageStore: SGLang's pages in a store, one object per page and pool.
 
-SGLang does not catch exceptions of a backend: the first one ends a thread of the server. Every method therefore
-returns "not found" or "not stored" in place of an error, logs the first error of a kind, and counts all of them. The
-deadline of a call grows with its bytes. A call that has returned no longer writes to pages.
+SGLang does not catch exceptions of a backend. An exception would end a thread of the server. If an error occurs, every
+method therefore returns "not found" or "not stored". It counts all errors, and logs the first error of each kind. Each
+call has a deadline that grows with its bytes. After a call has returned, it no longer writes to pages.
 
     object key   SHA-256( fingerprint of the namespace | page hash, and the name of a pool other than KV )
     label        the fingerprint, and a digest of the page hash and the type of the bytes
@@ -33,8 +33,8 @@ logger = logging.getLogger("kvtier.sglang")
 Value = TypeVar("Value")
 _CLEAR_SECONDS = 60.0
 _STORE_SHARE = 0.9
-"""Share of a deadline that the store may use. The rest is for the way back to SGLang: the copy of the last page, and
-threads that wait for a core. On 2 cores with a load of 20, that took 20 ms of 1 s (EPYC, 2026-11-18)."""
+"""Share of a deadline that the store may use. The rest of the time is needed to copy the last page and to wake the
+waiting thread. With a load of 20 on 2 cores, that took 20 ms of a deadline of 1 s (EPYC, 2026-11-18)."""
 
 
 class PageStore:
@@ -59,10 +59,10 @@ class PageStore:
         self.errors: Counter[str] = Counter()
         """Number of errors by kind: the name of an exception, or the status of an object."""
         self.transfers: list[tuple[str, int, int, float]] = []
-        """Kind ("get" or "set"), pages, bytes and seconds of the transfers since the last `take_transfers`."""
+        """Transfers since the last `take_transfers`: kind ("get" or "set"), number of pages, bytes, and seconds."""
 
     def add_pool(self, pool: Any, name: str = KV) -> None:
-        """Use a host pool. Stores that register memory register it now."""
+        """Add a host pool. If the store registers memory, register the memory of the pool."""
         added = HostPool(pool, name, self._rank, self._revision)
         self._pools[name] = added
         if isinstance(self._store, UsesMemory) and added.memory is not None:
@@ -71,12 +71,12 @@ class PageStore:
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
     def exists(self, hashes: Sequence[str], name: str = KV) -> list[bool]:
-        """Return one bool per page."""
+        """Return for each page whether it is stored."""
         begin = self._clock()
         return self._never_raise([False] * len(hashes), lambda: self._contains(hashes, name, begin))
 
     def num_leading(self, hashes: Sequence[str]) -> int:
-        """Return the number of leading pages of the KV that exist."""
+        """Return how many leading pages of the KV pool are stored."""
         return _num_true(self.exists(hashes))
 
     def _contains(self, hashes: Sequence[str], name: str, begin: float) -> list[bool]:
@@ -87,18 +87,18 @@ class PageStore:
         return self._ok(self._store.contains(keys, timeout_s=self._left_s(begin)).outcomes)
 
     def _left_s(self, begin: float, memory: Sequence[Views] = ()) -> float:
-        """Return the seconds that the store has left in a call that moves `memory`."""
+        """Return the time that is left for the store in a call that transfers `memory`."""
         return max(0.0, begin + _STORE_SHARE * self._settings.deadline(_size(memory)) - self._clock())
 
     # ---- pages of a pool -------------------------------------------------------------------------------------------
 
     def get(self, hashes: Sequence[str], indices: torch.Tensor, name: str = KV) -> list[bool]:
-        """Fill pages of a pool. Return one bool per page."""
+        """Fill pages of a pool from the store. Return for each page whether it was found."""
         begin = self._clock()
         return self._never_raise([False] * len(hashes), lambda: self._get(hashes, indices, self._pool(name), begin))
 
     def set(self, hashes: Sequence[str], indices: torch.Tensor, name: str = KV) -> list[bool]:
-        """Store pages of a pool. Pages that exist are not written again."""
+        """Store pages of a pool, except those that are already stored. Return for each page whether it is stored."""
         begin = self._clock()
         return self._never_raise([False] * len(hashes), lambda: self._set(hashes, indices, self._pool(name), begin))
 
@@ -125,7 +125,7 @@ class PageStore:
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def get_tensors(self, hashes: Sequence[str], targets: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fill flat pages. Return the tensor for each page that was found, otherwise None."""
+        """Fill tensors with flat pages. Return the tensor of each page that was found, and None for other pages."""
         nothing: list[torch.Tensor | None] = [None] * len(hashes)
         begin = self._clock()
 
@@ -140,7 +140,7 @@ class PageStore:
         return self._never_raise(nothing, read)
 
     def set_tensors(self, hashes: Sequence[str], values: Sequence[torch.Tensor]) -> list[bool]:
-        """Store flat pages. Return one bool per page."""
+        """Store flat pages from tensors. Return for each page whether it is stored."""
         begin = self._clock()
 
         def write() -> list[bool]:

@@ -1,12 +1,14 @@
 """HostPool: the pages of one of SGLang's host pools as pieces of memory, and the namespace of its pages.
 
-    layer_first         k and v of layer 0 | k and v of layer 1 | ..      2 pieces per layer
-    page_first, page_first_direct          k | v                          2 pieces
-    MLA, page layouts                      latent                         1 piece
-    other pools         a flat copy, if the pool has no addresses for its layout
+    layout of the pool                pieces of a page
+    layer_first                       k of all layers | v of all layers    2 per layer
+    page_first, page_first_direct     k | v                                2
+    page layouts with MLA             latent                               1
+    without addresses of its pages    a flat copy of the page              1
 
-SGLang's page hashes cover tokens only. The namespace adds everything that the bytes depend on: model, revision, dtype,
-layout, sizes and ranks. page_first and page_first_direct have pages of the same size in a different order.
+SGLang's page hashes cover only the tokens. The namespace covers everything else that determines the bytes of a page:
+model, revision, dtype, layout, sizes and ranks. For example, page_first and page_first_direct have pages of the same
+size with a different order of bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kvtier.storage import Scattered
 
 Views = Sequence[memoryview]
 _FEW = 4
-"""Up to this number of pieces, a list of views takes less time than arrays of offsets."""
+"""Up to this number of pieces per page, a list of views is faster than arrays of offsets."""
 
 _ATTRIBUTES = (
     *("layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "kv_cache_dim"),
@@ -34,18 +36,18 @@ _ATTRIBUTES = (
 )
 KV = "kv"
 _SHARDED_WITH_MLA = ("mamba",)
-"""Pools whose bytes differ between ranks even if the ranks hold the same KV."""
+"""Pools that are sharded even with MLA, where all tensor-parallel ranks hold the same KV."""
 
 
 class HostPool:
     """One registered pool. The pool's memory lives as long as this object."""
 
     def __init__(self, pool: Any, name: str, rank: RankIdentity, revision: str) -> None:
-        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # a group of pools has the KV as anchor
+        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # in a group, the anchor is the KV pool
         self.pool, self.name = pool, name
         self.page_size: int = getattr(pool, "page_size", 1) or 1
         self.is_logical = name == KV and hasattr(inner, "kv_buffer") and inner.kv_buffer is None
-        """True if the pool has no memory: other pools hold the data of its pages."""
+        """True if the pool has no memory of its own, because other pools hold the data of its pages."""
         dtype = str(getattr(inner, "dtype", ""))
         shown = {each: str(getattr(inner, each)) for each in _ATTRIBUTES if hasattr(inner, each)}
         is_sharded = not rank.is_replicated or name in _SHARDED_WITH_MLA
@@ -54,7 +56,7 @@ class HostPool:
             rank.model, revision, dtype, hashlib.sha256(layout.encode()).hexdigest(), self.page_size
         )
         self.memory = _buffer_of(pool)
-        """The whole KV buffer, for stores that register memory; None if it is not one tensor."""
+        """The whole KV buffer, for stores that register memory. None if the buffer is not one contiguous tensor."""
         self._start = pool.kv_buffer.data_ptr() if self.memory is not None else 0
         self._num_layers = getattr(inner, "layer_num", 0)
         self._layout = getattr(inner, "layout", "")
@@ -89,7 +91,7 @@ class HostPool:
 
     @property
     def has_addresses(self) -> bool:
-        """True if the pool gives the addresses of its pages in this layout."""
+        """True if the pool supports page addresses for its layout."""
         try:
             self.pool.get_page_buffer_meta(torch.empty(0, dtype=torch.int64))
         except (AttributeError, NotImplementedError, ValueError):
@@ -112,7 +114,7 @@ class HostPool:
         return [int(index) for index in indices[:: self.page_size]]
 
     def _view(self, address: int, nbytes: int) -> memoryview:
-        """Return memory at an address. A slice of the buffer takes a tenth of the time of a new view."""
+        """Return the memory at an address. A slice of the buffer is ten times as fast as a new view of an address."""
         first = address - self._start
         if self.memory is not None and first >= 0 and first + nbytes <= len(self.memory):
             return self.memory[first : first + nbytes]
@@ -127,7 +129,7 @@ def _buffer_of(pool: Any) -> memoryview | None:
 
 
 def tensor_views(tensors: Sequence[torch.Tensor]) -> list[Views]:
-    """Return the memory of contiguous tensors. Raise ArgumentError for others, whose memory would be a copy."""
+    """Return the memory of contiguous host tensors. Raise ArgumentError for other tensors."""
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ArgumentError(f"a page needs contiguous host memory, got {tensor.device} with {tensor.stride()}")

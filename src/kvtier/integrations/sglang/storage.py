@@ -1,4 +1,4 @@
-"""KvtierStorage: SGLang's interface of storage backends, in all three generations."""
+"""KvtierStorage: implements all three versions of SGLang's interface for storage backends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvtier.integrations.sglang.page_store import PageStore
 class KvtierStorage(HiCacheStorage):
     """A HiCache storage backend over a store of kvtier.
 
-    The constructor and the registration of pools raise errors, because SGLang then refuses to attach the backend. All
-    other methods return "not found" or "not stored" instead.
+    If the constructor or the registration of a pool raises an error, SGLang refuses to attach the backend. All other
+    methods never raise errors: they return "not found" or "not stored".
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -48,7 +48,7 @@ class KvtierStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the longest prefix that all pools have. A pool needs every page, or only the last ones."""
+        """Return the longest prefix that is usable in all pools. Some pools need only the last pages of the prefix."""
         kv_pages = final = self.pages.num_leading(keys)
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         for transfer in pool_transfers or ():
@@ -70,7 +70,7 @@ class KvtierStorage(HiCacheStorage):
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {each.name: self.pages.set(each.keys or [], each.host_indices, str(each.name)) for each in transfers}
 
-    # ---- v0: flat pages, also those of draft models ----------------------------------------------------------------
+    # ---- v0: flat pages, which SGLang also uses for draft models ---------------------------------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         return self.pages.get_tensors([key], [target_location])[0]
@@ -98,7 +98,7 @@ class KvtierStorage(HiCacheStorage):
         return self.pages.clear()
 
     def get_stats(self) -> Any:
-        """Return the transfers since the last call, if SGLang collects metrics of storage."""
+        """Return the transfers since the last call, or None if SGLang does not collect storage metrics."""
         if not self._has_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics

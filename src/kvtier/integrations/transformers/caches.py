@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class RecentStates:
-    """Keys and values that sliding layers have received since column `start`, for blocks that are not full yet."""
+    """Keys and values of the sliding-window layers from column `start` on, kept until their blocks are full."""
 
     def __init__(self, sliding: Sequence[int]) -> None:
         self.is_valid = True
@@ -42,7 +42,7 @@ class RecentStates:
             pieces.append((keys.detach(), values.detach()))
 
     def states(self, layer: int) -> Pair:
-        """Return the keys and values of a sliding layer from column `start` on."""
+        """Return the keys and values of a sliding-window layer from column `start` on."""
         pieces = self._pieces[layer]
         if len(pieces) > 1:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))

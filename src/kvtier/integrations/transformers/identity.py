@@ -1,4 +1,4 @@
-"""Identity of a model's KV: which models can share blocks, and which models cannot be cached."""
+"""Identity of a model's KV. It decides which models can share blocks and which models cannot be cached."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _PROBE_ELEMENTS = 4
 
 
 def base_model_of(model: Any) -> PreTrainedModel:
-    """Return the transformers model, or the one inside a PEFT or compiled model. Raise ArgumentError if it cannot be
-    cached."""
+    """Return the transformers model, which may be inside a PEFT or compiled model.
+
+    Raise ArgumentError if its KV cannot be cached.
+    """
     model = getattr(model, "_orig_mod", model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
@@ -55,10 +57,11 @@ def _rope_types(model: PreTrainedModel) -> Iterator[str]:
 
 
 def layout_of_model(model: PreTrainedModel, block_tokens: int) -> KVLayout:
-    """Return the layout of a model's KV. The model computes one token, because not every configuration has the layout.
+    """Return the layout of a model's KV.
 
-    All layers are in one group. Sliding layers keep all their tokens in a block, so that a prefix of any length can be
-    filled in.
+    The model computes one token to find the layout, because not every configuration describes it. All layers are in one
+    group. Blocks contain all tokens of sliding-window layers too, so that a cache can be filled with a prefix of any
+    length.
     """
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -104,10 +107,11 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_state(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return a value that changes with the model: its configuration, attention implementation, and addresses, versions
-    and samples of all tensors.
+    """Return a value that changes if the model is changed.
 
-    Assignments through `.data` change no version. They change the samples, unless they change few elements.
+    It contains the configuration, the attention implementation, and the address, version and a few sampled elements of
+    each tensor. An assignment through `.data` does not change the version. It is detected only if it changes a sampled
+    element.
     """
     samples = []
     state: list[object] = [model.config._attn_implementation, repr(_settings(model))]
@@ -160,7 +164,7 @@ def _adapter_weights(layer: Any, adapter: str) -> Iterable[torch.Tensor]:
 
 
 def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers without those of adapters, under the names that they have without adapters."""
+    """Yield the parameters and buffers of the base model. Their names are the same with and without adapters."""
     inside = tuple(f"{name}.{part}." for name, layer in _adapter_layers(model) for part in layer.adapter_layer_names)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not inside or not name.startswith(inside):

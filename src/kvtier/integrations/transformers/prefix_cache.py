@@ -37,8 +37,8 @@ class PrefixCache:
         output = prefix.generate(**inputs, max_new_tokens=64)
         output = model.generate(**inputs, past_key_values=prefix.begin(**inputs), max_new_tokens=64)
 
-    `store` is a store URL (docs/stores.md), or several, nearest first. Blocks are saved as the model computes them.
-    Thread-safe, but a model serves one `generate` at a time.
+    `store` is a store URL (docs/stores.md), or a list of URLs with the nearest store first. Blocks are saved as the
+    model computes them. Thread-safe, but a model can run only one `generate` at a time.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefixCache:
         secret_file: str = "",
     ) -> None:
         """`host_bytes` limits the memory for blocks, and therefore the longest prefix. A request waits at most
-        `wait_seconds` for the store. The file `secret_file` has the key for the token digests in stored blocks.
+        `wait_seconds` for the store. The file `secret_file` contains the key for the token digests in stored blocks.
         """
         if block_tokens < 1:
             raise ArgumentError(f"a block needs at least one token, got block_tokens={block_tokens}")
@@ -227,7 +227,7 @@ class PrefixCache:
         return tokens, padding.tolist()
 
     def _check_model(self) -> None:
-        """Raise if the KV would have other values or types. Change the namespace if the model has changed."""
+        """Raise an error if the KV would be random or have another type. Use a new namespace for a changed model."""
         if not self._finalizer.alive:
             raise ClosedError("this PrefixCache is closed")
         if self._base.training:
@@ -352,7 +352,7 @@ class PrefixCache:
         self._recorded.pop(cache, None)
 
 
-# `generate` compiles the decode steps of static caches on GPUs; hooks run between the compiled parts.
+# On GPUs, `generate` compiles the decode steps of static caches. The hooks are excluded from compilation.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(method: weakref.WeakMethod[Any], _: torch.nn.Module, *given: Any) -> None:
     bound = method()

@@ -92,7 +92,7 @@ class PrefixTiers:
             for store in stores.values():
                 store.close()
             raise
-        # The store is searched for the keys of each prompt, because listing a large store would delay the first prompt.
+        # `is_shared`: look up the keys of each prompt in the store. Listing a large store would delay the first prompt.
         saving = WritebackConfig(max_blocks=_MAX_WRITING)
         below = tuple(
             StoreConfig(name, saving=saving, wait_seconds=wait_seconds, is_shared=True, max_fetching_blocks=num_host)
@@ -138,7 +138,7 @@ class PrefixTiers:
     def load(self, match: PrefixMatch, stop: int) -> Iterator[tuple[int, int, Tensors]]:
         """Load the matched blocks [0, stop) in parts. Yield the first block, the end, and the tensors of each part.
 
-        End early if blocks did not arrive. The tensors are valid until the next part.
+        Stop at the first block that did not arrive. The tensors are valid until the next part.
         """
         for first in range(0, stop, self.num_staging):
             count = min(self.num_staging, stop - first)
@@ -192,7 +192,7 @@ class PrefixTiers:
             self._controller.close()
 
     def _finish(self, transfers: set[int]) -> dict[int, bytes]:
-        """Wait for transfers. Return a mask for each transfer, with one byte per block: 1 if the block arrived."""
+        """Wait for transfers. Return one mask per transfer, with a byte per block that is 1 if the block arrived."""
         arrived: dict[int, bytes] = {}
         self._run(lambda: transfers <= arrived.keys(), arrived)
         return arrived
@@ -211,7 +211,7 @@ class PrefixTiers:
                 break
             if self._controller.is_busy:
                 self._controller.wait(_WAIT_SECONDS)
-        plan = self._manager.plan(now=time.monotonic())  # writes to the store that the last reports made possible
+        plan = self._manager.plan(now=time.monotonic())  # the last reports may have made writes to the store possible
         if plan:
             self._controller.submit(plan)
 

@@ -1,4 +1,4 @@
-"""RecordedRows: the tokens behind the rows and columns of one cache.
+"""RecordedRows: the tokens in the rows and columns of one cache.
 
     column        0 1 2 3 4 5 6 7 ..
     row 0         - - a b c d e f          2 columns of padding; token 0 of the row is in column 2
@@ -66,7 +66,7 @@ class RecordedRows:
                 f"num_return_sequences must be passed to `begin` too"
             )
         if past >= length:
-            if ids is not None and ids.shape[1] > 1:  # reading the position of one token would wait for the GPU
+            if ids is not None and ids.shape[1] > 1:  # not for one token: reading its position would wait for the GPU
                 is_token = np.ones((num_rows, ids.shape[1]), bool)
                 self._check_positions(past, ids.shape[1], positions, is_token)
             return ids is not None and past == self.num_columns

@@ -4,11 +4,14 @@ A slot is in one of these states. Only free slots are allocated, so the bytes of
 
     free --take()--> held by a writer --publish()--> published --discard(), evict() or replaced--> gone
      ^                    |                                                                          |
-     +---- give_back() ---+                                         the last release, after the record is blanked
+     +---- give_back() ---+                              the caller blanks the record, then the last release()
      +-----------------------------------------------------------------------------------------------+
 
-Eviction removes the least recently used object of the needed slot size. If a segment of another slot size was last used
-even earlier, the whole segment is evicted instead. In this way, the slot sizes that are used most get the space.
+"Gone" means that the object is no longer in the index, but its slot cannot be reused yet. "Blanked" means that the
+record in the table was overwritten with zeros.
+
+Eviction removes the least recently used object of the needed slot size. If a segment with another slot size was last
+used even earlier, the whole segment is evicted instead. In this way, the slot sizes that are used most get the space.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Entry:
     used_at: int = 0
     num_holds: int = 0
     is_gone: bool = False
-    """True if the object was removed from the index. The last release of the object frees its slot."""
+    """True if the object was removed from the index. Its slot becomes free when the last hold is released."""
 
     @property
     def place(self) -> SlotRef:
@@ -54,9 +57,9 @@ class _Size:
     """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Slots are reused in the order in which they became free, so that objects written together stay together."""
+    """Free slots, in the order in which they became free. Objects that are written together stay together this way."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
-    """Free slots that are reused last, so that their bytes can be examined."""
+    """Free slots of corrupt objects. They are reused last, so that their bytes can be examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     """Objects by key, sorted from the least to the most recently used."""
 
@@ -108,19 +111,19 @@ class Catalog:
         self._segments[entry.record.segment].num_holds += 1
 
     def release(self, entry: Entry, *, keep_slot: bool = False) -> None:
-        """Release a hold. With `keep_slot` the slot is never reused, because its record could not be blanked."""
+        """Release a hold. With `keep_slot`, never reuse the slot, because its record could not be blanked."""
         segment = self._segments[entry.record.segment]
         segment.num_holds -= 1
         entry.num_holds -= 1
         if keep_slot:
-            entry.num_holds = -1  # so that later releases do not make it 0
+            entry.num_holds = -1  # later releases cannot make it 0, which would free the slot
         if entry.is_gone and entry.num_holds == 0:
             segment.slots[entry.record.slot] = None
             size = self._sizes[entry.slot_bytes]
             (size.quarantined if entry.record.flags & Flags.QUARANTINED else size.free).append(entry.place)
 
     def take(self, slot_bytes: int) -> SlotRef | None:
-        """Return a free slot, held for a writer until `publish`, `give_back` or `retire`."""
+        """Return a free slot and hold it for a writer until `publish`, `give_back` or `retire`."""
         size = self._sizes.get(slot_bytes)
         free = size and (size.free or size.quarantined)
         if not free:
@@ -140,9 +143,10 @@ class Catalog:
         self._segments[place.segment].num_holds -= 1
 
     def publish(self, record: Record) -> Entry | None:
-        """Add the object in a writer's slot. Return the key's outdated object, which the caller blanks and releases.
+        """Add the object in a writer's slot. Return the outdated object of the same key, or None.
 
-        The outdated object is the previous one, or the new one if a later write was published first.
+        The outdated object is normally the previous one. It is the new one if a later write was published first. The
+        caller blanks its record and releases it.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)
@@ -168,8 +172,11 @@ class Catalog:
         return entry
 
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
-        """Make room for a slot of this size. Return an object, which the caller blanks and releases, or None if every
-        object is held. With `by_segment`, the result may be the number of a segment, which the caller removes."""
+        """Choose what to evict for a slot of this size. Return None if every object is held.
+
+        The result is normally an object, which was removed from the index; the caller blanks and releases it. With
+        `by_segment`, the result can also be the number of a segment, which the caller removes.
+        """
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
         other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None
@@ -181,13 +188,13 @@ class Catalog:
         return own
 
     def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
-        """Return the least recently used segment without holds."""
+        """Return the number of the least recently used segment without holds."""
         candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
         coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
         return coldest.shape.number if coldest else None
 
     def after(self, segment: int, slot: int) -> Iterator[Record]:
-        """Yield records in the order of their slots, starting with this slot."""
+        """Yield the records of all objects in the order of their slots, starting with this slot."""
         for number in sorted(n for n in self._segments if n >= segment):
             entries = self._segments[number].slots
             for entry in entries[slot if number == segment else 0 :]:

@@ -1,14 +1,17 @@
 """SlotClient: uses the slots of a folder that another process owns (owner.py).
 
-A client belongs to one owner. If the connection ends, every method raises ConnectionError, and the caller continues
-with the next owner (participant.py). A thread of the client must not write to a slot that the next owner, or the same
-owner after a lost connection, has given to another process:
+A client is connected to one owner. If the connection ends, every method raises ConnectionError, and the caller
+continues with the next owner (participant.py). A thread of the client may still be about to write to a slot. By then,
+an owner may have given the slot to another process. Locks prevent this:
 
-    thread of the client           lock the slot -> is the connection open, and the socket that of my owner?
-                                     no -> ConnectionError; yes -> write the payload, unlock the slot
-    an owner that frees slots      (new socket, or the connection has ended) -> is the slot locked? -> free it later
+    client, before a write      1. lock the slot
+                                2. check that the connection is open and that the folder still has the owner's socket;
+                                   otherwise raise ConnectionError
+                                3. write the payload and unlock the slot
+    owner, before it frees      1. the connection has ended, or this new owner has created its socket
+    slots of a lost client      2. if the slot is locked, free it later
 
-The lock is a byte-range lock of an open file, which the kernel removes if the process ends.
+The lock is a byte-range lock of an open file. The kernel removes it if the process ends.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from kvtier.storage.store import ObjectResult, ObjectStatus
 class SlotClient:
     """The counterpart of SlotAllocator in a process that does not own the folder. Thread-safe.
 
-    Reads and writes have a connection each, so that lookups do not wait while the owner makes room for a write.
+    There is one connection for reads and one for writes, so that lookups do not wait while the owner makes room.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class SlotClient:
         self._call(self._writes, ["limit", max_bytes])
 
     def close(self) -> None:
-        """Close the connections. The owner releases what this process holds."""
+        """Close the connections. The owner then releases the holds and slots of this process."""
         self.is_lost = True
         for connection in (self._reads, self._writes):
             connection.close()
@@ -86,7 +89,7 @@ class SlotClient:
     def _entry(self, data: bytes, slot_bytes: int) -> Entry | None:
         record = self._record(data)
         if record is None:
-            return None  # sealed with another secret; the owner keeps the hold until the connection ends
+            return None  # sealed with another secret, so it cannot be used; its hold ends with the connection
         self._slot_bytes[record.segment] = slot_bytes
         return Entry(record, slot_bytes)
 
@@ -150,7 +153,7 @@ class SlotClient:
         try:
             self._call(self._writes, ["sync"])
         except OSError as error:
-            return [] if isinstance(error, ConnectionError) else [error]  # another owner syncs everything at its close
+            return [] if isinstance(error, ConnectionError) else [error]  # the next owner syncs everything at its close
         return []
 
     # --- payloads
@@ -174,7 +177,7 @@ class SlotClient:
         self._transfer(place, write)
 
     def _transfer(self, place: SlotRef, operation: Any) -> int:
-        """Open the slots file for one transfer. A file that stays open would keep its space after its deletion."""
+        """Open the slots file for one transfer. If it stayed open, deleting it would not free its space."""
         path = os.path.join(self._folder, slots_name(place.segment))
         while True:
             is_direct = self._direct
@@ -194,9 +197,9 @@ class SlotClient:
                 self._direct = False  # the filesystem has no direct I/O
 
     def check_owner(self) -> None:
-        """Raise ConnectionError if the owner has changed, so that a slot may have been reused while it was read."""
+        """Raise ConnectionError if the owner has changed. A slot may then have been reused while it was read."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
-            self._end()  # also if the owner runs but its socket was deleted: every later check would fail
+            self._end()  # the owner may still run, but without its socket every later check would fail
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")
 
     def _call(
@@ -231,8 +234,11 @@ class _Connection:
             raise
 
     def call(self, values: Values, data: bytes, *, is_answered: bool) -> tuple[list[Any], bytes]:
-        """Send a request and return the reply. Raise OSError if the owner's disk failed, ConnectionError if the
-        connection ended or the owner did not answer in time."""
+        """Send a request and return the reply.
+
+        Raise OSError if the disk of the owner failed. Raise ConnectionError if the connection ended or the owner did
+        not answer in time.
+        """
         with self._lock:
             if self._is_ended:
                 raise ConnectionResetError("the connection to the owner of the folder has ended")
@@ -248,7 +254,7 @@ class _Connection:
         return results, blob
 
     def end(self) -> None:
-        """End the connection. A thread that waits for a reply gets an error."""
+        """End the connection. A thread that is waiting for a reply gets a ConnectionError."""
         self._is_ended = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""File operations of the disk store, in one class, so that tests can record, delay, fail and replay them."""
+"""Files: all file operations of the disk store in one class, so that tests can record, delay, fail and replay them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
-_MAX_BUFFERS = 1024  # of one call, IOV_MAX of Linux
+_MAX_BUFFERS = 1024  # maximum number of buffers in one call: IOV_MAX of Linux
 _LOCK = struct.Struct("hhqqi4x")  # struct flock of Linux
 
 
 class Files:
-    """File operations by descriptor. All methods raise OSError on failure. Partial reads and writes are continued."""
+    """File operations by descriptor. All methods raise OSError on failure. Partial reads and writes are completed."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
-        """Open a file for reading and writing. `direct` bypasses the page cache, or raises if that is not supported."""
+        """Open a file for reading and writing. `direct` bypasses the page cache; not every filesystem supports it."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
@@ -29,7 +29,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer and return the number of bytes read. At the end of the file, the buffer is filled in part."""
+        """Fill the buffer and return the number of bytes read, which is smaller only at the end of the file."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -60,7 +60,7 @@ class Files:
             os.ftruncate(descriptor, nbytes)  # without a reservation, writing a slot may fail on a full disk
 
     def lock(self, descriptor: int, start: int, nbytes: int) -> None:
-        """Lock bytes of a file against other open files, until the descriptor is closed or the process ends."""
+        """Lock bytes of a file until the descriptor is closed. Raise OSError if another open file has locked them."""
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
 
     def is_locked(self, descriptor: int, start: int, nbytes: int) -> bool:

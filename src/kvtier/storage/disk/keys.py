@@ -1,19 +1,21 @@
 """TenantKeys: the folder with the keys of an encrypted disk store, one file per tenant.
 
-    secret of the operator, 32 bytes, not in this folder
-        |-- name of the file: keyed digest of the tenant's name
-        '-- wraps --> key of the tenant, 32 random bytes --> seals records and payloads (sealing.py)
+    secret of the operator (32 bytes, not in this folder)
+        |-- determines the name of each file: a keyed digest of the tenant's name
+        '-- encrypts --> key of the tenant (32 random bytes) -- encrypts --> records and payloads (sealing.py)
 
     at  bytes  field of a key file
      0      8  magic
      8      2  format version
     10      6  zeros
-    16     16  key id, random; each sealed record contains the id of its key
-    32      -  [nonce 12 | key and name of the tenant, encrypted 32 + n | tag 16], bound to the first 32 bytes
+    16     16  random key id; each sealed record contains the id of its key
+    32     12  nonce
+    44 32 + n  encrypted: key of the tenant, and name of the tenant with n bytes
+     -     16  tag, which also authenticates the first 32 bytes
 
-Deleting a file makes everything that the tenant stored unreadable, at once and also for a running store. The next write
-of the tenant creates another key with another id. A file is complete when it gets its name, and it never changes, so
-several processes can use one folder.
+Deleting a file makes everything that the tenant stored unreadable at once, even for a running store. The next write of
+the tenant creates a new key with a new id. A file is complete when it gets its name, and it never changes. Several
+processes can therefore use one folder.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class TenantKey:
     cipher: Cipher
     path: str
     stamp: tuple[int, int] | None
-    """Identifies the file, so that a replaced file is detected."""
+    """Identifies the version of the file, so that a deleted or replaced file is detected."""
 
 
 class TenantKeys:
@@ -61,9 +63,9 @@ class TenantKeys:
         self._by_id: dict[bytes, TenantKey] = {}
         self._by_tenant: dict[bytes, TenantKey] = {}
         self._stamp: tuple[int, int] | None = None
-        """Stamp of the folder when it was read."""
+        """Stamp of the folder when the keys were last read."""
         self.foreign_ids: frozenset[bytes] = frozenset()
-        """Ids of keys in the folder that this secret does not open."""
+        """Ids of the keys in the folder that this secret cannot decrypt."""
         try:
             if os.path.exists(folder) and (mode := os.stat(folder).st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
                 raise StoreError(
@@ -76,12 +78,12 @@ class TenantKeys:
 
     @property
     def tenants(self) -> list[bytes]:
-        """Names of the tenants whose keys this secret opens."""
+        """Names of the tenants whose keys this secret can decrypt."""
         with self._lock:
             return sorted(self._by_tenant)
 
     def key_for(self, tenant: bytes) -> TenantKey:
-        """Return the key for new objects of a tenant. Create and sync the key if there is none."""
+        """Return the key for new objects of a tenant. If there is none, create it and flush it to the disk."""
         with self._lock:
             key = self._by_tenant.get(tenant)
             if key is None or not self._is_current(key):
@@ -89,7 +91,7 @@ class TenantKeys:
             return key
 
     def find(self, key_id: bytes) -> TenantKey | None:
-        """Return the key with this id, or None if its file was deleted or was sealed with another secret."""
+        """Return the key with this id, or None if its file was deleted or was encrypted with another secret."""
         with self._lock:
             if key_id not in self._by_id and self._files.stamp(self._folder) != self._stamp:
                 self._load()
@@ -157,7 +159,7 @@ class TenantKeys:
             try:
                 if self._files.stamp(path) is not None:
                     return self._remember(self._read(path))
-            except FormatError:  # damaged; other secrets have other file names
+            except FormatError:  # the file is damaged: a file of another secret would have another name
                 self._files.unlink(path)
             self._create(path, tenant)
         return self._remember(self._read(path))
@@ -179,10 +181,10 @@ class TenantKeys:
             pass  # another process was faster
         finally:
             self._files.unlink(temporary)
-        self._files.sync_folder(self._folder)  # objects that were sealed with a lost key would be lost too
+        self._files.sync_folder(self._folder)  # if a power failure lost the key, its objects would be lost too
 
     def _read(self, path: str) -> TenantKey:
-        """Read a key file. Raise FormatError if it is damaged or was sealed with another secret."""
+        """Read a key file. Raise FormatError if it is damaged or was encrypted with another secret."""
         stamp, data = self._files.stamp(path), self._content(path)
         _, key_id = _parse(data)
         opened = self._wrapping.open(data[_HEAD.size :], data[: _HEAD.size])

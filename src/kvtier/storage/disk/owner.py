@@ -1,4 +1,4 @@
-"""SlotServer: the owner of a folder manages slots for other processes. They read and write payloads themselves.
+"""SlotServer: manages slots for other processes in the owner of a folder. They read and write the payloads themselves.
 
     other process                         owner                          files
       hold(keys)        ------------->    holds objects
@@ -6,13 +6,14 @@
       reads payloads    ------------------------------------------->     slots
       release(places)   ------------->    releases objects
 
-      reserve(record)   ------------->    reserves a slot, evicts        table (blank)
-                        <-------------    place
+      reserve(record)   ------------->    reserves a slot,               table (blank records)
+                        <-------------    evicts objects if necessary
       writes payload    ------------------------------------------->     slots
       commit(records)   ------------->    publishes                      table (records)
 
-If a process ends, the kernel closes its connections. The owner then releases its holds and frees its slots. A slot that
-a thread of a living process still writes to is locked by a byte-range lock, and is freed later (space.py).
+If a process ends, the kernel closes its connections. The owner then releases the holds of the process and frees its
+reserved slots. A connection can also end while a thread of the process is still writing to a slot. Such a slot is
+locked by a byte-range lock, and the owner frees it later (space.py).
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from kvtier.storage.store import KEY_BYTES
 _CREDENTIALS = struct.Struct("3i")
 _SEALED = Seal(bytes(16))
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
-"""Errors of accept that end without a change of the socket."""
+"""Temporary errors of `accept`, for example a lack of descriptors. Later calls can succeed."""
 _RETRY_S = 0.1
 
 
 class SlotServer:
-    """The socket of the owner, with one thread for new connections and one per connection.
+    """The socket of the owner. One thread accepts connections, and one thread per connection answers requests.
 
-    The socket gets its name in the constructor, before the owner looks for slots that are still written to: a process
-    that finds another socket in the folder does not start to write. `start` answers requests.
+    The constructor creates the socket in the folder, before the owner looks for slots that clients of the previous
+    owner still write to. From then on these clients start no new writes, because they find another socket in the
+    folder. `start` begins to accept connections.
     """
 
     def __init__(self, folder: str) -> None:
@@ -85,15 +87,15 @@ class SlotServer:
             self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """End all connections and wait for the requests that are being answered. The folder must still be locked.
+        """End all connections and wait for running requests. The caller must still hold the lock of the folder.
 
-        Return False if a request hangs.
+        Return False if a request does not end within `timeout_s`.
         """
         with self._lock:
             listener, self._listener = self._listener, None
         self._is_closing.set()
         if listener is not None:
-            if socket_stamp(self._folder) == self._stamp:  # otherwise the folder was replaced and has another owner
+            if socket_stamp(self._folder) == self._stamp:  # otherwise the socket belongs to the owner of a new folder
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self._folder, SOCKET))
             with contextlib.suppress(OSError):
@@ -143,8 +145,7 @@ def _abandon(reference: weakref.ref[SlotServer]) -> None:
 
 
 class _Session:
-    """One connection, with the holds and the reserved slots of the other side. Its thread answers one request at a
-    time."""
+    """One connection, with the holds and reserved slots of its client. A thread answers one request at a time."""
 
     def __init__(self, connection: socket.socket, slots: SlotAllocator, greeting: Values) -> None:
         self.connection, self._slots, self._greeting = connection, slots, greeting
@@ -181,7 +182,7 @@ class _Session:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread. Return False if it hangs."""
+        """Wait for the thread. Return False if it does not end in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -192,7 +193,7 @@ class _Session:
                 values, data = receive(self.connection)
                 self._answer(values, data)
         except (OSError, ValueError, KeyError, FormatError):
-            pass  # the other side has ended, or does not speak this protocol
+            pass  # the client has ended, or does not use this protocol
         finally:
             self.connection.close()
             self._clean_up()
@@ -212,7 +213,7 @@ class _Session:
     def _clean_up(self) -> None:
         self._slots.release([entry for entries in self._held.values() for entry in entries])
         self._slots.give_back(self._reserved)
-        with contextlib.suppress(OSError):  # the slots are then not reused
+        with contextlib.suppress(OSError):  # slots that cannot be blanked are not reused
             self._slots.wipe(self._discarded)
 
     # --- requests
@@ -226,7 +227,7 @@ class _Session:
         for entry in entries:
             record = BLANK if entry is None else pack_record(entry.record, self._slots.keys)
             if entry is not None and record == BLANK:
-                self._slots.forget(entry)  # its key was deleted
+                self._slots.forget(entry)  # the encryption key of the object was deleted
                 self._slots.release([entry])
             elif entry is not None:
                 self._held.setdefault(entry.place, []).append(entry)
@@ -238,7 +239,7 @@ class _Session:
         self._slots.release([self._held[place].pop() for place in places if self._held.get(place)])
 
     def _end_hold(self, action: Callable[[Entry], None], values: list[Any], _: bytes) -> tuple[Values, bytes]:
-        """Remove a held object. The hold itself is released later."""
+        """Call `action` for objects that the client holds. The client releases the holds later."""
         for place in _places(values):
             entries = self._held.get(place)
             if entries:
@@ -264,7 +265,7 @@ class _Session:
         for each in split(data, RECORD_BYTES):
             record = unpack_record(each, self._slots.keys)
             if not isinstance(record, Record) or SlotRef(record.segment, record.slot) not in self._reserved:
-                raise OSError(22, "the record is not readable for the owner of the folder, or its slot is not reserved")
+                raise OSError(22, "the owner of the folder cannot read the record, or its slot is not reserved")
             packed[SlotRef(record.segment, record.slot)] = each
             records.append(record)
         self._reserved -= packed.keys()

@@ -1,10 +1,11 @@
-"""Participant: the part of one store in the use of a folder by several processes.
+"""Participant: the role of one store, owner or client, in a folder that several processes use.
 
-    no owner --lock the folder--> owner: SlotAllocator, SlotServer ----close() or end of the process----> unlocked
-       |                                                                                                     |
-       +--folder is locked, connect--> client: SlotClient --connection lost--> lock the folder, or connect --+
+    start  --the folder is unlocked: lock it-----------> owner (SlotAllocator and SlotServer)
+    start  --the folder is locked: connect to its owner> client (SlotClient)
+    client --connection lost---------------------------> start, at the next call
+    owner  --close() or end of the process-------------> the folder is unlocked
 
-The first process that opens a folder owns it. Another one takes over when the owner has ended, with its next call.
+The first process that opens a folder owns it. When the owner has ended, the next process that makes a call takes over.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from kvtier.storage.disk.space import SlotAllocator
 
 _POLL_S = 0.005
 _MAX_SILENCE_S = 2.0
-"""A process that has locked a folder has a socket at once. Without one, it is of an earlier version, on another
-machine, or is closing the store."""
+"""Longest wait for the socket of a locked folder. An owner creates its socket directly after it has locked the folder.
+If there is no socket, the owner is closing the store, runs an earlier version of kvtier, or is on another machine."""
 
 
 class Participant:
     """Owns a folder or uses the slots of its owner. Thread-safe.
 
-    `own` opens the locked folder, `connect` connects to its owner.
+    `own` is called to open the folder after locking it, and `connect` to connect to the owner.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class Participant:
         self._folder_lock: FolderLock | None = None
         self._server: SlotServer | None = None
         self.client: SlotClient | None = None
-        """The connection to the owner, if another process owns the folder. It may be lost."""
+        """The client of the owner, if another process owns the folder. Its connection may be lost."""
         self.owned: SlotAllocator | None = None
-        """The slots, if this process owns the folder. It then stays the owner until it is closed."""
+        """The slots, if this process owns the folder. It stays the owner until the store is closed."""
 
     def open(self) -> None:
-        """Own the folder or connect to its owner. Raise StoreError if that fails."""
+        """Become the owner of the folder or connect to its owner. Raise StoreError if both fail."""
         try:
             self.slots()
         except OSError as error:
@@ -53,7 +54,7 @@ class Participant:
     def slots(self, patience_s: float = _MAX_SILENCE_S) -> SlotAllocator | SlotClient:
         """Return the slots. Connect to the owner or take over the folder, if necessary.
 
-        Raise StoreError if the folder cannot be opened, or is locked by a process without a socket for `patience_s`;
+        Raise StoreError if the folder cannot be opened, or if it is locked but has no socket for `patience_s`. Raise
         OSError if the owner does not answer.
         """
         if self.owned is not None:
@@ -97,7 +98,7 @@ class Participant:
         return owned
 
     def leave(self, timeout_s: float) -> bool:
-        """End the connections of other processes, or to the owner. Return False if a request hangs."""
+        """End all connections of the owner, or the connection of a client. Return False if a request hangs."""
         if self._server is not None:
             return self._server.close(timeout_s)
         if self.client is not None:

@@ -1,13 +1,13 @@
-"""Open the folder of a disk store: lock the folder, check versions, and rebuild the index.
+"""Opens the folder of a disk store: locks the folder, checks versions, and rebuilds the index.
 
-    LOCK                  locked, like the folder, by the process that opened the store; contains the process id
-    segment-00000012.*    segments (segment.py); slots without a table, and a table without slots, are deleted
-    quarantine/           segments with unreadable tables, unchanged; kept until the operator deletes them
+    LOCK                  contains the process id of the owner, which locks this file and the folder
+    segment-00000012.*    files of a segment (segment.py); incomplete segments are deleted
+    quarantine/           segments with unreadable tables; they are kept until the operator deletes them
     keys/                 keys of the tenants, if the store is encrypted (keys.py)
-    anything else         is not touched
+    other files           are ignored
 
-The index is rebuilt from the tables of the segments; no payload is read. If two records have the same key, the later
-record is valid. The earlier record is blanked, so that its object cannot reappear.
+The index is rebuilt from the tables of the segments, without reading payloads. If two records have the same key, the
+later record is valid. The earlier record is blanked, so that its object cannot reappear.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno
 class FolderLock:
     """The lock of a store's folder, held until `release` or the end of the process.
 
-    The folder itself is locked, so that deleting the file LOCK does not unlock the folder. LOCK is locked too, because
-    earlier versions lock only LOCK. Both locks are flock(2) locks, which also exclude a second store in this process.
-    POSIX locks would not exclude it, and closing any descriptor of the file drops them. A forked child shares flock
-    locks and could keep the folder locked. A fork hook therefore closes the child's descriptors, and `release` unlocks
-    before it closes the descriptors. The hook cannot be unregistered, so it has only a weak reference to the lock.
+    The folder itself is locked, so that deleting the file LOCK does not unlock it. The file LOCK is locked too, because
+    earlier versions lock only this file.
+
+    Both are flock(2) locks, which also exclude a second store in the same process. POSIX locks would not exclude it,
+    and closing any descriptor of the file would drop them.
+
+    A forked child shares flock locks and could keep the folder locked. A fork hook therefore closes the descriptors in
+    the child, and `release` unlocks before it closes them. The hook cannot be unregistered, so it has only a weak
+    reference to this object.
     """
 
     def __init__(self, folder: str) -> None:
@@ -124,13 +128,15 @@ def _forget(reference: weakref.ref[FolderLock]) -> None:
 
 @dataclass(slots=True)
 class Recovered:
+    """The contents of an opened folder."""
+
     segments: dict[int, Segment] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    """Objects, in the order in which they were stored."""
+    """Valid objects, in the order in which they were stored."""
     quarantined: list[Record] = field(default_factory=list)
-    """Objects that an earlier process found corrupt."""
+    """Objects that an earlier process marked as corrupt."""
     foreign: list[SlotRef] = field(default_factory=list)
-    """Slots that are encrypted with keys of another secret."""
+    """Slots whose objects this process cannot decrypt, because their keys need another secret."""
     num_bad: int = 0
     """Number of unreadable records and tables."""
     quarantine_bytes: int = 0
@@ -139,10 +145,10 @@ class Recovered:
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
-    """Open all segments of a folder. Segments larger than `max_bytes` are deleted.
+    """Open all segments of a folder. Delete segments larger than `max_bytes`.
 
-    Raises, before any change, VersionError if a segment is from a newer kvtier, and StoreError if segments are
-    encrypted and there are no keys, or the other way round.
+    Raise VersionError if a newer kvtier has written a segment. Raise StoreError if the segments are encrypted and
+    `keys` is None, or if they are not encrypted and there are keys. These errors leave the folder unchanged.
     """
     if keys is not None:
         keys.reload()  # a record whose key is unknown counts as deleted
@@ -163,7 +169,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: Te
                 found.quarantine_bytes += _set_aside(files, folder, number, names)
                 found.num_bad += 1
                 continue
-            if slots_name(number) not in names:  # only the deletion of the slots file reached the disk
+            if slots_name(number) not in names:  # a power failure interrupted the deletion of the segment
                 files.unlink(os.path.join(folder, table_name(number)))
                 continue
             if shape.file_bytes > max_bytes:
@@ -200,7 +206,7 @@ def _check_sealing(folder: str, shapes: Sequence[SegmentHeader], keys: TenantKey
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return the header of a segment, or None if the header is invalid or both files are too short."""
+    """Return the header of a segment. Return None if it is invalid, or if both files are too short for its slots."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

@@ -1,20 +1,22 @@
-"""Encrypted objects of a disk store. Records and payloads are sealed with the key of their tenant (keys.py).
+"""Encryption of objects in a disk store. Records and payloads are encrypted with the key of their tenant (keys.py).
 
-A sealed record has 256 bytes like a plain one, but format version 2. A segment of version 2 has only sealed records.
+"Sealed" means encrypted and authenticated. A sealed record has 256 bytes like a plain one, but format version 2. All
+records in a segment of version 2 are sealed.
 
      at  bytes  field
       0     32  as in a plain record: magic, version, flags, size of the token ids, sequence, segment, slot
      32     16  key id
-     48     12  nonce
-     60    140  encrypted: bytes 32 to 143 of the plain record, nonce 12 and tag 16 of the payload
-    200     16  tag, which also authenticates bytes 0 to 47
+     48     12  nonce of this record
+     60    140  encrypted: bytes 32 to 143 of the plain record, then nonce (12) and tag (16) of the payload
+    200     16  tag of this record, which also authenticates bytes 0 to 47
     216     36  zeros
     252      4  CRC-32 of the first 252 bytes
 
-The slot contains payload and token ids in one encrypted piece of the same size, since its tag is in the record. A tag
-after the payload would move objects of a round size to larger slots. The checksum in the record covers only the first
-4096 bytes of the payload; it distinguishes versions of an object. Readers of the disk see sizes of slots, times
-and which objects have the same key id, but no block keys.
+The slot contains payload and token ids, encrypted together. Their size does not change, because the tag is in the
+record. With a tag after the payload, an object that exactly fills a slot would need a larger one.
+
+The checksum in the record covers only the first 4096 bytes of the payload. It distinguishes versions of an object.
+A reader of the disk sees the sizes of slots, times, and which objects have the same key id, but no block keys.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ _CRC = struct.Struct("<I")
 
 
 class Unreadable(Enum):
-    """Reason why an intact record cannot be opened."""
+    """Reason why a record cannot be decrypted although it is intact."""
 
     DELETED = "the key was deleted"
-    FOREIGN = "the key was wrapped with another secret"
+    FOREIGN = "the key was encrypted with another secret"
 
 
 def seal_payload(
     key: TenantKey, record: Record, stored: memoryview, token_ids: bytes, scratch: Scratch
 ) -> tuple[Record, list[memoryview]]:
-    """Encrypt an object into scratch memory. Return the record with the seal, and the buffer to write to the slot."""
+    """Encrypt an object in scratch memory. Return the record with the seal, and the buffer to write to the slot."""
     total = record.total_bytes
     page = scratch.take(round_up(total + TAG_BYTES))
     data = b"".join((stored, token_ids)) if token_ids else stored
@@ -62,9 +64,10 @@ def seal_payload(
 
 
 def open_payload(key: TenantKey, record: Record, room: memoryview, num_read: int) -> memoryview:
-    """Decrypt the bytes of a slot. They are at the start of `room`, which must have `room_bytes(record)` bytes.
+    """Decrypt the bytes of a slot, and return them as a part of `room`.
 
-    Raise FormatError if the bytes were changed.
+    `room` must have `room_bytes(record)` bytes, and the first `num_read` of them are the bytes of the slot. Raise
+    FormatError if these bytes were changed on the disk.
     """
     total, seal = record.total_bytes, record.seal
     assert seal is not None
@@ -77,7 +80,7 @@ def open_payload(key: TenantKey, record: Record, room: memoryview, num_read: int
 
 
 def room_bytes(record: Record) -> int:
-    """Return the size of the memory that `open_payload` needs: the sealed bytes, and then the opened bytes."""
+    """Return the size of the memory that `open_payload` needs for the encrypted and the decrypted bytes."""
     return round_up(record.total_bytes + TAG_BYTES) + round_up(record.total_bytes + 1)
 
 
@@ -99,7 +102,7 @@ def seal_record(record: Record, key: TenantKey) -> bytes:
 
 
 def unpack_record(data: bytes, keys: TenantKeys | None) -> Record | Unreadable:
-    """Return the record in 256 bytes; FormatError if they are invalid. With `keys`, the record must be sealed."""
+    """Decode the 256 bytes of a record. With `keys`, it must be sealed. Raise FormatError if the bytes are invalid."""
     if keys is None:
         return Record.unpack(data)
     if len(data) != RECORD_BYTES or data[:8] != MAGIC or data[8:10] != _VERSION.pack(VERSION):

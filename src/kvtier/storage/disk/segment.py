@@ -1,4 +1,4 @@
-"""A segment: slots of equal size in one preallocated file, and the table of their records in another file.
+"""Segment: slots of equal size in one preallocated file, and a table with their records in another file.
 
     segment-00000012.kv      each slot: payload | token ids | unused bytes
     segment-00000012.table   superblock of 4096 bytes | one record of 256 bytes per slot (record.py)
@@ -19,8 +19,10 @@ Superblock, little-endian:
 
 The payload is written before the record, so a process that dies while it writes a payload leaves no record. The record
 is blanked before the slot is written again. If the disk reordered these writes before a power failure, the checksum in
-the record does not match the payload. A table gets its final name when its superblock and all slots are on disk. Slots
-without a table, and a table without slots, are therefore the remains of an interrupted creation or deletion.
+the record does not match the payload.
+
+A table gets its final name when its superblock and all slots are on disk. If only one of the two files exists, the
+creation or deletion of the segment was interrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ MAGIC = b"\x89KVSEG\r\n"
 VERSION = 2
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
-"""Maximum per segment (64 GiB of the smallest slots). It limits allocations that a damaged superblock can cause."""
+"""Maximum per segment, or 64 GiB of the smallest slots. A damaged superblock cannot cause larger allocations."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _Memory = TypeVar("_Memory")
@@ -62,7 +64,7 @@ def table_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """Return the segment number in a file name; None for other files."""
+    """Return the segment number in the name of a file. Return None if the file does not belong to a segment."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -103,7 +105,7 @@ class SegmentHeader:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> SegmentHeader:
-        """Return the header in a superblock; FormatError if it is invalid."""
+        """Decode a superblock. Raise FormatError if it is invalid."""
         if len(data) < SUPERBLOCK_BYTES:
             raise FormatError(f"a superblock has {SUPERBLOCK_BYTES} bytes, but the file has {len(data)}")
         magic, version, record_bytes, number, slot_bytes, num_slots = _FIELDS.unpack_from(data)
@@ -124,13 +126,13 @@ class TableContents(NamedTuple):
 
     records: list[Record]
     num_bad: int
-    """Number of invalid records. They were blanked."""
+    """Number of invalid records. `read_table` has blanked them."""
     foreign: list[int]
-    """Slots whose records are sealed with keys that the secret of this store does not open."""
+    """Slots whose records cannot be decrypted, because their keys need another secret."""
 
 
 class Segment:
-    """The open files of a segment. They need no lock, because only the holder of a slot accesses the slot."""
+    """The open files of a segment. There is no lock, because each slot is accessed only by threads that hold it."""
 
     def __init__(self, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> None:
         self._files, self._folder = files, folder
@@ -160,7 +162,7 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
-        """Create the files of a segment, then rename the table to its final name. After an error, delete the files."""
+        """Create the files of a segment, then rename the table to its final name. If that fails, delete the files."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []
         try:
@@ -200,7 +202,7 @@ class Segment:
             self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
 
     def is_locked(self, slot: int, count: int = 1) -> bool:
-        """True if another process, or a thread with another open file, writes to one of these slots."""
+        """True if a client is writing to one of these slots, and has therefore locked it."""
         size = self.shape.slot_bytes
         return self._files.is_locked(self._slots, slot * size, count * size)
 
@@ -213,7 +215,7 @@ class Segment:
     def read_table(self, slots_bytes: int, keys: TenantKeys | None = None) -> TableContents:
         """Read all records. Blank invalid records, and records whose keys were deleted.
 
-        `slots_bytes` is the length of the slots file. A truncated file is extended, so that its slots are usable.
+        `slots_bytes` is the length of the slots file. If the file was truncated, it is extended to its full length.
         """
         shape = self.shape
         table = bytearray(shape.num_slots * RECORD_BYTES)
@@ -247,9 +249,9 @@ class Segment:
         return record if here and record.total_bytes <= self.shape.slot_bytes else None
 
     def write_records(self, slot: int, data: bytes) -> None:
-        """Write records or blanks for this slot and the following slots into the table.
+        """Write the records or blanks of this slot and the following slots into the table.
 
-        No record crosses a page, so a killed process has written each record completely or not at all.
+        No record crosses a page. If the process is killed, each record is therefore written completely or not at all.
         """
         self._files.write(self._table, [data], SUPERBLOCK_BYTES + slot * RECORD_BYTES)
 
@@ -269,5 +271,5 @@ class Segment:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = None  # some filesystems accept O_DIRECT, but refuse the I/O
+                self._direct = None  # some filesystems open files with O_DIRECT but then refuse direct I/O
         return operation(self._slots, memory, offset)

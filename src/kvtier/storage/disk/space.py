@@ -24,17 +24,20 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is healthy but full."""
 ALREADY_STORED = ObjectResult(ObjectStatus.STORED, reason="already stored")
 _MAX_NAMES = 100
-"""Maximum number of segment numbers that one write tries. The next write continues with the following number."""
+"""Maximum number of segment numbers that one write tries if their file names are in use."""
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return the slot size for an object. Sizes are rounded up by at most a sixteenth, so that few sizes occur."""
+    """Return the slot size for an object. It is up to a sixteenth larger than the object, so that few sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
 class SlotAllocator:
-    """Slots for objects. The lock protects metadata and is never held during I/O, so that a hanging disk blocks only
-    the threads that access the disk. Only one thread at a time makes room."""
+    """Slots for objects, with their files.
+
+    `_lock` protects the metadata. It is never held during I/O, so that a hanging disk blocks only the threads that
+    access the disk. `_growth` ensures that only one thread at a time creates or deletes segments and evicts objects.
+    """
 
     def __init__(
         self,
@@ -58,17 +61,17 @@ class SlotAllocator:
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments whose blanked records are possibly not on disk yet."""
+        """Segments with blanked records that may not be on the disk yet."""
         self._unsynced: set[int] = set()
-        """Segments whose objects are possibly not on disk yet. Processes that share a folder can differ in this."""
+        """Segments with objects that may not be on the disk yet, because some processes of the folder do not sync."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
         self._discarded: dict[SlotRef, Entry] = {}
-        """Objects removed by `discard`, whose records are not blanked yet."""
+        """Objects that `discard` has removed but whose records are not blanked yet."""
         self._folder_id = self._find_folder()
         self._late: set[SlotRef] = set()
-        """Free slots to which a client that lost its connection still writes. They are held like reserved slots."""
+        """Slots to which a client is still writing although its connection ended. They become free later."""
         try:
             self._recover(sync)
         except OSError as error:
@@ -94,7 +97,7 @@ class SlotAllocator:
             self._catalog.add_segment(segment.shape, [*occupied, *late], last)
         for record in found.records:
             self._catalog.publish(record)
-        if sync:  # writes of an earlier process can still be in the page cache, and must become durable
+        if sync:  # flush writes of an earlier process that may still be in the page cache
             self.sync_slots(self._segments)
             self.sync_tables(self._segments)
         else:
@@ -102,7 +105,7 @@ class SlotAllocator:
         self._trim()
 
     def limit(self, max_bytes: int) -> None:
-        """Lower the limit of all files together to that of another process, if it is smaller."""
+        """Lower the size limit of the folder to the limit of another process, if that is smaller."""
         with self._growth:
             if max_bytes < self._max_bytes:
                 self._max_bytes = max_bytes
@@ -110,7 +113,7 @@ class SlotAllocator:
                 self._trim()
 
     def _trim(self) -> None:
-        """Delete segments beyond the limit, the least recently used first. Segments in use stay."""
+        """Delete the least recently used segments until the files are within the limit. Keep segments in use."""
         while self.used_bytes > self._max_bytes:
             with self._lock:
                 coldest = self._catalog.coldest_segment()
@@ -119,7 +122,7 @@ class SlotAllocator:
             self._drop(coldest)
 
     def _late_slots(self, segment: Segment, occupied: Sequence[int]) -> set[int]:
-        """Return the free slots to which clients of the previous owner still write."""
+        """Return the free slots to which clients of the previous owner are still writing."""
         if not segment.is_locked(0, segment.shape.num_slots):
             return set()
         return {n for n in set(range(segment.shape.num_slots)).difference(occupied) if segment.is_locked(n)}
@@ -136,7 +139,7 @@ class SlotAllocator:
             return [self._catalog.find(key) is not None for key in keys]
 
     def hold(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return the objects of these keys. The bytes of an object do not change until `release`."""
+        """Return the objects with these keys, or None. The bytes of an object do not change until `release`."""
         with self._lock:
             entries = [self._catalog.find(key) for key in keys]
             for entry in entries:
@@ -145,7 +148,7 @@ class SlotAllocator:
             return entries
 
     def _use_same(self, record: Record, sync: bool) -> bool:
-        """True if an equal object is stored. The check counts as a use."""
+        """True if an equal object is stored. This counts as a use of the object. With `sync`, flush it."""
         with self._lock:
             entry = self._catalog.find(record.key)
             if entry is None or not record.is_same_object(entry.record):
@@ -185,8 +188,12 @@ class SlotAllocator:
             return range(self._sequence - count + 1, self._sequence + 1)
 
     def reserve(self, record: Record, *, sync: bool) -> SlotRef | ObjectResult:
-        """Return a slot with a blank record for an object, or the result if the object is stored or there is no slot.
-        Evicts objects if space is short. With `sync`, a stored object is on disk. Sealed objects are not compared."""
+        """Reserve a slot for an object. Evict other objects if space is short.
+
+        Return a slot whose record is blank. Return a result instead if an equal object is already stored or if there is
+        no room. With `sync`, an already stored object is flushed to the disk. A sealed object is never compared with
+        the stored one.
+        """
         if record.seal is None and self._use_same(record, sync):
             return ALREADY_STORED
         refusal = self._budget.take(round_up(record.total_bytes) + RECORD_BYTES)
@@ -204,8 +211,10 @@ class SlotAllocator:
         return self._segments[place.segment].shape.slot_bytes
 
     def commit(self, packed: Mapping[SlotRef, bytes], records: Sequence[Record], *, sync: bool) -> None:
-        """Publish objects whose payloads are in their slots. `packed` are their records for the tables. After an
-        OSError before the publication, the slots are free."""
+        """Publish objects whose payloads are in their slots. `packed` contains their records for the tables.
+
+        If writing the records or a sync fails, free the slots and raise OSError.
+        """
         numbers = sorted({place.segment for place in packed})
         try:
             if sync:
@@ -221,7 +230,7 @@ class SlotAllocator:
         self._wipe(self._publish(records))
 
     def _publish(self, records: Iterable[Record]) -> list[Entry]:
-        """Add written objects to the index. Return the objects that they replace, which the caller must `_wipe`."""
+        """Add written objects to the index. Return the objects that they replace. The caller must `_wipe` them."""
         with self._lock:
             replaced = [self._catalog.publish(record) for record in records]
             going = [entry for entry in replaced if entry is not None]
@@ -229,14 +238,14 @@ class SlotAllocator:
         return going
 
     def discard(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
-        """Remove objects from the index. The caller must `wipe` their slots."""
+        """Remove objects from the index and return their slots. The caller must `wipe` the slots."""
         with self._lock:
             entries = [self._catalog.discard(key) for key in keys]
             self._discarded.update((entry.place, entry) for entry in entries if entry is not None)
         return [None if entry is None else entry.place for entry in entries]
 
     def wipe(self, places: Iterable[SlotRef]) -> None:
-        """Blank the records of discarded objects and free their slots. After an OSError the slots are not reused."""
+        """Blank the records of discarded objects and free their slots. If that fails, the slots are never reused."""
         with self._lock:
             entries = [self._discarded.pop(place) for place in places]
         self._wipe(entries)
@@ -267,7 +276,7 @@ class SlotAllocator:
         self._free([entry], lambda: self.write_records({entry.place: pack_record(entry.record, self.keys)}))
 
     def forget(self, entry: Entry) -> None:
-        """Remove an object whose key was deleted."""
+        """Remove an object whose encryption key was deleted."""
         with self._lock:
             if self._catalog.find(entry.record.key) is not entry:
                 return  # removed while it was read
@@ -275,7 +284,7 @@ class SlotAllocator:
         self._wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Free reserved slots that were not published. A slot whose record cannot be blanked is not reused."""
+        """Free reserved slots that were not published. A slot whose record cannot be blanked is never reused."""
         for place in places:
             try:
                 self._blank([place])
@@ -287,7 +296,7 @@ class SlotAllocator:
                 done(place)
 
     def _give_back_late(self) -> None:
-        """Free the late slots to which no client writes any more."""
+        """Free those slots in `_late` to which no client is writing any more."""
         for place in [*self._late]:
             if not self._segments[place.segment].is_locked(place.slot):
                 with self._lock:
@@ -298,13 +307,16 @@ class SlotAllocator:
         blanks = dict.fromkeys(places, BLANK)
         try:
             self.write_records(blanks)
-        finally:  # after the write: otherwise a concurrent sync could mark blanks as synced before they are written
+        finally:  # after the write, so that a concurrent sync does not miss the blanks
             with self._lock:
                 self._blanked.update(place.segment for place in blanks)
 
     def sync_blanks(self) -> None:
-        """Flush blanked records to the disk, after waiting for threads that blank records of replaced objects.
-        A replaced object would otherwise reappear if the power failed after its successor was removed."""
+        """Flush blanked records to the disk.
+
+        First wait for threads that are blanking records of replaced objects. Otherwise a replaced object could reappear
+        if its successor was removed and the power failed.
+        """
         with self._wiped:
             before = frozenset(self._going)
             self._wiped.wait_for(lambda: before.isdisjoint(self._going))
@@ -335,12 +347,13 @@ class SlotAllocator:
         self._segments[place.segment].write_slot(place.slot, buffers)
 
     def check_owner(self) -> None:
-        """Do nothing: slots that are held here are not reused (see SlotClient)."""
+        """Do nothing, because the owner cannot lose its slots. SlotClient has the same method with a check."""
 
     def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
-        """Write packed records, or blanks, into their tables, where they survive the end of the process.
+        """Write packed records or blanks into the tables, where they survive the end of the process.
 
-        Adjacent slots share one write, because this phase of a batch does not overlap with other I/O.
+        The records of adjacent slots are written together. This step is worth optimising, because it does not overlap
+        with other I/O of a batch.
         """
         places = sorted(records)
         starts = [i for i, (number, slot) in enumerate(places) if not i or places[i - 1] != (number, slot - 1)]
@@ -372,7 +385,7 @@ class SlotAllocator:
         return errors
 
     def close(self) -> None:
-        """Close the files. No call may be running."""
+        """Close the files. No other call may be running."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -419,13 +432,13 @@ class SlotAllocator:
                 self._wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
-        """True if a new segment would fit after the deletion of all other segments."""
+        """True if a new segment would fit after all other segments were deleted."""
         needed = self._shape(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes
 
     def _grow(self, slot_bytes: int) -> bool:
-        """Add a segment if there is room. The last segment may be smaller, down to an eighth of the normal size."""
+        """Add a segment. Return False if there is no room even for an eighth of the normal segment size."""
         room = self._max_bytes - self.used_bytes
         segment_bytes = room if self._segment_bytes // 8 <= room < self._segment_bytes else self._segment_bytes
         shape = self._shape(self._last_number + 1, slot_bytes, segment_bytes)
@@ -452,13 +465,15 @@ class SlotAllocator:
         return None if stamp is None else stamp[0]
 
     def _check_folder(self) -> None:
-        """Raise OSError if the folder was deleted or replaced. Its name may then belong to the store of another
-        process, whose segments have the same names."""
+        """Raise OSError if the folder was deleted or replaced.
+
+        A new folder with this name may belong to another store, whose segments have the same names.
+        """
         if self._find_folder() != self._folder_id:
             raise OSError(errno.ESTALE, f"the folder {self._folder!r} was deleted or replaced; open the store again")
 
     def _create(self, shape: SegmentHeader) -> Segment:
-        """Create a segment with the next number whose file names are free. Names can be in use by links or folders."""
+        """Create a segment with the next number whose file names are not in use, for example by links or folders."""
         self._check_folder()
         while True:
             self._last_number += 1

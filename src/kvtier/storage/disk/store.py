@@ -57,9 +57,9 @@ KEYS = "keys"
 """Name of the folder with the keys of an encrypted store, in the folder of the store."""
 FOUND = ObjectResult(ObjectStatus.FOUND)
 _OWNER_ENDED = ObjectResult(ObjectStatus.FAILED, reason="the process that managed the folder has ended")
-"""Compared by identity: the object is planned again, with the next owner."""
+"""Result of an object whose owner has ended. `_call` recognises it by identity and tries again with the next owner."""
 _MIN_ANSWER_S = 1.0
-"""Minimum time for the owner to answer."""
+"""Time that the owner has at least to answer a request."""
 Slots = SlotAllocator | SlotClient
 Views = Sequence[memoryview]
 Item = TypeVar("Item")
@@ -69,19 +69,20 @@ _KEY_DELETED = ObjectResult(ObjectStatus.MISSING, reason="its key was deleted")
 
 
 class Sync(Enum):
-    """The time at which bytes are flushed from the operating system to the disk."""
+    """When bytes are flushed from the operating system to the disk."""
 
     CLOSE = "close"
-    """When the store is closed. Stored objects survive any end of the process. A power failure may damage objects
-    that were stored since the store was opened; the checksums detect the damage."""
+    """Flush when the store is closed. Stored objects survive any end of the process. A power failure may damage objects
+    that were stored since the store was opened, but the checksums detect the damage."""
     WRITE = "write"
-    """Before `write` and `remove` return, so that their results survive a power failure."""
+    """Flush before `write` and `remove` return, so that their results survive a power failure."""
 
 
 def default_threads() -> int:
     """Return two threads per core, at least 8 and at most 16. Some threads verify while others wait for the disk.
 
-    On 2 cores, 8 threads reach 89 % of the rate without verification, and 4 threads 71 % (virtual disk, 2026-11-15).
+    On 2 cores, 8 threads reach 89 % of the rate that is possible without verification, and 4 threads reach 71 %
+    (virtual disk, 2026-11-15).
     """
     return min(16, max(8, 2 * len(os.sched_getaffinity(0))))
 
@@ -91,16 +92,17 @@ class DiskStore:
 
         store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
-    The first process that opens the folder owns it and manages the slots. The others ask it for slots and move their
-    bytes themselves; one of them takes over when it ends. All of them should use the same settings.
+    The first process that opens the folder owns it and manages the slots. The other processes request slots from the
+    owner, but read and write the payloads themselves. When the owner ends, one of them takes over. All processes should
+    use the same settings.
 
-    `max_bytes` limits the size of all files together; the smallest value of all processes counts. `direct` bypasses the
-    page cache if the filesystem supports that, because hot blocks are in the host tier. Each of the `num_threads`
-    threads reads or writes one object at a time.
+    `max_bytes` limits the total size of all files. If processes use different values, the smallest one applies.
+    `direct` bypasses the page cache if the filesystem supports it: hot blocks are in the host tier already. Each of the
+    `num_threads` threads reads or writes one object at a time.
 
-    `secret` (32 bytes, extra `crypto`) encrypts all objects, with one key per tenant. The keys are files in
-    `key_folder`, by default the subfolder `keys`; deleting one deletes the data of a tenant. `bytes_per_day` limits the
-    bytes that are written in 24 hours; 0 means no limit.
+    `secret` (32 bytes) encrypts all objects, with one key per tenant. It needs the extra `crypto`. The keys are files
+    in `key_folder`, by default the subfolder `keys`. Deleting a key file deletes the data of its tenant.
+    `bytes_per_day` limits the bytes that are written in 24 hours; 0 means no limit.
     """
 
     def __init__(
@@ -182,14 +184,17 @@ class DiskStore:
         return self._meter.end("writes", outcomes, begin, is_durable=self._is_synced)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Delete objects. Unless the breaker refuses the call, or another process owns the folder, the objects are
-        missing from now on, even if the result is FAILED. With Sync.WRITE they stay missing after a power failure."""
+        """Delete objects. With Sync.WRITE, they stay deleted after a power failure.
+
+        If this process owns the folder and the breaker does not refuse the call, the objects cannot be found any more,
+        even if the result is FAILED.
+        """
         begin = self._meter.begin(keys)
         outcomes = self._call(keys, self._plan_removals, timeout_s)
         return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory from the memory of the owner, in the order of slots."""
+        """Return a page of the inventory in the order of slots. The owner answers from memory, without I/O."""
         begin = self._meter.begin()
         segment, _, slot = cursor.partition(":")
         records = self._ask(lambda slots: slots.list_after(int(segment or 0), int(slot or 0), limit + 1), timeout_s)
@@ -202,8 +207,8 @@ class DiskStore:
     def close(self) -> None:
         """Finish running calls, flush everything to the disk, stop the threads and unlock the folder.
 
-        Waiting for calls and flushing take at most the deadline each. If the disk hangs, the files stay open and the
-        folder stays locked until the process ends. Raises StoreError if the disk fails.
+        Wait at most `timeout_s` for calls and at most `timeout_s` for flushing. If the disk hangs, the files stay open
+        and the folder stays locked until the process ends. Raise StoreError if the disk fails.
         """
         with self._close_lock:
             if self._meter.is_closed:
@@ -225,9 +230,9 @@ class DiskStore:
             raise StoreError(f"flushing the store in {self._folder!r} failed at close: {errors[0]}")
 
     def _flush(self) -> list[OSError]:
-        """Write everything out. Hangs if the disk hangs."""
+        """Flush everything and end the connections. Return the errors. This call hangs if the disk hangs."""
         slots = self._participant.owned or self._participant.client
-        errors = [] if slots is None else slots.sync_all()  # before `leave`, so that other processes wait less
+        errors = [] if slots is None else slots.sync_all()  # before `leave`, so that other processes wait less for us
         while not self._participant.leave(self._timeout_s):
             pass  # a request of another process hangs
         owned = self._participant.owned
@@ -235,8 +240,11 @@ class DiskStore:
 
     @property
     def stats(self) -> StoreStats:
-        """A snapshot. The numbers about the folder are those of all processes that use it, since its owner opened it.
-        If the owner does not answer, they are the last known ones."""
+        """Statistics of this store and its folder.
+
+        The numbers of the folder include all processes that use it, since the owner opened it. If the owner does not
+        answer, they are the last known numbers.
+        """
         if not self._meter.is_closed:
             figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)
             self._figures = self._figures if isinstance(figures, ObjectResult) else figures
@@ -251,7 +259,7 @@ class DiskStore:
     # --- calls
 
     def _ask(self, question: Callable[[Slots], Answer], timeout_s: float | None) -> Answer | ObjectResult:
-        """Return an answer from the memory of the owner, or the failure."""
+        """Ask the owner a question that needs no I/O. Return the answer, or the failure."""
         refusal = self._breaker.refusal(is_try=False)
         if refusal:
             return ObjectResult(ObjectStatus.FAILED, reason=refusal)
@@ -269,10 +277,10 @@ class DiskStore:
         return answers[-1] if result.ok else result
 
     def _call(self, items: Sequence[Item], plan: Plan[Item], timeout_s: float | None) -> list[ObjectResult]:
-        """Return one result per item. `plan` settles items that need no I/O and returns the jobs of the others.
+        """Return one result per item. `plan` settles the items that need no I/O and returns jobs for the other items.
 
-        In the owner, `plan` runs at once. In other processes it asks the owner, so it runs on a thread. If the owner
-        ends, the items that are not done are planned again, with the next owner.
+        In the owner, `plan` runs at once on the calling thread. In other processes it runs on a thread of the store,
+        because it waits for the owner. If the owner ends, the remaining items are planned again with the next owner.
         """
         left_s = self._timeout_s if timeout_s is None else timeout_s
         give_up = time.monotonic() + left_s
@@ -331,7 +339,7 @@ class DiskStore:
     def _load(self, batch: Batch, index: int, slots: Slots, entry: Entry, into: Views, scratch: Scratch) -> None:
         try:
             if batch.is_expired:
-                return  # the job waited behind a read that hung
+                return  # the job started too late, because an earlier read hung
             record = entry.record
             key = None
             if record.seal is not None:
@@ -379,7 +387,7 @@ class DiskStore:
         pieces: Views,
         scratch: Scratch,
     ) -> None:
-        """Write one object. The last write of a batch publishes all objects of the batch."""
+        """Write one object into a slot. The job that finishes last publishes all objects of the batch."""
         try:
             if not batch.is_expired:
                 staged.outcomes[index] = self._put(staged, sequence, write, pieces, scratch)
@@ -420,10 +428,10 @@ class DiskStore:
     def _encode(
         self, write: Write, pieces: Views, key: TenantKey | None, scratch: Scratch
     ) -> tuple[Record, Sequence[memoryview]]:
-        """Return the record and the stored bytes of an object: the pieces if they can be written in place, or one."""
+        """Return the record and the buffers to store: the pieces themselves if possible, or one joined buffer."""
         if key is not None:
             view = scratch.gather(pieces)
-            known = checksum(view[:ALIGNMENT])  # the seal verifies the rest
+            known = checksum(view[:ALIGNMENT])  # encryption authenticates the whole object
             record, stored = encode(write.key, write.label, view, self._compression, known)
             return replace(record, seal=Seal(key.id)), (stored,)
         if len(pieces) == 1 or self._compression is not Compression.NONE or write.label.token_ids:
@@ -437,8 +445,11 @@ class DiskStore:
     def _is_stored(
         self, slots: Slots, record: Record, key: TenantKey, parts: Sequence[memoryview | bytes], scratch: Scratch
     ) -> bool:
-        """True if an equal sealed object is stored. The checksum of a sealed object covers only its beginning, so the
-        object is read if the checksum is equal."""
+        """True if an equal sealed object is stored.
+
+        The checksum of a sealed object covers only its beginning. If it is equal, the stored object is read and
+        compared.
+        """
         entry = slots.hold([record.key])[0]
         if entry is None:
             return False
@@ -451,12 +462,15 @@ class DiskStore:
             opened = open_payload(key, entry.record, room, count)
             return opened[: len(parts[0])] == parts[0] and opened[len(parts[0]) :] == parts[1]
         except FormatError:
-            return False  # damaged, and now replaced
+            return False  # the stored object is damaged, and will be replaced
         finally:
             slots.release([entry])
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
-        """Publish the objects of a batch, unless the call has returned and the memory may have changed."""
+        """Publish the objects of a batch. If the call has already returned, free their slots instead.
+
+        After the return, the caller may have changed the memory while it was being written.
+        """
         records = sorted(staged.records, key=lambda record: record.sequence)
         if batch.is_expired:
             staged.slots.give_back(staged.packed)

@@ -1,8 +1,8 @@
 """WriteBudget: counts the bytes that a disk store writes, and limits them per day, because SSDs wear out.
 
-A day is the current hour and the 24 hours before it, so the limit holds in every window of 24 hours. With a limit, the
-counts are kept in the file WRITTEN, so that restarts do not reset them. After a crash, up to a hundredth of the limit
-may be missing in the file.
+A day is the current hour and the 24 hours before it, so the limit holds in every window of 24 hours. If there is a
+limit, the counts are saved in the file WRITTEN, so that restarts do not reset them. The file is updated after each
+hundredth of the limit, so a crash loses at most this amount.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Messages between the owner of a folder and the other processes that use it, over a Unix socket in the folder.
 
-    request   sizes of the next two parts, 4 bytes each | JSON [method, number, ..] | keys or records, concatenated
-    reply     the same, with JSON [null, number, ..], or [errno, text] after an error
+    message   size of the JSON, 4 bytes | size of the data, 4 bytes | JSON | data
+    request   JSON: [method, number, ..]
+    reply     JSON: [null, number, ..], or [errno, text] after an error
 
-The path of a Unix socket has at most 107 bytes, but folders have longer paths. Both sides therefore use the path
-/proc/self/fd/N/SOCKET, where N is a descriptor of the folder.
+The data of a message are concatenated keys or records. The path of a Unix socket can have at most 107 bytes, but
+folders can have longer paths. Both sides therefore use the path /proc/self/fd/N/SOCKET, where N is a descriptor of the
+folder.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def split(data: bytes, size: int) -> list[bytes]:
 
 @contextlib.contextmanager
 def short_path(folder: str) -> Iterator[str]:
-    """Yield a short path of the folder."""
+    """Yield a short path that leads to the folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -67,7 +69,7 @@ def short_path(folder: str) -> Iterator[str]:
 
 
 def socket_stamp(folder: str) -> list[int]:
-    """Return numbers that change with each owner of the folder; an empty list if there is no socket."""
+    """Return numbers that are different for each owner of the folder, or an empty list if there is no socket."""
     try:
         status = os.lstat(os.path.join(folder, SOCKET))
     except FileNotFoundError:
