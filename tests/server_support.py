@@ -27,7 +27,7 @@ class ServerProcess:
     def __init__(
         self, log: Path, *arguments: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> None:
-        """`prefix` is a command that executes the rest of its command line."""
+        """`prefix` is a command that starts the server, such as `nice -n 5`. It precedes the server's command line."""
         self._log = log
         self._clients: dict[str, openai.OpenAI] = {}
         with log.open("ab") as file:

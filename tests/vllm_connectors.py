@@ -36,7 +36,7 @@ class Faults:
     num_saves: int = 0
     loads_may_run: threading.Event = field(default_factory=threading.Event)
     saves_may_run: threading.Event = field(default_factory=threading.Event)
-    """A load or save waits until its event is set. Both events are set at first."""
+    """A load waits until `loads_may_run` is set, and a save until `saves_may_run` is set. Both are set at the start."""
 
     def __post_init__(self) -> None:
         self.loads_may_run.set()
@@ -44,7 +44,7 @@ class Faults:
 
 
 class SlowController(CacheController):
-    """A controller that never reports more than `ready_slots` host slots, like slowly growing host memory."""
+    """A controller that reports at most `ready_slots` host slots as ready, as if host memory grew slowly."""
 
     ready_slots = 0
 

@@ -44,7 +44,7 @@ class Setup:
     connector: dict[str, Any] | None
     """Fields of KVTransferConfig, or None for an engine without a connector."""
     executor: str = "uni"
-    """uni: one process; mp: the core and the workers are forked processes; spawn: they are spawned processes."""
+    """`uni` runs everything in one process. With `mp`, core and workers are forked; with `spawn`, they are spawned."""
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -269,7 +269,7 @@ def _import_everything() -> None:
     from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    # vLLM inspects a model class that is given by name in another process, which would import vLLM again.
+    # If a model class is given by name, vLLM inspects it in another process, which would have to import vLLM.
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     with contextlib.suppress(ImportError):
         import kvtier.integrations.vllm  # noqa: F401
@@ -288,7 +288,7 @@ def main() -> None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _die_with_parent()
-            listener._listener._socket.close()  # closing the listener would remove the address
+            listener._listener._socket.close()  # close only the socket, because Listener.close removes the address
             _serve(connection)
             os._exit(0)
         connection.close()

@@ -14,7 +14,7 @@ class Ledger:
     """Compares the bytes of every loaded block with the bytes that vLLM computed for the same block.
 
     The Ledger is independent of kvtier: it identifies blocks by vLLM's block hashes, and observes loads through the
-    calls that vLLM makes. A block may be computed several times with different rounding; every result is valid.
+    calls that vLLM makes. vLLM may compute a block several times with different rounding. Each result is valid.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -26,7 +26,7 @@ class Ledger:
         self._loads: dict[str, tuple[int, int]] = {}
         """Request -> range of its loaded blocks that have not been compared yet."""
         self._done: dict[str, int] = {}
-        """Request -> number of leading blocks that are done: local hits, compared or recorded."""
+        """Request -> number of leading blocks that need no more checks: they are local hits, compared or recorded."""
         self._failed: set[int] = set()
         self.num_compared = 0
         driver.after_step.append(self._after_step)
@@ -186,7 +186,7 @@ def check_idle(driver: Driver) -> None:
 
 
 def connectors(driver: Driver) -> list[Any]:
-    """Return kvtier's scheduler sides, including those inside a MultiConnector."""
+    """Return kvtier's connectors in the scheduler, including those inside a MultiConnector."""
     top = driver.scheduler.connector
     return [each for each in getattr(top, "_connectors", [top]) if hasattr(each, "make_worker")]
 
@@ -324,7 +324,7 @@ def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) 
 
 
 def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> None:
-    """Pause the core while requests run, empty the caches, and resume. Abandon the requests."""
+    """Pause the core while requests run, empty the caches, and resume. Drop the answers."""
     for prompt in prompts:
         driver.add(prompt, max_tokens=30)
     for _ in range(num_steps):
@@ -336,7 +336,7 @@ def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps
 
 
 def sleep(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> bool:
-    """Put the engine to sleep while requests run, then wake it up. Abandon the requests. Return True if it slept.
+    """Put the engine to sleep while requests run, then wake it up. Drop the answers. Return True if it slept.
 
     On a CPU, vLLM keeps its memory during sleep. It empties its own cache and the connector's, as on a GPU.
     """
@@ -393,10 +393,7 @@ def slow_copies(driver: Driver, num_steps: int) -> None:
 
 
 def settle_stores(driver: Driver) -> None:
-    """Run steps until the stores contain every saved block.
-
-    vLLM steps only for requests, so add short uncached ones.
-    """
+    """Run steps until the stores contain every saved block. vLLM needs requests to run steps, so send short ones."""
     from kvtier.messages import Route
 
     manager = connectors(driver)[0].scheduler.manager
@@ -495,7 +492,7 @@ def ask_with_images(driver: Driver, prompt: Sequence[int], pixels: int, seeds: S
 
 
 def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_examples: int) -> tuple[int, int]:
-    """Check that two random requests have equal block keys iff vLLM's hashes are equal. Return both counts."""
+    """Check that block keys of random requests are equal if and only if vLLM's hashes are. Return both counts."""
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
     from vllm.utils.hashing import sha256

@@ -1,4 +1,4 @@
-"""vLLM's schedulers with kvtier's scheduler side and simulated workers. It needs no model, threads or clock.
+"""Run vLLM's schedulers with kvtier's scheduler side and simulated workers, without a model, threads or a clock.
 
     SteppedEngine      vLLM's EngineCore loop: schedule, execute, update, with one or two batches in flight
     SimulatedWorker    a rank: device and host memory, a memory store, and transfers that the test ends
@@ -72,7 +72,7 @@ class EngineSetup:
 
 @functools.lru_cache(1 << 16)
 def kv_of(salt: str, tokens: tuple[int, ...]) -> int:
-    """Return the KV of the last token."""
+    """Return the KV of the last token, which is a digest of the salt and of all tokens."""
     data = salt.encode() + b"\0" + np.array(tokens, "<i4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
@@ -107,7 +107,7 @@ class Conversation:
 
 
 class Garbage:
-    """Creates values that no computation produces."""
+    """Creates values that differ from the KV of all tokens."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -380,9 +380,9 @@ class SteppedEngine:
         return self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
-        """Reset vLLM's prefix cache, and kvtier's too if `is_deep`.
+        """Reset vLLM's prefix cache, and kvtier's too if `is_deep`. With `preempts`, preempt running requests first.
 
-        vLLM cannot preempt while device blocks are held.
+        vLLM cannot preempt while saves hold device blocks. In this case, `preempts` has no effect.
         """
         while self.batches and not self.setup.is_async:
             self.execute()

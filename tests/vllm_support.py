@@ -41,7 +41,7 @@ class VllmError(Exception):
 def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
     """Return the vLLM setting that loads the kvtier connector, as a user writes it.
 
-    The limit on device blocks held by saves is above the default, so that no save is skipped on a slow machine.
+    It lets saves hold more device blocks than the default, so that no save is skipped on a slow machine.
     """
     policy = settings.pop("load_failure_policy", "recompute")
     extra = {"host_bytes": "64MiB", "max_saving_blocks": 64} | settings
@@ -220,5 +220,5 @@ def prompt_of(number: int, num_tokens: int = 300) -> list[int]:
 
 
 def blocks_of(num_tokens: int) -> int:
-    """Return the most tokens that a cache can provide: full blocks, because one token must always be computed."""
+    """Return how many tokens of a prompt a cache can provide: all full blocks that do not contain the last token."""
     return (num_tokens - 1) // BLOCK * BLOCK

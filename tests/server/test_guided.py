@@ -125,7 +125,6 @@ def test_contradictory_restrictions_are_400(server):
     answer = post(server, **fields)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_allowed"), answer.text
     stream = post(server, guided_choice=["yes", "you"], bad_words=["e", "o"], stream=True)
-    assert (
-        '"code":"no_token_allowed"' in stream.text
-    )  # in an error event, or in a 400 response if no token was sent before
+    # The error is in an event, or in a 400 response if no token was sent before.
+    assert '"code":"no_token_allowed"' in stream.text
     assert texts(server, guided_choice=["yes", "no"], bad_words=["y"]) == ["no"]

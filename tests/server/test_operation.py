@@ -552,7 +552,7 @@ def test_log_and_state_contain_no_text_and_no_key(guarded):
         guarded.post(TEXT, content=marker.encode(), key="root-secret-key"),
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 400]
-    guarded.wait_for(  # a line may be written after its response
+    guarded.wait_for(  # the server may write a log line after the response
         lambda _: guarded.log.count("http method=") >= 5, key="root-secret-key"
     )
     for secret in (marker, "secret-key", "Hello"):

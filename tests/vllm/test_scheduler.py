@@ -157,7 +157,10 @@ def test_failed_load_with_sliding_window_restarts_request(model, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_abort_during_load_saves_no_incomplete_block(model, is_async):
-    """vLLM counts the blocks of a load as computed before they arrive. After a reset, none of them is on the host."""
+    """vLLM counts the blocks of a load as computed before they arrive.
+
+    After a reset, the host has no copy of them, so that the connector could save them although they are incomplete.
+    """
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, num_device_blocks=40))
     prompt, worker = [*range(30)], engine.workers[0]
     engine.add(prompt, 1)

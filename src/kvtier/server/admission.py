@@ -78,6 +78,7 @@ class Admission:
             self._num_requests[name] -= 1
 
     def spend(self, tenant: Tenant | None, num_tokens: int) -> None:
+        """Add the tokens of a finished request to its tenant's debt."""
         if tenant is not None and tenant.tokens_per_minute:
             self._debts[tenant.name] = (self._debt(tenant) + num_tokens, time.monotonic())
 

@@ -74,7 +74,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
     async def client(number: int) -> None:
         rng = random.Random(options.seed * 1009 + number)
         while time.monotonic() < deadline and next(numbers, None) is not None:
-            await _one(options, rng, report)
+            await _send_request(options, rng, report)
             progress(report)
 
     progress(report)
@@ -85,7 +85,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
     return report
 
 
-async def _one(options: LoadOptions, rng: random.Random, report: LoadReport) -> None:
+async def _send_request(options: LoadOptions, rng: random.Random, report: LoadReport) -> None:
     leave_after = rng.randrange(options.max_tokens) if rng.random() < options.disconnect_share else -1
     server = urlsplit(options.url)
     status, writer = 0, None

@@ -237,6 +237,7 @@ class Preparation:
         return AnswerSyntax(calls, names, body.max_calls, has_reasoning, starts)
 
     def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool = True) -> list[int]:
+        """Encode the only prompt of a body: a conversation or a text."""
         if body.messages is not None:
             messages, _ = self._without_billing_line(body.messages)
             return self._encode_request(body.to_chat(), messages, max_tokens)

@@ -201,9 +201,8 @@ def test_arrived_is_false_after_load_failed_on_one_rank():
     assert manager.allocate(hold, 2 * BLOCK) is None
     loads = manager.overlap(hold)
     assert loads
-    settle(
-        lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,)
-    )  # rank 1 reports first, and its load has failed
+    # Rank 1 reports first, and its load has failed.
+    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))
     transfers = tiers.begin_step(manager.plan(), loads)
     assert not transfers.have_succeeded()
     settle(ranks=(0,))

@@ -28,11 +28,11 @@ METRICS = {
     "moved_blocks": Metric("vllm:kvtier_moved_blocks", "Blocks moved.", "purpose"),
     "moved_bytes": Metric("vllm:kvtier_moved_bytes", "Bytes moved.", "purpose"),
     "failed_blocks": Metric("vllm:kvtier_failed_blocks", "Blocks that did not arrive.", "purpose"),
-    "skipped_blocks": Metric("vllm:kvtier_skipped_blocks", "Full blocks that were not saved: no room.", "purpose"),
+    "skipped_blocks": Metric("vllm:kvtier_skipped_blocks", "Full blocks not saved for lack of room.", "purpose"),
     "evicted_blocks": Metric("vllm:kvtier_evicted_blocks", "Blocks evicted to make room.", "tier"),
     "moving_blocks": Metric("vllm:kvtier_moving_blocks", "Blocks in flight.", "purpose", is_counter=False),
     "used_blocks": Metric("vllm:kvtier_used_blocks", "Blocks in use.", "tier", is_counter=False),
-    "total_blocks": Metric("vllm:kvtier_blocks", "Blocks a memory tier has room for.", "tier", is_counter=False),
+    "total_blocks": Metric("vllm:kvtier_blocks", "Capacity of a memory tier in blocks.", "tier", is_counter=False),
     "held_blocks": Metric("vllm:kvtier_held_device_blocks", "Device blocks held by saves.", "state", is_counter=False),
 }
 
