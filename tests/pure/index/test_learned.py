@@ -19,7 +19,7 @@ from kvtier.index.labels import MAX_CELLS, NUM_GROUPS, Busiest, Cells
 from kvtier.index.learned import Learned
 from kvtier.index.node import AccessStats, Node
 from kvtier.index.reuse import EDGES, NUM_BUCKETS, gittins
-from kvtier.index.tracker import LRUGuard, ReuseTracker
+from kvtier.index.tracker import NUM_TOUCHES, LRUGuard, ReuseTracker, TouchLog
 from kvtier.replay import SyntheticTrace, generate
 
 OUTCOMES = [
@@ -227,6 +227,30 @@ def test_check_with_wrong_count_of_lru_blocks_raises():
     tree.tracker.log.num_in_lru += 1
     with pytest.raises(StateError, match="blocks counted for LRU"):
         check_tree(tree)
+
+
+def test_evicted_blocks_count_as_hits_of_lru():
+    tree = tree_of(8, policy="learned")
+    run(tree, 1, 2, 3, now=1.0)
+    tree.evict(tree.tiers[0], 1)
+    run(tree, 1, 2, 3, now=2.0)
+    num_requests, num_blocks, hits, lru_hits = tree.tracker._counts
+    assert (num_requests, num_blocks, hits, lru_hits) == (2, 6, 2, 3)
+    check_tree(tree)
+
+
+def test_log_forgets_oldest_touches_at_time_of_replacement():
+    log = TouchLog()
+    for number in range(NUM_TOUCHES + 2):
+        first = len(log.started)
+        log.started += 7, 4
+        log.add(first, float(number), float(number), 10**9)
+    log.sync()
+    observed = log.take_observed()
+    cells, ages, weights = (np.concatenate(parts) for parts in list(zip(*observed, strict=True))[:3])
+    assert (cells.tolist(), ages.tolist(), weights.tolist()) == ([7] * 2, [float(NUM_TOUCHES)] * 2, [2.0] * 2)
+    assert not any(each[3] for each in observed)
+    assert log.num_in_lru == 4 * NUM_TOUCHES
 
 
 # ---- sessions and hints ----
