@@ -6,7 +6,7 @@ Pure: no sockets, no threads, no clock. The caller receives KV events and applie
 from kvtier.router.feed import EventBatch, FeedState, ReplicaFeed
 from kvtier.router.foreign import ForeignKeys
 from kvtier.router.placement import PlacementIndex, hashes_of
-from kvtier.router.router import ReplicaCosts, RouteDecision, Router, RouterConfig
+from kvtier.router.router import ReplicaCosts, RouteDecision, Router, RouterConfig, median_costs
 
 __all__ = [
     "EventBatch",
@@ -19,4 +19,5 @@ __all__ = [
     "Router",
     "RouterConfig",
     "hashes_of",
+    "median_costs",
 ]

@@ -9,6 +9,8 @@ Without events, every replica has an estimate of queue + computing, so requests 
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,19 +65,30 @@ class ReplicaCosts:
     @classmethod
     def of(cls, model: CostModel, block_tokens: int) -> ReplicaCosts:
         """Return the measured costs, or guesses where nothing was measured."""
-        guess = cls.guess(block_tokens)
+        return cls.measured(model, block_tokens) or cls.guess(block_tokens)
+
+    @classmethod
+    def measured(cls, model: CostModel, block_tokens: int) -> ReplicaCosts | None:
+        """Return the measured costs, or None before steps of several lengths were measured."""
         step = model.compute_seconds(0, 0)
         if step is None:
-            return guess
+            return None
         # compute_seconds(first, n) is linear in n and n * (first + n / 2)
         one = (model.compute_seconds(0, 1) or step) - step
         far = (model.compute_seconds(1000, 1) or step) - step
         attended = max(0.0, (far - one) / 1000)
-        token = max(0.0, one - attended / 2)
+        token = one - attended / 2
+        if token <= 0:  # with steps of one length, only their mean is known
+            return None
         block = token * block_tokens
         host = _block_seconds(model, (Route.HOST_TO_DEVICE, ""))
         host = _HOST_SHARE * block if host is None else host
         return cls(step, token, attended, host, host + _STORE_SHARE * block)
+
+
+def median_costs(costs: Sequence[ReplicaCosts]) -> ReplicaCosts:
+    """Return the median of each cost. Engines of one kind share it, so that an odd fit of one attracts no requests."""
+    return ReplicaCosts(*(statistics.median(getattr(each, name) for each in costs) for name in ReplicaCosts.__slots__))
 
 
 def _block_seconds(model: CostModel, link: tuple[Route, str]) -> float | None:

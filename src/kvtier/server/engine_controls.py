@@ -57,9 +57,10 @@ def routing(engine: Engine) -> dict[str, Any]:
     namespace, stats = engine.manager.namespace, engine.manager.stats
     device = next((tier for tier in stats.tiers if tier.num_blocks), None)
     in_use = device.num_used - device.num_evictable if device is not None else 0
+    costs = ReplicaCosts.measured(engine.manager.cost_model, namespace.block_tokens)
     return {
         "namespace": {each.name: getattr(namespace, each.name) for each in fields(namespace) if each.init},
-        "costs": asdict(ReplicaCosts.of(engine.manager.cost_model, namespace.block_tokens)),
+        "costs": asdict(costs) if costs is not None else {},
         "running": len(engine.scheduler.running),
         "waiting": len(engine.scheduler.waiting),
         "max_rows": engine.config.scheduler.max_rows,

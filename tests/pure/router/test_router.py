@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.cache.cost_model import CostModel
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.messages import Route
-from kvtier.router import EventBatch, ReplicaCosts, Router, RouterConfig
+from kvtier.router import EventBatch, ReplicaCosts, Router, RouterConfig, median_costs
 
 SIZE = 16
 PROMPT = np.arange(1, 33, dtype=np.uint64) << np.uint64(40)
@@ -194,3 +194,21 @@ class RouterMachine(RuleBasedStateMachine):
 
 def test_router_machine_keeps_queues_and_index_consistent():
     run_state_machine_as_test(RouterMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+def test_steps_of_one_length_are_no_measured_costs():
+    model = CostModel()
+    assert ReplicaCosts.measured(model, 16) is None
+    for _ in range(20):
+        model.observe_compute(8, 8 * 100.0, 0.01)
+    assert ReplicaCosts.measured(model, 16) is None
+    assert ReplicaCosts.of(model, 16) == ReplicaCosts.guess(16)
+    for num_tokens in (64, 256, 512):
+        for _ in range(20):
+            model.observe_compute(num_tokens, num_tokens * num_tokens / 2, 0.01 + 1e-3 * num_tokens)
+    assert ReplicaCosts.measured(model, 16).token_seconds == pytest.approx(1e-3, rel=0.1)
+
+
+def test_median_costs_ignore_an_odd_fit():
+    usual, odd = ReplicaCosts(0.1, 1e-3, 0.0, 0.01, 0.1), ReplicaCosts(0.0, 1e-6, 0.0, 0.0, 0.0)
+    assert median_costs([usual, odd, usual]) == usual

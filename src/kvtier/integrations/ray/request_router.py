@@ -12,7 +12,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from kvtier.errors import RangeError
 from kvtier.integrations.ray.subscriber import follow
 from kvtier.integrations.ray.ticket import RouteTicket
-from kvtier.router import ReplicaCosts, Router, RouterConfig
+from kvtier.router import ReplicaCosts, Router, RouterConfig, median_costs
 
 _log = logging.getLogger("ray.serve")
 
@@ -36,8 +36,11 @@ class KvtierRouter(RequestRouter):
         for name, replica in known.items():
             if name not in self._router.replicas:
                 self._add(name, replica)
-            if name in self._router.replicas and replica.routing_stats:
-                self._router.set_costs(name, ReplicaCosts(**replica.routing_stats))
+        costs = [ReplicaCosts(**replica.routing_stats) for replica in replicas if replica.routing_stats]
+        if costs:  # for all replicas: the guess for a new one cannot be compared with the measurements of others
+            typical = median_costs(costs)
+            for name in self._router.replicas:
+                self._router.set_costs(name, typical)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
