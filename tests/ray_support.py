@@ -46,7 +46,7 @@ def server_config(model: Path, tenants: tuple[Any, ...] = (), **engine: Any) -> 
 
 
 class Fleet:
-    """Two raylets, Serve, and the application. One replica needs half a CPU, so one node can run all."""
+    """Two raylets, Serve, and the application. A replica needs half a CPU, so one node can run all replicas."""
 
     def __init__(self, model: Path) -> None:
         import ray

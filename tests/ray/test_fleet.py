@@ -54,7 +54,7 @@ def test_openai_client_streams_the_answer_of_one_engine(fleet, answer):
 
 @pytest.mark.ray_ci
 def test_repeated_prompts_find_their_blocks(fleet):
-    """Each request ends before the next begins, so only KV events connect the router with the blocks."""
+    """Each request ends before the next begins, so the router can know the cached blocks only from KV events."""
     prompts = [f"document {number} " * 40 for number in range(4)]
     with fleet.client() as client:
         for round in range(3):
@@ -81,7 +81,7 @@ def test_unknown_model_gets_error_of_one_server(fleet):
 
 @pytest.mark.ray_ci
 def test_killed_replica_under_load_loses_no_request(fleet, answer):
-    """Requests whose stream has begun may be lost. All others are retried."""
+    """A request may be lost if its stream has begun. All other requests are retried."""
     load = Load(fleet)
     with load.running():
         victim = fleet.wait_for_replicas(3)[0]

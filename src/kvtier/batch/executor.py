@@ -58,7 +58,7 @@ class Streams:
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for the stream of a side after a failure. The error is kept, because it may belong to another batch."""
+        """Wait for the stream of a side after a failure. Do not raise its error, which may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()
@@ -84,10 +84,10 @@ Work = Callable[[BatchData], None]
 
 
 class Executor:
-    """Runs batches in order, on its own thread, so that the engine can prepare the next batch meanwhile."""
+    """Runs batches in order. A separate thread runs them, so that the engine can prepare the next batch meanwhile."""
 
     def __init__(self, work: Work, *, threaded: bool = True) -> None:
-        """With `threaded` False, `submit` runs the batch. Use this if only one batch is in flight."""
+        """If `threaded` is False, `submit` runs the batch itself. Use this if only one batch is in flight at a time."""
         self._work = work
         self._inbound: SimpleQueue[BatchData | None] = SimpleQueue()
         self._outbound: SimpleQueue[BatchData] = SimpleQueue()

@@ -74,7 +74,7 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """Return the expected blocks [block, byte] of a rank for every group: the rank's heads of each tensor."""
+    """Return the blocks [block, byte] that a rank must have in every group: only the rank's heads of each tensor."""
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []

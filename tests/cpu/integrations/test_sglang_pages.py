@@ -71,7 +71,7 @@ def test_pages_of_failing_store_are_missing():
 
 
 def test_pages_calls_to_hanging_store_end_before_deadline():
-    """Each call ends some time before its deadline, even a write, which makes two calls to the store."""
+    """Each call ends with time to spare before its deadline. Even a write does, although it calls the store twice."""
     clock = Clock()
     hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
     pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)

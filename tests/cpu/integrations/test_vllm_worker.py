@@ -26,7 +26,7 @@ FULL_SIZES = {
     "cpu": {"L": 4, "B": 96, "H": 8, "N": 16, "C": 256},
     "cuda": {"L": 32, "B": 512, "H": 8, "N": 16, "C": 256},
 }
-"""Pages of 64 KiB, as in a Llama-3-8B with bfloat16 and blocks of 16 tokens; on a GPU a cache of 1 GiB."""
+"""Pages of 64 KiB, as in Llama-3-8B with bfloat16 and blocks of 16 tokens. On a GPU, the cache has 1 GiB."""
 
 
 def make_worker(

@@ -109,8 +109,7 @@ def test_corrupt_object_read_by_client_is_quarantined(stores, folder):
 
 
 def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
-    """The owner can still read the file, because it has the file open. The client must fail at once, without
-    retries."""
+    """The owner can still read the deleted file, because it has the file open. The client must fail without retries."""
     put(stores[0], 1)
     for path in folder.glob("segment-*.kv"):
         path.unlink()
@@ -120,7 +119,10 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
 
 
 def test_client_after_deletion_of_socket_fails_by_name(folder):
-    """The owner still runs, so that no other process can take over. The client must not try all the time."""
+    """The owner still runs and keeps the folder locked, but the client cannot connect to it without the socket.
+
+    The client can neither use the folder nor take it over. It must not retry all the time.
+    """
     owner = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, timeout_s=0.5, **SMALL)
     (folder / "SOCKET").unlink()

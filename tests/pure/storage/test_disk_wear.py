@@ -74,7 +74,7 @@ def test_limit_per_day_survives_restart_and_kill(tmp_path):
     store = limited(tmp_path / "store", clock, 4)
     assert store.stats.day_bytes == 2 * OBJECT
     assert put(store, 3, 4).ok
-    saved = json.loads((tmp_path / "store" / "WRITTEN").read_text())  # like a kill, because the store is not closed
+    saved = json.loads((tmp_path / "store" / "WRITTEN").read_text())  # a killed process would not close the store
     assert sum(saved["hours"].values()) >= 4 * OBJECT * 99 // 100
     store.close()
     store = limited(tmp_path / "store", clock, 4)
