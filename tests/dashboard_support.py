@@ -46,7 +46,7 @@ def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
 class Traffic:
     """Clients that send prompts until the `with` block ends.
 
-    Each prompt contains one of the texts, mostly an early one.
+    Each prompt contains one of the texts. The first texts are the most frequent.
     """
 
     def __init__(self, server: ServerProcess, texts: Sequence[str], *, clients: int = 3, max_tokens: int = 12) -> None:

@@ -35,7 +35,7 @@ _CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the
 class Resident(NamedTuple):
     """Sampling parameters that are kept on the device."""
 
-    params: torch.Tensor  # [rows, 4] int64: RequestSampler.resident
+    params: torch.Tensor  # [rows, 4] int64: RequestSampler.resident of each row
     positions: torch.Tensor  # [rows] int64: positions of the sampled tokens in their sequences
 
 
@@ -109,11 +109,11 @@ class RequestSampler:
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._key = _mixed(_mixed(seed) + index)
-        # With this key, the random number depends on the position in the sequence, which the device has.
+        # The device computes random numbers from positions in the sequence. Its key compensates for the prompt.
         numbers = np.array([max(params.temperature, _COLDEST), params.min_p, params.top_p])
         key = np.array([(self._key - len(prompt) * _GOLDEN) & _MASK], np.uint64).view(np.int64)
         self.resident = np.concatenate((key, numbers.view(np.int64)))
-        """Key of the random numbers, temperature, min_p and top_p. The last three are the bits of float64 numbers."""
+        """Key of the random numbers, followed by temperature, min_p and top_p as the bits of float64 numbers."""
         self._prompt, self.num_prompt = prompt, len(prompt)
         self._counts: dict[int, int] = {}
         self.num_accepted = 0
@@ -291,7 +291,7 @@ def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], reside
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the random numbers in [0, 1) for tokens at these positions: SplitMix64 as a function of the position."""
+    """Return one random number in [0, 1) per row: the output of SplitMix64 for the row's key and position."""
     state = keys + (positions + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps around
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ _shifted(state, shift)) * _signed(factor)

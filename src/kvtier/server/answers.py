@@ -179,7 +179,7 @@ class _CallScanner:
         self._expect = expect
 
     def _is_value_complete(self, char: str, *, keep: bool = True) -> bool:
-        """Process a character of a string, an object or a list. Returns True at its last character."""
+        """Process the next character of a value. Returns True if it completes the string, the object or the list."""
         if keep:
             self._keep(char)
         if self._in_string:

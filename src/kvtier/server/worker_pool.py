@@ -243,7 +243,8 @@ class WorkerPool:
         except _DIED:
             _log.warning("a worker process died during a job")
             task.num_deaths += 1
-            # All processes may have died before the call was sent. Only a further death is blamed on the call.
+            # A process may have died before it received the call. Each process may do so once. The call is therefore
+            # the cause only if more processes died than the pool has.
             if task.num_deaths > self._size or task.future.done():
                 message = f"{task.num_deaths} worker processes died while they prepared this request"
                 task.fail(ApiError(503, message, code="worker"))
