@@ -288,7 +288,7 @@ def test_accept_recovers_from_lack_of_file_descriptors(keyed):
             process.rlimit(psutil.RLIMIT_NOFILE, before)
 
     def is_healthy():
-        with contextlib.suppress(httpx.TransportError):  # libuv closes connections until none is queued
+        with contextlib.suppress(httpx.TransportError):  # at first, libuv may still close queued connections
             return keyed.get("/health").status_code == 200
 
     wait_until(is_healthy)

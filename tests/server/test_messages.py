@@ -193,10 +193,7 @@ def test_translated_conversation_has_same_tokens_as_chat(server):
 
 
 def test_final_assistant_message_is_continued(scripted):
-    """The scripted model starts its script after a line feed.
-
-    Therefore the message to continue ends with a line feed.
-    """
+    """The scripted model starts its script after a line feed, so the message to continue ends with a line feed."""
     turns = [USER, {"role": "assistant", "content": "It is\n"}]
     counts = [
         scripted.post(COUNT, {"model": scripted.model, "messages": messages}).json()["input_tokens"]

@@ -202,7 +202,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
 
 @contextmanager
 def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the fields in errors. Validation names the fields of the chat request, the client sent other fields."""
+    """Replace field names in errors. They name fields of the chat request, but the client used those of another API."""
     try:
         yield
     except ApiError as error:

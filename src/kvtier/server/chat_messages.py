@@ -21,7 +21,7 @@ class TextPart(Strict):
 
 
 class RefusalPart(Strict):
-    """A part of an earlier answer that refused the request."""
+    """A refusal in an earlier answer."""
 
     model_config = ConfigDict(extra="ignore")
 

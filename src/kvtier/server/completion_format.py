@@ -20,7 +20,7 @@ from kvtier.server.prompt_report import PromptReport, ScoredToken
 DONE = b"data: [DONE]\n\n"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _ENCODER = msgspec.json.Encoder()
-# End of an event that contains only text, by finish reason.
+# Last bytes of an event that contains only text, by finish reason.
 _TAILS = {
     reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason)
     for reason in (None, "stop", "length")
@@ -83,7 +83,7 @@ def merge(outputs: Sequence[Output]) -> Output:
 
 @dataclass(slots=True)
 class _Answer:
-    """State of one answer: the position in the text and, if the answer is not streamed, the parts so far.
+    """State of one answer: the length of the text so far and, if the answer is not streamed, the text and its parts.
 
     Log-probabilities are rendered as they arrive. If they were rendered at the end, 16 answers of 2,000 tokens with 20
     alternatives would block the event loop for 2 s (x86-64, 2026-11-16).
@@ -96,7 +96,7 @@ class _Answer:
     lists: dict[str, list[bytes]] = field(default_factory=dict)
     """Lists of log-probabilities by name. Each piece is a JSON list without its brackets."""
     prompt: list[bytes] = field(default_factory=list)
-    """vLLM's `prompt_logprobs`, in pieces as in `lists`."""
+    """Pieces of vLLM's `prompt_logprobs`. Each piece is a JSON list without its brackets."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     length: int = 0

@@ -55,7 +55,7 @@ class EngineOptions:
     tensor_parallel: int = option(1, "number of processes that share the model's heads", metavar="RANKS")
     invariant: bool = option(False, "make answers independent of the other requests in a batch; slower")
     products: str = option("exact", "products with quantised matrices on the CPU", choices=("exact", "integer"))
-    """integer is faster for few tokens, and rounds the activations, so answers can differ."""
+    """`integer` is faster for few tokens. It rounds the activations, so that answers can differ."""
     max_rows: int = option(64, "maximum number of requests per step")
     max_step_tokens: int = option(512, "maximum number of tokens per step; longer prompts are split")
     """A higher value makes prefill faster, but delays the next tokens of other requests."""

@@ -133,7 +133,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.ended = asyncio.Event()
-        self.why = "the engine process ended"  # the reason, valid once `ended` is set
+        self.why = "the engine process ended"  # reason why it ended; valid once `ended` is set
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 

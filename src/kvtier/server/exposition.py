@@ -19,10 +19,10 @@ _OPEN_METRICS = "application/openmetrics-text"
 
 
 class Exposition:
-    """The metrics page of a server: the collected metrics, those of both processes, and the garbage collector's.
+    """The metrics page of a server.
 
-    Metrics of the front-end process are named `process_*`, and those of the engine process `kvtier_engine_process_*`.
-    The garbage collector is that of the front end.
+    It has the collected metrics, the metrics of the front end's garbage collector, and those of both processes. Metrics
+    of the front-end process are named `process_*`, and those of the engine process `kvtier_engine_process_*`.
     """
 
     def __init__(self, engine_pid: Callable[[], int]) -> None:
@@ -42,8 +42,8 @@ class Exposition:
     def encode(self, accept: str) -> tuple[bytes, str]:
         """Return the page and its content type. Between two updates, each format is encoded once.
 
-        The format is OpenMetrics if `accept`, the value of the header Accept, contains it, else Prometheus' text
-        format. Parameters in the header are ignored, so that clients without a key cannot request more formats.
+        `accept` is the value of the header Accept. The format is OpenMetrics if the header lists it, and Prometheus'
+        text format otherwise. Parameters are ignored, so that clients without a key cannot request more formats.
         """
         media_types = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
         content_type = openmetrics.CONTENT_TYPE_LATEST if _OPEN_METRICS in media_types else CONTENT_TYPE_PLAIN_0_0_4

@@ -56,7 +56,7 @@ class EventStream(Response):
                 return  # uvicorn closes the connection of an unfinished response
 
     async def _send(self, send: Send, direct_send: Send) -> None:
-        """Send the stream. Only the start passes through the middleware, which does nothing with the events."""
+        """Send the stream. Events bypass the middleware, because only the start of a response matters to it."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await direct_send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for piece in self._rest:

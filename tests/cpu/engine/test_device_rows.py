@@ -49,7 +49,8 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     assert len(steps) >= 40
     assert steps[0] > 0  # the prompts
     changed = [number for number, num_bytes in enumerate(steps) if num_bytes]
-    # the tables of all three rows get a block when their 16th and 32nd token is computed; the rows end one by one
+    # Steps that copy: the first one, two steps per row that needs a new block (tokens 16 and 32), one step per row that
+    # ends.
     assert len(changed) <= 1 + 3 * 2 + 3
     assert steps.count(0) >= 30
     tables = [copied[number] for number in changed[1:7]]

@@ -373,7 +373,7 @@ def _is_supported(spec: Any) -> bool:
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Return True if vLLM may free device blocks of running requests. These are outside all layers' windows."""
+    """Return True if vLLM may free device blocks of a running request that are outside the windows of all layers."""
     groups = kv_cache_config.kv_cache_groups
     return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 
