@@ -16,7 +16,7 @@ from kvtier.index.tree import RadixTree
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease] | None = None) -> None:
-    """Raise StateError if an invariant is violated. `leases` lists all open leases, if the caller has them."""
+    """Raise StateError if an invariant is violated. If `leases` lists all open leases, check their counts too."""
     nodes = list(tree.nodes())
     for node in nodes:
         _check_shape(node, tree.namespace.block_tokens * 4, tree.with_keys)
@@ -80,7 +80,7 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check that an exclusive tier lists a node with duplicates if, and only if, the duplicates may be evicted."""
+    """Check that an exclusive tier lists the nodes whose duplicates may be evicted, and no other nodes."""
     faster = tier.faster
     if faster is None:
         return

@@ -21,7 +21,7 @@ class BlocksStored:
     keys: bytes
     token_bytes: bytes
     is_first: bool = False
-    """True if `parent` is a root key, because the first block has no predecessor."""
+    """True if the first of these blocks has no block before it. `parent` is then a root key."""
     salt: bytes = b""
     adapter: bytes = b""
     """Salt and LoRA adapter of the blocks, which are part of their keys."""
@@ -45,7 +45,7 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, or the root key for a root. Keys of children are derived from this key."""
+    """Return the key of a node's last block, or the root key for a root. The keys of children are derived from it."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 
@@ -61,7 +61,7 @@ def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace:
 
 
 def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
-    """Return the event for blocks [first, stop) that leave a tier, or None if none of the blocks was readable."""
+    """Return the event for blocks [first, stop) that are removed from a tier. Return None if none was readable."""
     stored = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > WRITING
     keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][stored].tobytes()
     return BlocksRemoved(tier, keys) if keys else None

@@ -1,11 +1,13 @@
 """GhostCache: estimates the hit rates that caches with other sizes and policies would have for the same requests.
 
-A prompt has one mark per LOOK_BYTES bytes. The mark is a hash of the prompt up to that position, computed from one byte
-in every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks whose hash is below the
-sampling rate are used, so either all uses of a mark are recorded or none. A small cache of sampled marks, called a
-shadow, behaves like a large cache of all blocks. There is one shadow for each capacity and policy, including the real
-cache's capacity and policy. An estimate is the measured hit rate of the real cache plus the difference between the hit
-rates of two shadows. The difference cancels the sampling error that both shadows have in common.
+A prompt has one mark per LOOK_BYTES bytes. A mark is a hash of the prompt up to its position, computed from one byte in
+every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks whose hash is below a limit are
+sampled, so either all uses of a mark are recorded or none.
+
+A small cache of sampled marks behaves like a large cache of all blocks. Such a cache is called a shadow. There is one
+shadow for each capacity and policy, including the capacity and policy of the real cache. An estimate is the measured
+hit rate of the real cache, plus the difference between the hit rates of two shadows: the estimated one and that of the
+real cache. The difference cancels the sampling error that both shadows have in common.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 class Stack:
     """Shadow for LRU and FIFO that covers all sizes at once.
 
-    A cache of size n contains a mark if fewer than n other marks were used after the mark. Leaves are evicted first, so
-    the end of a path is evicted before its start. FIFO dates a path by its newest block. It therefore differs from LRU
-    only for requests that add no block.
+    A cache of size n contains a mark if fewer than n other marks were used after this mark. Leaves are evicted first,
+    so the end of a path is evicted before its start. FIFO orders paths by their newest blocks. It therefore differs
+    from LRU only for requests that add no block.
 
         newest   | top: marks of the newest path, in order | times: last use of all other marks |   oldest
 
-    Marks that a request shares with the newest path, such as the marks of a system prompt, stay in place.
+    Marks that a request shares with the newest path, such as the marks of a system prompt, need no update.
     """
 
     def __init__(self, sizes: Sequence[int], *, fifo: bool = False) -> None:
@@ -43,7 +45,7 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if a request with only the newest mark changes nothing. Such a request is a hit for every size."""
+        """True if a request whose only mark is the newest mark changes nothing. It is a hit for every size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
@@ -105,7 +107,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Use the marks of a request in reverse order, so that the last mark is evicted first. Return the hits."""
+        """Use the marks of a request, the last one first, so that it is also evicted first. Return the hits."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -158,12 +160,12 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 }
 
 
-# `record` only copies sampled bytes, because Python code that runs once per request is three to five times as slow as
-# the same code in a loop. `_play` processes 4096 requests at once (2026-11-15).
+# `record` only copies sampled bytes. `_play` then processes 4096 requests at once, because Python code that runs once
+# per request is three to five times as slow as the same code in a loop (2026-11-15).
 #
-#   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. w0 has three looks.
-#   words   |       w0         |           w1              |         All later words have four. A mark is the hash
-#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  of all words up to its position.
+#   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. The first word (w0)
+#   words   |       w0         |           w1              |         has three looks, and all later words have four.
+#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  A mark is a hash of all words up to its position.
 STEP_BYTES = 1021  # odd, so that all four bytes of tokens are sampled
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # only marks whose last look is in a full block are used
@@ -172,7 +174,8 @@ _FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
 
-# Error that remains even if all marks are sampled, because looks have fixed positions and S3-FIFO evicts single marks.
+# Error that remains even if all marks are sampled. It has two causes: looks have fixed positions in the prompt, and the
+# shadow of S3-FIFO evicts single marks instead of nodes.
 MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02, "learned": 0.02}
 
 _U64 = np.uint64
@@ -182,9 +185,10 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimated hit rate over full blocks. The true rate is within `error` of the estimate in about 19 of 20 cases.
+    """An estimated hit rate, as a share of full blocks.
 
-    For S3-FIFO, whose shadow evicts marks instead of nodes, this held for 13 of 16 estimates on a generated trace.
+    In about 19 of 20 cases, the true hit rate differs from the estimate by at most `error`. For S3-FIFO, whose shadow
+    evicts marks instead of nodes, this held for 13 of 16 estimates on a generated trace.
     """
 
     policy: str
@@ -198,8 +202,10 @@ class GhostCache:
 
     `policy` and `capacity` describe the real cache. `rate` is the share of sampled marks. The default is 1/64, or more
     if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited to the sampled bytes
-    of 4096 prompts and, for each policy, the marks that fit into its largest capacity. `sparse` records the same
-    requests with another rate, for policies whose shadows take longer.
+    of 4096 prompts and, for each policy, the marks that fit into its largest capacity.
+
+    `sparse` is another GhostCache, with a lower rate, for policies whose shadows take longer. It records the same
+    requests.
     """
 
     def __init__(
@@ -253,11 +259,13 @@ class GhostCache:
     def curve(self, policy: str | None = None) -> list[Estimate]:
         """Return the estimated hit rate of a policy at each capacity. The default is the policy of the real cache.
 
-        An estimate is the real hit rate plus the lead of a shadow over the real cache's shadow. The error is twice the
-        standard error plus the model error. The standard error has two sources. First, leads vary between marks. Each
-        mark belongs to one random group, so the sums of the groups are independent, and their variance measures this
-        source. Second, the number of sampled marks is correct only on average. This acts like an error in the capacity
-        of both shadows, and is weighted with the steepness of the curve.
+        The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
+        rate plus the lead, as a share of the sampled marks. The error is twice the standard error plus the model error.
+
+        The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
+        the sums of the groups are independent, and their variance measures this source. Second, the number of sampled
+        marks is correct only on average. This has the same effect as a wrong capacity of both shadows, so it is
+        weighted with the steepness of the curve.
         """
         name = policy or self._real
         if name not in self._shadows:
@@ -319,7 +327,7 @@ class GhostCache:
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """Return the mark at each word. A mark is a hash of the sum of the prompt's words so far. Modifies `words`."""
+        """Return the mark at each word: a hash of the sum of the prompt's words up to this word. Modify `words`."""
         self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one

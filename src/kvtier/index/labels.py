@@ -6,14 +6,14 @@ A class is a combination of features. The features describe the last request tha
     new      tokens that no recent request contained            < 512 | < 2048 | < 8192 | more
     output   tokens of the answer                               < 32 | < 256 | more
     finish   reason for the end of the answer                   unknown | stop | length | other
-    app      first block of the prompt                          one of the busiest, or any other
-    tenant   tenant of the salt                                 none, one of the busiest, or any other
+    app      first block of the prompt                          one of the 7 most frequent blocks, or another one
+    tenant   tenant of the salt                                 none, one of the 7 most frequent tenants, or another one
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
-Hints of tenants that are not among the busiest are ignored: these tenants share one label, so false hints of one
-tenant would affect the others.
+All less frequent tenants share one label. Their hints are ignored, because false hints of one of them would affect the
+others.
 
-The limits come from a prototype. Other limits have not been measured.
+The limits between the values come from a prototype. Other limits have not been measured.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ USES = ("0", "1", "2-3", "4+")
 NEW_LIMITS = (512, 2048, 8192)
 OUTPUT_LIMITS = (32, 256)
 FINISH = ("", "stop", "length", "other")
-NUM_GROUPS = 8  # the busiest seven, and the rest; more classes would each have fewer observations
-OTHER_TENANT = NUM_GROUPS  # label of the tenants that are not among the busiest; 0 is for requests without a salt
+NUM_GROUPS = 8  # the seven most frequent, and all others; with more groups, each class would have fewer observations
+OTHER_TENANT = NUM_GROUPS  # label of all less frequent tenants; the label 0 is for requests without a salt
 OVER = 1
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
 RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for users, and for breaks
-MAX_CELLS = 256  # bounds memory and the time of a fit; for further combinations, see `Cells.number`
+MAX_CELLS = 256  # limits the memory and the time of a fit; `Cells.number` handles further combinations
 SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
 NUM_PLAIN = math.prod(SIZES[:3])
 _USES_BIN = (0, 1, 2, 2, 3)
@@ -48,9 +48,9 @@ Features = np.ndarray[Any, np.dtype[np.int64]]
 class Hints:
     """Hints of a client about the next request of a session. All fields are optional.
 
-    `session_id` is an opaque name, valid within one tenant. `session_over` means that no further request of the session
-    is expected. `expects_return_seconds` is the expected time from the end of this request to the next. No field is
-    trusted: the policy learns for each tenant what the hints mean.
+    `session_id` is any name of the session within its tenant. `session_over` means that no further request of the
+    session is expected. `expects_return_seconds` is the expected time from the end of this request to the next one. The
+    policy does not trust the fields: it learns for each tenant what the hints mean.
     """
 
     session_id: str = ""
@@ -84,14 +84,14 @@ class Outcome:
 
 
 class Busiest:
-    """Gives the most frequent keys the numbers 1, 2, 3 and so on. Other keys have the number 0.
+    """Gives the most frequent keys the numbers 1 to 7. All other keys have the number 0.
 
-    A key gets a number after 32 sightings. Counts are halved from time to time, and a key that has become rare loses
-    its number.
+    A key gets a number after it has been counted 32 times. Counts are halved from time to time, and a key that has
+    become rare loses its number.
     """
 
-    ENOUGH = 32  # sightings; fewer observations than this would be mostly noise
-    PERIOD = 4096  # sightings between two halvings; it also limits the number of counts
+    ENOUGH = 32  # count at which a key gets a number; fewer observations would be mostly noise
+    PERIOD = 4096  # keys that are counted between two halvings; this also limits the number of counts
 
     def __init__(self) -> None:
         self._counts: dict[object, int] = {}
@@ -100,7 +100,7 @@ class Busiest:
         self._left = self.PERIOD
 
     def number(self, key: object) -> int:
-        """Count one sighting of a key. Return its number."""
+        """Count one occurrence of a key. Return its number."""
         counts = self._counts
         count = counts[key] = counts.get(key, 0) + 1
         self._left -= 1
@@ -114,7 +114,7 @@ class Busiest:
         return number
 
     def known(self, key: object) -> int:
-        """Return the number of a key without counting a sighting."""
+        """Return the number of a key without counting it."""
         return self._numbers.get(key, 0)
 
     def _halve(self) -> None:
@@ -127,7 +127,8 @@ class Busiest:
 class Cells:
     """Numbers the classes in the order of their first occurrence. The number of a class is called its cell.
 
-    The first NUM_PLAIN classes are plain: they differ only in `uses`, `new` and `output`.
+    The first NUM_PLAIN classes are called plain. They differ only in `uses`, `new` and `output`, and all their other
+    features are 0.
     """
 
     def __init__(self) -> None:
@@ -152,7 +153,7 @@ class Cells:
         return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. If there are MAX_CELLS classes, return a plain class instead of a new one."""
+        """Return the number of a class. If a new class would exceed MAX_CELLS, return a plain class instead."""
         key = (_USES_BIN[uses] if uses < len(_USES_BIN) else 3, *labels)
         number = self._numbers.get(key)
         if number is None:
@@ -160,7 +161,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class with the same features and the hint "over"."""
+        """Return the class with the same features but the hint "over"."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

@@ -1,8 +1,8 @@
 """Learned: evicts the block with the lowest expected number of hits per block-second (see kvtier.index.reuse).
 
 Candidates are queued by class, oldest first. Within a class, values usually fall with age, so only the oldest candidate
-of each class can be the victim. If the values of a class rise with age, for example because its blocks are used in a
-loop that is longer than the cache, every candidate of the class is considered.
+of each class can be the victim. The values of a class can also rise with age, for example if its blocks are used in a
+loop that is longer than the cache. Then every young candidate of the class is considered too.
 
     class 0   [ a d f ]  oldest a: value .2 until t = 31  ─┐
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
@@ -23,8 +23,8 @@ from kvtier.index.node import Node
 from kvtier.index.reuse import LIMITS
 from kvtier.index.tracker import ENDS, ReuseTracker
 
-# [logical time of the last use, number, node, class, time of the last use]. When a candidate is withdrawn, its node is
-# set to None, so that entries that stay in the heaps do not keep the node alive.
+# [logical time of the last use, number, node, class, time of the last use]. If a candidate is withdrawn, its node is
+# set to None. Entries of withdrawn candidates may stay in the heaps, and must not keep the node alive.
 _Candidate = list[Any]
 # (value, last use, number, candidate, time at which the value changes, class). Three kinds of entries:
 # - oldest candidate of a class
@@ -47,9 +47,9 @@ class ClassQueue:
         self.timer = math.inf
         """Time of the earliest timer of this class."""
         self.young: list[_Candidate] = []
-        """Candidates that were young enough for a rising value when they were offered."""
+        """Candidates whose values may still rise with age, because they were young when they were offered."""
         self.floor: _Item | None = None
-        """Entry of the young candidates, with the lowest value that one of them can have."""
+        """Common entry of all young candidates, with the lowest value that any of them can have."""
 
 
 class Learned:
@@ -158,7 +158,7 @@ class Learned:
         return value, candidate[0], candidate[1], candidate, since + ENDS[bucket], cell
 
     def _replace_oldest(self, queue: ClassQueue) -> None:
-        """Replace the lowest entry, whose candidate was removed, by the next oldest of its class."""
+        """Replace the lowest entry, whose candidate was withdrawn, by the next oldest candidate of its class."""
         oldest = _oldest(queue)
         if oldest is None:
             queue.item = None
@@ -170,7 +170,7 @@ class Learned:
             self._set_timer(oldest[3], queue, item[4])
 
     def _add_floor(self, cell: int, queue: ClassQueue) -> None:
-        """If the values of a class rise with age, add an entry for its young candidates with their lowest value."""
+        """If the values of a class rise with age, add the common entry of its young candidates."""
         if queue.floor is None and queue.young:
             floor = self.tracker.floor(cell)
             if floor == math.inf:
@@ -183,7 +183,10 @@ class Learned:
                 queue.young = [candidate for candidate in queue.young if candidate[2] is not None]
 
     def _replace_floor(self, item: _Item) -> None:
-        """Replace the lowest entry, which is for the young candidates of a class, by an entry for the youngest."""
+        """Replace the lowest entry, which is the common entry of the young candidates of a class.
+
+        The new entry is only for the youngest of them, with its own value.
+        """
         heappop(self._by_value)
         queue = self._queues[item[5]]
         if queue.floor is not item:
@@ -194,12 +197,12 @@ class Learned:
         if not young:
             return
         if self.tracker.now - young[-1][4] >= self.tracker.table.rises_until[item[5]]:
-            young.clear()  # the oldest candidate of the class has the lowest value
+            young.clear()  # no candidate is young any more, so the oldest candidate of the class has the lowest value
         else:
             heappush(self._by_value, self._item(young[-1], _SINGLE))
 
     def _evaluate(self, cell: int) -> None:
-        """Add an entry for the oldest candidate of a class, unless it already has one with this value."""
+        """Add an entry for the oldest candidate of a class, unless there is one with the same value."""
         queue = self._queues[cell]
         oldest = _oldest(queue)
         if oldest is None:
@@ -227,12 +230,12 @@ class Learned:
 
     def _is_valid(self, item: _Item) -> bool:
         if item[5] == _SINGLE:
-            return True  # bounded: a class gets another entry for young candidates only after this one is removed
+            return True  # at most one per class: the next one is added only after this entry was removed
         queue = self._queues[item[5]]
         return item is queue.item or item is queue.floor
 
     def _rebuild(self) -> None:
-        """Evaluate everything again, because the values have changed."""
+        """Discard all entries, because the values have changed. `victim` then evaluates the classes again."""
         self._version = self.tracker.version
         self._timers, self._by_value = [], []
         for cell, queue in self._queues.items():

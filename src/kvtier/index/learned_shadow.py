@@ -1,8 +1,8 @@
 """LearnedShadow: simulates the learned policy with sampled marks at several cache sizes (see ghost.py).
 
 The value of a block does not depend on the size of the cache. One table of values, learned from the uses of the sampled
-marks, therefore serves all sizes. A class consists of `uses` and `new` (see labels.py). The other features are not
-recorded; on a real cache, `uses` has most of the effect.
+marks, therefore serves all sizes. A class consists only of the features `uses` and `new` (see labels.py), because the
+other features are not recorded. On a real cache, `uses` has most of the effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_USES = 4
 
 
 class Use(NamedTuple):
-    """Time of a request, and the tokens that it added to the real cache."""
+    """Time of a request, and number of tokens that it added to the real cache."""
 
     time: float
     new_tokens: int
@@ -44,7 +44,7 @@ class LearnedShadow:
     """Shadow for the learned policy, with a separate cache for each size."""
 
     ignores_repeats = True
-    """A request with only the newest mark is skipped: it hits at every size, and only adds a use of a busy mark."""
+    """True: a request whose only mark is the newest mark is skipped. It hits at every size and only adds a use."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._cells = Cells()
@@ -75,7 +75,7 @@ class LearnedShadow:
         return np.array(hits, np.bool_)
 
     def _use(self, marks: list[int], use: Use) -> None:
-        """Record the use of a request's marks. The last mark comes first in the order, so that it is evicted first."""
+        """Record the use of a request's marks. The last mark gets the earliest place, so that it is evicted first."""
         labels = new_label(use.new_tokens), 0, 0, 0, 0, 0
         self._place += len(marks)
         weight = len(marks) ** -0.5
@@ -105,7 +105,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of marks with one size. A class has a heap of marks, oldest first. Removed marks stay in the heap."""
+    """A cache of marks with one size. Each class has a heap of marks, oldest first. Evicted marks may stay in it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -122,7 +122,7 @@ class MarkCache:
         return len(marks)
 
     def use(self, marks: list[int], states: OrderedDict[int, Mark], table: ReuseTable, now: float) -> None:
-        """Add marks, or renew their places. Evict the marks with the lowest values."""
+        """Add marks, or update the places of known marks. Evict the marks with the lowest values."""
         for mark in marks:
             state = states[mark]
             self._held[mark] = state.place

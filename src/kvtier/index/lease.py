@@ -39,7 +39,7 @@ class Lease:
     matched_at: int
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
-    """Slots of this request's copies of blocks that another request published first."""
+    """Slots with this request's own copies of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
     """Last node that this lease added to the tree. The next blocks can be appended to this node."""
     committed: bool = field(init=False, default=False)

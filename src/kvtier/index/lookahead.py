@@ -1,11 +1,12 @@
 """Lookahead: chooses the next victims of a tier early, so that they can be saved before they are evicted.
 
     policy ──pull──> queue [ n1 n2 n3 ] ──victim──> evicted
-      ^                       │
-      └── used again ─────────┘ leased
+      ^                │           ^
+      │                │ leased    │ lease ended, not used
+      └── used again ──┴───────────┘
 
-The queue holds the nodes that leave the tier next. A node that is used leaves the queue and returns to the policy. A
-node that was leased without a use, for example by the transfer that saves it, returns to the queue.
+The queue contains the nodes that will be evicted next. A node leaves the queue while it is leased. If it was used
+meanwhile, it returns to the policy. Otherwise it returns to the queue, for example after the transfer that saved it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvtier.index.policies import Policy
 
 
 class Lookahead:
-    """A policy that evicts the nodes of its queue first. `num_blocks` counts the blocks of the queue."""
+    """Wraps a policy and evicts the nodes in its queue first. `num_blocks` counts the blocks of these nodes."""
 
     __slots__ = ("_leased", "_policy", "_tier", "name", "num_blocks", "queue")
 
@@ -27,7 +28,7 @@ class Lookahead:
         self.num_blocks = 0
         self._policy, self._tier = policy, tier
         self._leased: dict[Node, int] = {}
-        """Node that left the queue with a lease -> its last use."""
+        """Node that left the queue because it was leased -> logical time of its last use at that moment."""
 
     def offer(self, node: Node) -> None:
         if node in self.queue:
@@ -58,7 +59,7 @@ class Lookahead:
 
     def pull(self, num_blocks: int) -> list[Node]:
         """Move victims of the policy to the queue until the queue has `num_blocks` blocks. Return the new nodes."""
-        for node in self.queue:  # only the first node has lost blocks, because blocks are evicted from its end
+        for node in self.queue:  # update the first node only: blocks are evicted from no other node of the queue
             self._count(node)
             break
         pulled: list[Node] = []

@@ -12,7 +12,7 @@ from kvtier.index.node import Node
 
 
 class MissReason(Enum):
-    """Reason for the end of a match: the state of the first block that did not match."""
+    """Reason why a match ended. It describes the first block that did not match."""
 
     NONE = "every full block was found"
     NEVER_SEEN = "never cached, or removed too long ago to be recorded"
@@ -53,8 +53,8 @@ class MissList:
     """A bounded list of the most recent removals from the tree, newest last.
 
     Eviction removes the end of a node. A later match stops at the first removed block, so one entry per eviction is
-    enough. Entries do not identify the prefix of a block. Equal blocks at the same position of different prompts share
-    an entry. The only consequence is a wrong explanation.
+    enough. An entry does not identify the prefix of its block, so equal blocks at the same position of different
+    prompts share an entry. The explanation of a miss can therefore be wrong, but nothing else.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:

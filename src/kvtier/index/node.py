@@ -31,7 +31,8 @@ class BlockState(IntEnum):
 # Plain numbers for hot paths, because access to an enum member takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate. READ_MORE adds a reader, READ_FEWER removes one, and the others map some states to 1.
+# Tables for bytes.translate. READ_MORE adds a reader and READ_FEWER removes one. The other tables map the states that
+# their name describes to 1, and all other states to 0.
 READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
 READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
@@ -64,13 +65,13 @@ class Residency:
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
-# Last use of a run of blocks, for the learned policy: number of the touch, class, caller's time, earlier uses.
+# Last use of a run of blocks, for the learned policy: number of the touch, class, time of the caller, earlier uses.
 Touch = tuple[int, int, float, int]
 
 
 @dataclass(slots=True)
 class AccessStats:
-    """Input for eviction policies. `created` and `used` are logical times, and `expires` is the caller's time.
+    """Input for eviction policies. `created` and `used` are logical times. `expires` is a time of the caller's clock.
 
     Only ReuseTracker sets `touch` and `lost`. `lost` counts the blocks that were removed from the end of the node since
     its last touch.
@@ -93,10 +94,11 @@ class AccessStats:
 class Node:
     """Blocks [start, start + num_blocks) of every chain through this node. `labels` contains their token bytes.
 
-    All blocks of a node have the same leases and access statistics; otherwise the node would be split. `key` contains
-    the token bytes and extras of the first block. The same bytes object is the key in the parent's `children`, so its
-    hash is computed only once. `leases` counts the leases that end at this node or below. `below[t]` counts the
-    children whose subtrees have blocks in tier t.
+    All blocks of a node have the same leases and access statistics. If they begin to differ, the node is split.
+
+    `key` contains the token bytes and extras of the first block. The parent's `children` uses the same bytes object as
+    its key, so that the hash is computed only once. `leases` counts the leases that end at this node or at one of its
+    descendants. `below[t]` counts the children whose subtrees have blocks in tier t.
     """
 
     parent: Node | None
@@ -139,7 +141,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks whose state in at least one tier is in `table`, which is READABLE or IS_HELD."""
+        """Count the leading blocks that at least one tier has in a state of `table`, which is READABLE or IS_HELD."""
         union = 0
         for held in self.held:
             if held is not None:

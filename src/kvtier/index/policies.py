@@ -1,8 +1,9 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC, cost-based and learned (kvtier.index.learned).
 
-A policy ranks candidates, which are the nodes without a lease and without a child in the tier. Blocks are evicted from
-the end of the victim. A parent becomes a candidate when its last child has left the tier, so every policy evicts leaves
-first. One instance serves one tier and one priority. A call takes O(log n); for S3FIFO.victim this is amortised.
+A policy ranks candidates. Candidates are the nodes without a lease and without descendants in the tier. Blocks are
+evicted from the end of the victim. A parent becomes a candidate when its last child has left the tier, so every policy
+evicts leaves first. Each policy object serves one tier and one priority. A call takes O(log n) time; for S3FIFO.victim
+this is the amortised time.
 
 ARC divides the tier between recent and frequent nodes, and adapts the shares to ghost hits:
 
@@ -11,9 +12,10 @@ ARC divides the tier between recent and frequent nodes, and adapts the shares to
                   v evicted, LRU first         v evicted, LRU first
              ghosts of recent            ghosts of frequent
                   | offered again              | offered again
-                  +--> larger recent share     +--> larger frequent share        both return as frequent
+                  +--> larger recent share     +--> larger frequent share
 
-Shares are counted in blocks. Each list of ghosts is limited to the highest number of candidate blocks so far.
+A ghost is the fingerprint of an evicted node. A node that has a ghost when it is offered again becomes frequent. Shares
+are counted in blocks. Each list of ghosts is limited to the highest number of candidate blocks so far.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates ordered by rank, lowest first. `discard` leaves a stale entry, which `first` or `push` removes later.
+    """Candidates ordered by rank, lowest first. `num_blocks` counts the blocks that they had when they were pushed.
 
-    `num_blocks` counts the blocks that the candidates had when they were pushed.
+    `discard` leaves a stale entry in the heap. A later call of `first` or `push` removes it.
     """
 
     __slots__ = ("_entries", "_heap", "_next", "num_blocks")
@@ -54,7 +56,7 @@ class CandidateHeap:
         self._entries[node] = self._next, node.num_blocks
         self.num_blocks += node.num_blocks
         heapq.heappush(self._heap, (rank, self._next, node))
-        # Limit the stale entries to about half of the heap, because a few busy candidates could fill the memory.
+        # Limit the stale entries to about half of the heap. Otherwise a few busy candidates could fill the memory.
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._entries.get(entry[2], (0, 0))[0] == entry[1]]
             heapq.heapify(self._heap)
@@ -171,7 +173,8 @@ class Policy(Protocol):
 class Ranked:
     """Evicts the candidate with the lowest rank. The rank is computed when a node is offered.
 
-    With `ages`, the rank of the last victim is added to each new rank, so that old nodes are evicted eventually.
+    With `ages`, the rank of the last victim is added to the rank of each node that is offered. Nodes that are not used
+    again are therefore evicted eventually, even if their own rank is high.
     """
 
     def __init__(self, name: str, rank: Callable[[Node], float], *, ages: bool = False) -> None:
@@ -215,7 +218,7 @@ def CostAware(half_tokens: int = 16_384) -> Ranked:
 
 
 class S3FIFO:
-    """New nodes enter a small queue. Used nodes, and nodes offered again soon after eviction, move to a main queue.
+    """New nodes enter a small queue. A node moves to a main queue if it is used, or offered again soon after eviction.
 
     offered --> small --unused--> evicted, recorded in the ghost queue
                   |  used                          | offered again
@@ -229,14 +232,14 @@ class S3FIFO:
 
     def __init__(self) -> None:
         self._small, self._main = CandidateHeap(), CandidateHeap()
-        # (fingerprint, creation time) -> (place, spent uses) of nodes in main, also while they are leased. With the
-        # creation time in the key, a node that was evicted from main counts as new when it returns.
+        # (fingerprint, creation time) -> (place, spent uses) of nodes in main. Nodes keep their entry while they are
+        # leased. The key contains the creation time, so that a node that was evicted and returns counts as new.
         self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._time = 0
 
     def offer(self, node: Node) -> None:
-        """Add the node to the end of main if it has a ghost, to its old place if it was in main, otherwise to small."""
+        """Add a node to the end of main if it has a ghost, or to its old place in main, or otherwise to small."""
         if node in self:
             return
         mark = fingerprint(node)
@@ -256,7 +259,10 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node without unspent uses. Search small if small exceeds its share, otherwise main."""
+        """Return the first node that has spent all its uses. Search small if it exceeds its share, otherwise main.
+
+        A node with unspent uses moves to the end of main. A move within main spends one use.
+        """
         small, main = self._small, self._main
         while True:
             is_small = small.num_blocks > self.SMALL_SHARE * (small.num_blocks + main.num_blocks)

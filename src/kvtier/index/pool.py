@@ -55,7 +55,7 @@ class BlockPool:
         runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
 
     `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. Every run in a bin above n.bit_length() has at
-    least n slots, so a run that is long enough is found without a search.
+    least n slots. A run that is long enough is therefore found without a search.
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:
@@ -82,7 +82,7 @@ class BlockPool:
         return np.concatenate(runs) if runs else np.empty(0, np.int32)
 
     def allocate(self, n: int) -> Slots | Shortage:
-        """Allocate n slots, or return a Shortage. The slots are contiguous if there is a free run of 2n slots."""
+        """Allocate n slots, or return a Shortage. If there is a free run of 2n slots, the slots are contiguous."""
         if n < 0:
             raise RangeError(f"{self.tier}: cannot allocate {n} slots")
         if n > self.num_free:
@@ -150,7 +150,7 @@ class BlockPool:
             )
 
     def _refuse(self, ids: I32) -> None:
-        """Raise for the first slot that cannot be freed."""
+        """Raise an error that names the first slot that cannot be freed."""
         seen: set[int] = set()
         for slot in ids.tolist():
             if not 0 <= slot < self.num_slots:

@@ -1,16 +1,18 @@
 """ReuseTable: estimates the value of a block from its class and age.
 
-Holding a block costs block-seconds. The value of a block of class c and age a (seconds since its last use) is the best
-ratio of expected hits to expected block-seconds over all times at which the cache could give up the block:
+A block that is held for one second costs one block-second. Let c be the class of a block, and a its age, which is the
+time since its last use. If the block is evicted at the latest at age s, it brings an expected number of hits and costs
+an expected number of block-seconds. The value of the block is the ratio of both for the best s:
 
     value(c, a) = max over s > a of   expected hits in (a, s) / expected block-seconds in (a, s)
 
-This ratio is the Gittins index. The order of values depends on no capacity, horizon or threshold. If all
-blocks have one class and the ratio falls with age, the order is LRU.
+This is the Gittins index. It depends on no capacity, horizon or threshold. If all blocks have one class, and the value
+falls with age, the order of the values is LRU.
 
-The hazard (hits per second of a block that has not been used again) is counted in cells of class and age bucket. It is
-the product of a common curve, one factor per feature, one factor per class, and the shape of a class. Each factor is
-shrunk towards 1 by the weight of PRIOR typical observations, so that rare classes resemble the others.
+The hazard is the number of hits per second of a block that has not been used again. It is counted by class and age
+bucket, and modelled as a product: a common curve, one factor per feature, one factor per class, and the shape of a
+class over age. Each factor is shrunk towards 1 by the weight of PRIOR typical observations, so that classes with few
+observations resemble the others.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from kvtier.index.labels import MAX_CELLS, NUM_PLAIN, SIZES, Cells
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-# Buckets [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours, in seconds. The hit rates of a prototype
-# changed little with other units of time and other ratios >= 1.25. A first bucket of 10 s is too coarse for agents.
+# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The hit rates of a prototype changed little
+# with other units of time and with other ratios from 1.25 on. A first bucket of 10 s is too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
@@ -34,14 +36,17 @@ PRIOR = 4.0  # typical observations; the hit rates of the prototype changed litt
 ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
-NOISE = 1.2  # values that differ by a smaller factor count as equal, because the difference is mostly noise
+NOISE = 1.2  # values that differ by less than this factor count as equal, because their difference is mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
 """[start, stop]: True if bucket `stop` is `start` or later."""
 _ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the factors of the previous fit
 
 
 class ReuseTable:
-    """Events and time at risk by class and age bucket, and the values that follow from them."""
+    """Observations by class and age bucket, and the values that follow from them.
+
+    An event is a use of a block. The time at risk is the time in which blocks could have been used again.
+    """
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -53,13 +58,16 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """By class: the lowest value that later rises by NOISE or more; infinity if no value does."""
+        """By class: the lowest value that later rises by the factor NOISE or more. Infinity if no value does."""
         self.rises_until: list[float] = []
-        """Age from which the value of a class falls."""
+        """By class: the age after which its value no longer rises."""
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
-        """Add blocks whose observation ended at these ages, either with a use or because they were forgotten."""
+        """Add blocks whose observation ended at these ages.
+
+        `is_use` is True if it ended with a use of the block, and False if the block was forgotten.
+        """
         flat = add_time(self._at_risk, cells, ages, weights)
         if is_use:
             self._events += np.bincount(flat, weights, self._events.size).reshape(self._events.shape)
@@ -96,7 +104,7 @@ class ReuseTable:
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
-        """Return the values of a class. A class that is newer than the last fit has no observations of its own."""
+        """Return the values of a class. A class without a fit gets the product of the factors of its features."""
         for new in range(len(self.values), cell + 1):
             self.values.append((self._common * self._product(self._cells.features[new : new + 1])[0]).tolist())
             self.floors.append(np.inf)
@@ -123,7 +131,7 @@ class ReuseTable:
         np.add.at(seen, uses, events)
         np.add.at(due, uses, expected_at)
         shape = ((_smooth(seen) + k) / (_smooth(due) + k))[uses]
-        # The shape of a class has 28 numbers, so it needs twice the prior of a single factor.
+        # The shape of a class has 28 numbers, one per bucket, so it needs twice the prior of a single factor.
         return level * shape * (_smooth(events) + 2 * k) / (_smooth(expected_at * shape) + 2 * k)
 
     def _fit_factors(self, num_events: F64, expected: F64, features: I64, k: float) -> None:
@@ -153,7 +161,7 @@ def add_time(total: F64, cells: I64, ages: F64, weights: F64) -> I64:
 
 
 def gittins(hazard: F64) -> F64:
-    """Return the best ratio of expected hits to expected block-seconds, from the start of each bucket on."""
+    """Return the value at the start of each bucket: the best ratio of expected hits to expected block-seconds."""
     dies = -np.expm1(-hazard * WIDTHS)
     survives = np.cumprod(1 - dies, 1)
     before = np.concatenate((np.ones((len(hazard), 1)), survives[:, :-1]), 1)

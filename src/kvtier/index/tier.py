@@ -24,9 +24,9 @@ def tenant_of(salt: bytes) -> bytes:
 class Candidates:
     """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
-    `duplicates` lists nodes without a lease that have blocks which a faster tier also holds. Eviction of duplicates
-    starts with the last node in this list. With `ahead`, the number of a tier, the next victims are chosen early (see
-    Lookahead).
+    `duplicates` lists the nodes without a lease whose blocks are also in a faster tier. Eviction of duplicates starts
+    with the last node in this list. If `ahead` is given, it is the number of this tier, and the next victims are chosen
+    early (see Lookahead).
     """
 
     __slots__ = ("_ahead", "_by_priority", "_in_order", "_new_policy", "duplicates", "num_blocks", "quota")
@@ -72,7 +72,7 @@ class Candidates:
         return isinstance(policy, Lookahead) and node in policy.queue
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose the next victims until they have `num_blocks` blocks. Return the nodes that were not chosen before."""
+        """Choose next victims until they have `num_blocks` blocks. Return the nodes that were not chosen before."""
         pulled: list[Node] = []
         for policy in self._in_order:
             if num_blocks <= 0:
@@ -100,9 +100,9 @@ class Tier:
     counts the blocks of all nodes without a lease, because a parent becomes a candidate after its children are evicted.
     The nodes of a tenant with a quota are both in `everyone` and in the tenant's own candidates.
 
-    If the tier is exclusive of a `faster` tier, blocks that the faster tier also holds are evicted first, even from
-    nodes with descendants in this tier. The next victims of the faster tier are kept, because this tier will soon hold
-    their only copies.
+    If the tier is exclusive of a `faster` tier, it first evicts duplicates: blocks that the faster tier also holds.
+    This includes blocks of nodes with descendants in this tier. Blocks of the faster tier's next victims are not
+    evicted as duplicates, because this tier will soon hold their only copies.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -114,7 +114,7 @@ class Tier:
         self.learns = isinstance(policy, Learned)
         self.num_evicted = 0
         self.num_duplicates_evicted = 0
-        """Number of evicted blocks that the faster tier held. Each costs at most one more copy into this tier."""
+        """Number of evicted blocks that the faster tier also held. Each of them may have to be copied here again."""
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
@@ -122,10 +122,10 @@ class Tier:
         """Candidates of each tenant with a quota."""
         self.faster: Tier | None = None
         self.slower: Tier | None = None
-        """Neighbours of this tier, if the slower tier is exclusive of the faster one."""
+        """Neighbours of this tier. They are set only if the slower of two neighbours is exclusive of the faster one."""
 
     def learn_from(self, tracker: ReuseTracker) -> None:
-        """Switch to the learned policy, with a tracker that tiers share. Call it before the first block is cached."""
+        """Use the learned policy, with a tracker that tiers share. Call it before the first block is cached."""
         self._new_policy = partial(Learned, tracker)
         self.everyone = self._candidates()
 
@@ -147,7 +147,7 @@ class Tier:
         return tenant.quota if tenant is not None else None
 
     def quota_shortage(self, salt: bytes, n: int) -> Shortage | None:
-        """Return a Shortage if n more slots exceed a tenant's quota even after evicting all of the tenant's blocks."""
+        """Return a Shortage if n more slots exceed the tenant's quota even after evicting all its evictable blocks."""
         tenant = self.tenants.get(tenant_of(salt))
         used = self.used_by.get(tenant_of(salt), 0)
         if tenant is None or used + n <= tenant.quota + tenant.num_blocks:
@@ -156,7 +156,7 @@ class Tier:
         return Shortage(self.name, n, max(0, tenant.quota - used), tenant.num_blocks, quota=name)
 
     def victim(self, salt: bytes | None = None) -> Node:
-        """Return the next candidate, of any tenant or of the tenant of `salt`. Raise if there is no candidate."""
+        """Return the next victim, of any tenant or of the tenant of `salt`. Raise StateError if there is none."""
         node = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).victim()
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted as evictable, but no candidate left")
@@ -181,8 +181,8 @@ class Tier:
     def duplicate_runs(self, node: Node, max_blocks: int) -> list[tuple[int, int]]:
         """Return runs of a node's blocks that the faster tier also holds, with at most `max_blocks` blocks in total.
 
-        The runs start at the beginning of the node. The faster tier evicts the end of a node first, so the copies of
-        the last blocks are needed first. If all duplicates are returned, the node is no longer listed.
+        The runs start at the beginning of the node. The faster tier evicts the end of a node first, so this tier keeps
+        the copies of the last blocks longest. If all duplicates are returned, the node is removed from the list.
         """
         both = self.duplicate_mask(node)
         runs, first = [], both.find(1)
@@ -203,7 +203,7 @@ class Tier:
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose the next victims, about `num_blocks` blocks including free slots. Return the new victims."""
+        """Choose the next victims, so that they and the free slots are about `num_blocks`. Return the new victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():
@@ -229,7 +229,7 @@ class Tier:
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
-        """Add blocks [first, first + len(slots)) of a leased node. The blocks must be absent from this tier."""
+        """Add blocks [first, first + len(slots)) of a leased node to this tier. They must be absent from it."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
@@ -244,7 +244,7 @@ class Tier:
         held.num_held += count
 
     def take(self, node: Node, first: int, stop: int | None = None, *, cut: bool = False) -> Slots:
-        """Remove blocks [first, stop) of a node. Return their slots; the caller becomes the owner of the slots.
+        """Remove blocks [first, stop) of a node from this tier. Return their slots, which the caller then owns.
 
         Set `cut` if the node will be truncated to `first` blocks.
         """
@@ -305,7 +305,7 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """List a node if the faster tier also holds its blocks, unless it is leased or among the next victims there."""
+        """List a node with duplicates, unless it is leased or among the next victims of the faster tier."""
         above = self.faster
         if above is not None:
             may_be = not node.leases and node.attached and node.held[self.number] is not None
@@ -344,7 +344,7 @@ class Tier:
         for node in nodes:
             held = node.held[self.number]
             if self.slower is not None:
-                self.slower.list_duplicate(node)  # the old candidates may have had it among their next victims
+                self.slower.list_duplicate(node)  # it may have been one of the next victims before
             if tenant is not None and held is not None and not node.leases and self._limited(node) is tenant:
                 tenant.num_blocks += held.num_held
                 if not node.below[self.number]:
@@ -357,7 +357,7 @@ class Tier:
         if self.tenants and (tenant := self._limited(node)) is not None:
             tenant.offer(node)
         if self.slower is not None and node in self.slower.everyone.duplicates and self.is_next(node):
-            self.slower._set_duplicate(node, False)  # the node returned to the next victims
+            self.slower._set_duplicate(node, False)  # the node is one of the next victims again
 
     def _set_duplicate(self, node: Node, is_duplicate: bool) -> None:
         for candidates in (self.everyone, self._limited(node) if self.tenants else None):

@@ -1,7 +1,8 @@
 """State transitions of blocks that are transferred between tiers.
 
 A transfer holds a lease on its path until its result is applied, so WRITING and READING blocks are never evicted. The
-tree can split nodes of the path during a transfer. Blocks are numbered from the start of the path.
+tree may split nodes of the path during a transfer. Blocks are therefore numbered from the start of the path, and not
+within nodes.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _UNKNOWN = Outcome()
 class RadixTree:
     """A path-compressed tree of token blocks, with one root for each pair of salt and adapter.
 
-    A match compares whole nodes at memcmp speed. The cost of a use, an eviction or a lease depends on the number of
-    nodes, not on the number of blocks. The tree is not thread-safe and has no clock; the caller passes `now`.
+    A match compares whole nodes with memcmp. The cost of a use, an eviction or a lease depends on the number of nodes
+    and not on the number of blocks. The tree has no clock, so the caller passes `now`. Not thread-safe.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RadixTree:
     def match(
         self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
     ) -> Lease:
-        """Lease the longest prefix of full blocks that can be read. The match counts as a use only after `commit`."""
+        """Lease the longest prefix of readable full blocks. The match does not count as a use until `commit`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")
         if self.tracker is not None:
@@ -90,17 +90,17 @@ class RadixTree:
         return self._lease_of(chain, node, retention, table, stopped)
 
     def share(self, lease: Lease) -> Lease:
-        """Return another lease on the same path, without a table. Each transfer holds such a lease."""
+        """Return another lease on the same path, without slots in its table. Each transfer holds such a lease."""
         lease.must_be_open()
         return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """Among the cached blocks that follow a leased path, find the best match for the chain's next tokens.
+        """Find the cached block after a leased path that shares the most leading tokens with the chain's next block.
 
-        Compare at most `max_tokens` tokens. Return a lease that ends with the best block, and the number of equal
-        leading tokens. Return None if no token is equal.
+        Compare at most `max_tokens` tokens. Return a lease that ends with the found block, and the number of shared
+        tokens. Return None if no token is shared.
         """
         lease.must_be_open()
         best, num_tokens = edit.closest_child(lease.node, lease.chain, max_tokens, max_children, now)
@@ -146,10 +146,11 @@ class RadixTree:
         return num_new
 
     def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0, grow: bool = False) -> None:
-        """Append blocks to the path of a lease. The blocks are WRITING in reserved slots of a tier.
+        """Append blocks to the path of a lease, in reserved slots of a tier and in the state WRITING.
 
-        A transfer then writes the slots and calls `end_write`. With `grow`, the last node of the path is extended if
-        possible. Raise StateError if the tree already has the first of these blocks, or if the lease owns slots.
+        When a transfer has written the slots, the caller calls `end_write`. With `grow`, the last node of the path is
+        extended if possible. Raise StateError if the tree already has the first of these blocks, or if the lease owns
+        slots.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
@@ -172,11 +173,11 @@ class RadixTree:
             lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
 
     def lease_at(self, chain: Chain, node: Node, retention: Retention = _KEEP) -> Lease:
-        """Lease the path of a chain to an attached node. Block states are ignored. The lease has no table."""
+        """Lease the path of a chain that ends with `node`, whatever the states of its blocks. The table is empty."""
         return self._lease_of(chain, node, retention, _NO_SLOTS)
 
     def follow(self, lease: Lease, stop: int) -> None:
-        """Extend a lease along the tree up to block `stop`. Block states are ignored. The lease must not own slots."""
+        """Extend a lease by cached blocks up to block `stop`, whatever their states. The lease must not own slots."""
         lease.must_be_open()
         node, block = lease.node, lease.num_blocks
         while block < stop and node.attached:
@@ -198,7 +199,7 @@ class RadixTree:
         lease.committed = True
 
     def release(self, lease: Lease, *, used: bool = True, now: float = 0.0, outcome: Outcome = _UNKNOWN) -> None:
-        """End the lease and free the slots that it owns. Published blocks stay. With used=False, no use is counted."""
+        """End a lease and free the slots that it owns. Published blocks stay. If `used` is False, count no use."""
         lease.must_be_open()
         if used:
             self._use(lease, now)
@@ -233,7 +234,10 @@ class RadixTree:
     # ---- slots and eviction ----------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
-        """Evict n blocks from a tier, or none and return a Shortage. With `salt`, evict only blocks of its tenant."""
+        """Evict n blocks from a tier. If fewer are evictable, evict none and return a Shortage.
+
+        With `salt`, evict only blocks of its tenant.
+        """
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: the tenant of {salt.hex() or 'no salt'} has no quota")
         available = tier.num_evictable if salt is None else tier.tenants[tenant_of(salt)].num_blocks
@@ -247,7 +251,7 @@ class RadixTree:
         evicted = self._make_room(tier, n, salt)
         if isinstance(evicted, Shortage):
             return evicted
-        # Return the evicted slots without releasing them, because the pool would only allocate them again.
+        # Return the evicted slots directly, without releasing them to the pool and allocating them again.
         more = n - sum(map(len, evicted))
         if more or not evicted:
             slots = tier.pool.allocate(more)
@@ -257,7 +261,7 @@ class RadixTree:
         return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Remove the blocks of a chain and its descendants from a tier, except blocks that no other tier holds.
+        """Remove the blocks of a chain and of its continuations from a tier, if another tier also holds them.
 
         Leased blocks stay, and so do the ancestors of blocks that stay. Return the number of freed slots.
         """
@@ -303,7 +307,10 @@ class RadixTree:
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Drop a chain's blocks from `first` on and all descendants. Return their number. Leases keep their slots."""
+        """Drop the blocks of a chain from `first` on, and all continuations. Return the number of dropped blocks.
+
+        Leased blocks keep their slots until their leases end.
+        """
         node, block = self.roots.get((chain.salt, chain.adapter)), 0
         while node is not None and block < chain.num_blocks:
             node = node.children.get(chain.key_at(block))
@@ -384,7 +391,8 @@ class RadixTree:
     def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
         """Follow the chain down to its last readable block. If this block is inside a node, split the node.
 
-        The returned reason is None if the tree lacks the next block. In this case `explain` finds the reason on demand.
+        Return the last node, the device slots of each node, and the reason why the match ended. The reason is None if
+        the tree lacks the next block. In this case `explain` finds the reason later.
         """
         block = 0
         parts: list[I32] = []
@@ -462,7 +470,10 @@ class RadixTree:
         return AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
 
     def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
-        """Extend the lease by an existing child. Return the child, and True if it adopted the slots of the lease."""
+        """Extend a lease by an existing child. Return the child, and True if it took over the slots of the lease.
+
+        If the child already has device blocks, the lease keeps its own slots as duplicates.
+        """
         device = self.tiers[0]
         count = edit.common_blocks(child, lease.chain, block, stop)
         held = child.held[0]
@@ -484,7 +495,7 @@ class RadixTree:
         return child, False
 
     def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
-        """Add new blocks [block, stop) of the chain, either to the leaf that this lease has added or as a new node."""
+        """Add new blocks [block, stop) of the chain. Extend the leaf that this lease has added, or add a new node."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
         if node is lease.grown and edit.can_grow(node, usage):
             content = edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys)
@@ -536,11 +547,13 @@ class RadixTree:
             tier.pool.release(Slots(tier.name, np.concatenate(freed)))
 
     def _evict(self, tier: Tier, n: int, salt: bytes | None) -> list[I32]:
-        """Evict n blocks, from the end of one victim after another. At least n blocks must be evictable.
+        """Evict n blocks: first duplicates, then blocks from the end of one victim after another.
+
+        At least n blocks must be evictable.
 
             victim   [ b0 b1 b2 b3 b4 ]   n = 2   ->   [ b0 b1 b2 ]      b0, b1 and b2 stay matchable
 
-        Return the slots, which now belong to the caller. The pool still counts the slots as used.
+        Return the slots, which the caller then owns. The pool still counts them as used.
         """
         freed: list[I32] = []
         tier.num_evicted += n
@@ -631,7 +644,10 @@ class RadixTree:
         return taken
 
     def _detach(self, node: Node, reason: MissReason) -> int:
-        """Remove a node and its descendants. Return the number of blocks. Slots stay in use until their leases end."""
+        """Remove a node and its descendants from the tree. Return the number of their blocks.
+
+        The slots of leased nodes stay in use until the leases end.
+        """
         self._misses.add(node, 0, reason, self.clock)
         for tier in self.tiers:
             tier.unlinked(node)
@@ -659,7 +675,7 @@ class RadixTree:
                 self.roots.pop(above.domain, None)
 
     def _notify_removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
-        """Report removed blocks to the listener, except WRITING blocks, because these were never readable."""
+        """Report removed blocks to the listener, except WRITING blocks, which were never readable."""
         held = node.held[tier.number]
         if self._listener is None or held is None:
             return

@@ -15,7 +15,7 @@ from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.messages import I32, KEY_BYTES
 
-# Extending a leaf copies its labels. A leaf with at least this many bytes is not extended; new blocks form a new node.
+# Extending a leaf copies its labels. If a leaf has at least this many bytes, new blocks form a new node instead.
 GROW_BYTES = 64 * 1024
 
 
@@ -38,8 +38,8 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
     """Find the child whose first block shares the most leading tokens with the chain's next block.
 
-    Return the child and the number of shared tokens. Without an exact match on the device, compare only the
-    `max_children` newest.
+    Return the child and the number of shared tokens. If no child on the device begins with exactly this block, compare
+    only the `max_children` newest children.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
@@ -104,7 +104,7 @@ def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
 
 
 def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
-    """Undo a split: prepend the parent's blocks to the node. The node must be the only child."""
+    """Undo a split: prepend the parent's blocks to the node. The node must be the parent's only child."""
     upper = node.parent
     assert upper is not None
     assert upper.parent is not None
@@ -131,7 +131,8 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
     """True if a node and its parent `upper` can be joined without affecting the eviction policies.
 
-    `priority` and `expires` belong to a use of the path. The node is already updated, but the parent is not.
+    `priority` and `expires` come from a use of the path, which has already been recorded in the node but not yet in the
+    parent.
     """
     mine, above = node.usage, upper.usage
     return (
@@ -145,7 +146,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True if the node is a short leaf with one lease, and its priority and expiry do not exceed those in `usage`."""
+    """True if a node is a short leaf with one lease, whose priority and expiry are at most those in `usage`."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority
@@ -160,7 +161,7 @@ def can_grow(node: Node, usage: AccessStats) -> bool:
 def lengthen(
     node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, tier: int, slots: I32, state: int
 ) -> None:
-    """Append blocks to a leaf. The blocks are in one tier only."""
+    """Append blocks to a leaf. The new blocks are in the tier `tier` only."""
     new = Residency(slots, bytearray((state,)) * len(slots))
     for number, held in enumerate(node.held):
         if held is not None:
@@ -194,9 +195,9 @@ def content_below(
     """Return labels, keys and extras of the chain's blocks [block, stop), which follow the blocks of a node."""
     labels, keys = chain.label_view(block, stop), b""
     if with_keys:
-        if chain.num_keys >= block:  # the keys of the blocks above were computed earlier
+        if chain.num_keys >= block:  # the chain already has the keys of all earlier blocks
             keys = b"".join(chain.key_list(block, stop))
-        else:  # start with the node's last key, because computing the keys of the whole path may take long
+        else:  # continue from the node's last key: computing the keys of the whole path could take long
             above = last_key(node, chain.namespace)
             keys = b"".join(chain_keys(above, labels, chain.label_bytes, chain.extras, block))
     extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None

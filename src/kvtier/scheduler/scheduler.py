@@ -7,10 +7,10 @@ Two steps can be in flight. The second step is scheduled as if each generating r
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
-    request in flight   no preemption: it gets no row, and is preempted once its row has a result
-    request ends        its row in the later step is computed, and the result is ignored; its KV is freed after that
-    step t has loads    step t+1 has no rows, because step t runs early only if there is nothing else to compute
-    step t fails        its requests end, and step t+1 is discarded: its other requests run again
+    A request with a row in flight is not preempted. It gets no further row, so that a later step can preempt it.
+    If a request ends, its row in the later step is computed, but the result is ignored. Its KV is freed after that.
+    If step t has loads, step t+1 has no rows: step t waits for loads only if there is nothing else to compute.
+    If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Scheduler:
         self._waiting.append(request)
 
     def cancel(self, request: Request, now: float) -> bool:
-        """Cancel a request; returns False if it had already ended. A result from the step in flight is ignored."""
+        """Cancel a request. Return False if it had already ended. Results of its rows in flight are ignored."""
         return self._end(request, RequestState.CANCELLED, now)
 
     def close_session(self, session_id: str, salt: bytes, now: float) -> int:
-        """Note that no further request of a session is expected.
+        """Record that no further request of a session is expected.
 
-        Return the number of blocks whose last use was the last request of the session. A request of the session that
-        has not ended counts as the last one. In this case the result is 0.
+        Return the number of blocks whose last use was the last request of the session. If a request of the session has
+        not ended, it counts as the last one, and the result is 0.
         """
         num_open = 0
         for request in (*self._waiting, *self._running):
@@ -92,7 +92,8 @@ class Scheduler:
         if len(self._steps) == MAX_IN_FLIGHT:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
-        # If loads fail, their row is ignored. A new load of the same blocks for another request would hide the failure.
+        # Add no rows while a step with loads is in flight. If one of its loads fails, the result of the row must be
+        # ignored. A new load of the same blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         rows = tuple([row for row in builder.rows if row.request.state is RequestState.RUNNING])
@@ -156,7 +157,7 @@ class Scheduler:
         self._free_leaving(now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
-        """Cancel and return the running requests of a step that failed. `discard` the step that followed it."""
+        """Cancel and return the running requests of a failed step. The caller then discards the step after it."""
         self._take_oldest(step)
         failed = tuple(row.request for row in step.rows if row.request.state is RequestState.RUNNING)
         for request in failed:
@@ -364,7 +365,7 @@ class Scheduler:
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
-        """End all prefetches, or those whose end could resolve `shortage`. Returns True if a prefetch was ended."""
+        """End all prefetches, or those whose end could resolve `shortage`. Return True if a prefetch was ended."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         if request is not None and shortage is not None:
             prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
@@ -421,7 +422,7 @@ class Scheduler:
             return False
 
     def _never_fits(self, request: Request, builder: _StepBuilder) -> bool:
-        """Refuse a request that does not fit even if it runs alone; returns True if the request was refused."""
+        """Refuse a request that does not fit even if it runs alone. Return True if the request was refused."""
         tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
         quota = self.manager.tree.tiers[0].quota(request.chain.salt)
         if quota is not None:
@@ -465,7 +466,8 @@ class Scheduler:
     def _to_waiting(self, request: Request, now: float) -> None:
         """Release the KV of a request and queue the request again. Published blocks stay in the cache.
 
-        The request has no row in flight: such a row would write to blocks that a load could fill at the same time.
+        The request must not have a row in flight, because the row would write to released blocks, which a load could
+        fill at the same time.
         """
         assert not request.in_flight
         self.manager.abort(_held(request), now=now)
@@ -542,7 +544,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.held: list[Request] = []
-        """Requests in flight that are to be preempted. They get no row, so that the next step can preempt them."""
+        """Requests to preempt, with a row in flight. They get no new row, so that the next step can preempt them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight free room."""
 
@@ -556,7 +558,7 @@ class _StepBuilder:
         self._remove_row(request)
 
     def hold(self, request: Request) -> None:
-        """Remove the row of a request in flight, so that it can be preempted in the next step."""
+        """Remove the new row of a request that has a row in flight, so that the next step can preempt the request."""
         self.held.append(request)
         self.is_full = True
         self._remove_row(request)
