@@ -92,7 +92,7 @@ def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
 
 
 AUDIO_TOKEN, AUDIO_TOKENS, SAMPLES = 500, 25, 16_000
-"""The token that represents one second of audio, the tokens that vLLM inserts for it, and its number of samples."""
+"""For one second of audio: its token in the prompt, the number of tokens that vLLM inserts, and of samples."""
 
 
 def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
@@ -145,7 +145,7 @@ def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:
 
 
 IMAGE_TOKENS, PIXELS = 32, 28
-"""The tokens that vLLM inserts before the prompt for an image, and the width and height of the image in pixels."""
+"""Number of tokens that vLLM inserts before the prompt for an image, and width and height of the image in pixels."""
 
 
 def make_blip2(folder: Path, seed: int = 0) -> Path:

@@ -99,7 +99,7 @@ def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
 
 
 def test_images_do_not_share_blocks(vllm, tmp_path):
-    """All tokens of the prompts are equal, only the images differ. A real vision encoder reads them."""
+    """The prompts have equal tokens but different images. A real vision encoder reads the images."""
     model, prompt = vllm_models.make_blip2(tmp_path), prompt_of(507, 170)
     asked = prompt, vllm_models.PIXELS, [1, 2, 1, 2]
     arguments = {"model": model, "skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
