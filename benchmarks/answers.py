@@ -1,14 +1,15 @@
-"""Check that the cache never changes an answer: the same conversations with every cache, token for token.
+"""Check that the cache never changes an answer: run the same conversations with every cache and compare each token.
 
 PYTHONPATH=.:tests python -m benchmarks.answers                     SmolLM2-135M; 200 requests with each of seven caches
 PYTHONPATH=.:tests python -m benchmarks.answers --conversations 4   a short run: 20 requests
 
-Conversations of five turns over shared system prompts arrive at random. Half of the requests are greedy, the others are
-sampled with their own seed. In batch-invariant mode the logits of a token depend on its own sequence only, so the
-answers must equal those of an engine without a cache after any copy, eviction, damaged or lost object.
+Conversations of five turns over shared system prompts arrive at random. Half of the requests are greedy, and the others
+are sampled with their own seed. In batch-invariant mode, the logits of a token depend only on its own sequence. The
+answers must therefore equal those of an engine without a cache, after any copy, eviction, and damaged or lost object.
 
-In fast mode the order of summation, and so the last bits, depend on the other rows of the batch. Every cache is then
-forced to follow the tokens of the engine without one, and each logit of each step is compared, within TOLERANCE.
+In fast mode, the order of summation depends on the other rows of the batch, and so do the last bits of the logits. Each
+engine with a cache is then forced to follow the tokens of the engine without a cache. Each logit of each step must be
+equal within TOLERANCE.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return the cases; all are compared with the first."""
+    """Return the cases. All other cases are compared with the first one."""
     few, many = 3 * MOST_BLOCKS, 45 * MOST_BLOCKS
     below: dict[str, Any] = {"always_load": True}  # loading is under test here
 
@@ -135,7 +136,7 @@ def cases() -> list[Case]:
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """Make a third of the calls of a store fail: errors, deadlines, flipped bits, truncated objects."""
+    """Make a third of the calls of a store fail with errors, timeouts, flipped bits or truncated objects."""
     rng = random.Random(seed)
     while True:
         kinds = (Fault(error="made up"), Fault(hangs=True), Fault(flip_bit=rng.randrange(10**7)), Fault(cut_to=100))
@@ -193,7 +194,7 @@ def same_tokens(model: Model, script: Script) -> tuple[list[Row], list[Bar]]:
 
 
 class Follow:
-    """Keeps the logits of each step of one answer and forces the given tokens; without tokens, the best ones."""
+    """Keeps the logits of each step of one answer. Forces the given tokens, or without tokens the most likely ones."""
 
     def __init__(self, tokens: tuple[int, ...], keep: list[torch.Tensor], ends: tuple[int, ...]) -> None:
         self._tokens, self._keep, self._ends = iter(tokens), keep, ends

@@ -71,7 +71,7 @@ def _scattered_rows(stream: Stream, limit: float) -> tuple[list[Row], list[Bar]]
 
 
 def _row_tasks(nbytes: int, stream: Stream) -> dict[str, Task]:
-    """Return ways to copy 256 scattered rows of a pool to consecutive rows: ours and the peers'."""
+    """Return functions of kvtier and of the peers that copy 256 scattered rows of a pool to consecutive rows."""
     pool = torch.randint(0, 256, (4096, nbytes), dtype=torch.uint8, device="cuda")
     out = torch.zeros(ROWS, nbytes, dtype=torch.uint8, device="cuda")
     index = torch.randperm(len(pool), device="cuda")[:ROWS]
@@ -157,11 +157,12 @@ def _limit_gbs(src: Buffer, dst: Buffer, stream: Stream) -> float:
 
 
 def _wall_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
-    """Return the best microseconds from the call to the end of the copy; on a shared machine noise only adds time.
+    """Return the lowest time in microseconds from the call to the end of the copy. Noise of other processes adds time.
 
     The tasks alternate in a different order each round, because the caches depend on the task before. After three
     rounds, tasks slower than twice the best are dropped. The others continue, because a noisy period is longer than
-    thirty rounds of the shortest cases (2026-11-15: one case in ninety differed from itself by 1.07).
+    thirty rounds of the shortest cases. On 2026-11-15, two measurements of the same case differed by a factor of 1.07
+    in one of ninety cases.
     """
     best = dict.fromkeys(tasks, float("inf"))
     order, begin, attempt = random.Random(0), time.perf_counter(), 0

@@ -3,12 +3,17 @@
 PYTHONPATH=.:tests python -m benchmarks.crash                 200 kills, 200 of sharers, 2,000 power failures; 110 s
 PYTHONPATH=.:tests python -m benchmarks.crash --kills 2000 --folder /mnt/nvme/tmp
 
-Kills: a process that writes, replaces and removes objects of 5 kB to 700 kB gets SIGKILL at a random moment; the next
-process opens the folder and reads every object. Sharers: eight processes read and write one folder; the owner of the
-folder, or another one, gets SIGKILL at a random moment and is replaced. Power failures: a store on a simulated disk
-runs random calls, and the power fails before a random file operation. Data that was not synced is kept, lost or torn,
-sector by sector and name by name; then the store is opened and read. All run with both sync policies. The code is that
-of the tests (tests/storage_crash.py, tests/storage_sharing.py, tests/storage_power.py).
+Kills (tests/storage_crash.py): a process writes, replaces and removes objects of 5 kB to 700 kB. It is killed with
+SIGKILL at a random moment. The next process opens the folder and reads every object.
+
+Sharers (tests/storage_sharing.py): eight processes read and write one folder. The owner of the folder, or another
+process, is killed with SIGKILL at a random moment, and a new process replaces it.
+
+Power failures (tests/storage_power.py): a store on a simulated disk runs random calls, and the power fails before a
+random file operation. Each sector and each file name that was not synced is either kept or lost. Then the store is
+opened and every object is read.
+
+All of them run with both sync policies.
 """
 
 from __future__ import annotations
@@ -99,7 +104,7 @@ def sharers(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
 
 
 def cuts(count: int, seed: int) -> tuple[Row, list[Bar]]:
-    """Simulate `count` power failures, each with a new store and other calls; half of the stores are nearly full."""
+    """Simulate `count` power failures, each with a new store and other calls. Half of the stores are nearly full."""
     rng, begin = random.Random(seed), time.perf_counter()
     found = durable = lost = refilled = leaked = 0
     for number in progress("power failures", count):

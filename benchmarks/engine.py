@@ -7,8 +7,8 @@ python -m benchmarks.engine --vllm-python V/bin/python --node-llama L     also v
 
 A step includes scheduling, cache bookkeeping, batch layout, model, sampling and text; benchmarks.engine_model measures
 the model alone. "integer" is kvtier with products="integer". transformers runs its forward pass with its own cache,
-without generate(). All alternate, so that noise affects all; the time of a case is the best of several rounds. Decode
-starts at a context of 128 tokens.
+without generate(). The engines alternate, so that noise affects all of them. The time of a case is the best of several
+rounds. Decode starts at a context of 128 tokens.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Timed(Model):
 
 
 def outside(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]], list[Bar]]:
-    """Measure the part of a step of 16 rows outside of the model: the median of many steps."""
+    """Measure the time outside of the model in a step of 16 rows, as the median of many steps."""
     rows: list[dict[str, object]] = []
     for name, params in KINDS.items():
         timed = Timed(model)
@@ -221,7 +221,7 @@ def outside(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]]
 
 
 def busy_core(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]], list[Bar]]:
-    """Measure decode of one sequence alone, and while another process spins on one of the cores: medians."""
+    """Measure the median time of decoding one sequence, alone and while another process occupies one of the cores."""
     step = decode(make_engine(model, tokenizer), 1, GREEDY)
 
     def milliseconds() -> list[float]:
@@ -253,7 +253,7 @@ def busy_core(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object
 
 
 def check(model: Model, tokenizer: Tokenizer, peer: Any) -> Bar:
-    """Compare greedy answers to prompts of 1 to 700 tokens, in a cache too small for all, with transformers."""
+    """Compare greedy answers with transformers. The prompts have 1 to 700 tokens, and do not all fit into the cache."""
     text = tokenizer.encode(
         " ".join(f"Chapter {i}: the sea was calm and the {i * i} ships lay still." for i in range(90))
     )

@@ -1,9 +1,10 @@
-"""The model on a GPU: prefill compared with the matrix rate, decode with the memory bandwidth, measured in this run.
+"""The model on a GPU: prefill compared with the matrix rate, and decode compared with the memory bandwidth.
 
 python -m benchmarks.engine_gpu            random weights of Llama-3-8B's shape: nothing to download
 
-Prefill counts only its matrix products (2 x weights x tokens, plus those of attention). The floor of decode is reading
-every weight and every key and value of the batch once.
+Both limits are measured in the same run. Only the matrix products of a prefill are counted: 2 x weights x tokens, plus
+the products of attention. The limit of a decode step is the time to read every weight, and every key and value of the
+batch, once.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 python -m benchmarks.exclusive --trace conversation_trace.jsonl
 
-The real manager serves one request at a time in chunks of 8,192 tokens, as the scheduler does. A worker that moves no
-bytes reports every plan as done before the next chunk.
+The real manager serves one request at a time in chunks of 8,192 tokens, like the scheduler. A simulated worker, which
+copies nothing, reports every plan as done before the next chunk.
 """
 
 from __future__ import annotations

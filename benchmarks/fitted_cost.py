@@ -17,8 +17,8 @@ _KNEES = (16, 64)
 class FittedCost:
     """A sum of costs per step, row, token, attended token and read token, fitted to measured steps.
 
-    Errors are relative to the fit, so that short and long steps have equal weight. The weight of errors above a tenth
-    falls: on a shared machine, other processes delay some steps.
+    Errors are relative to the fit, so that short and long steps have equal weight. Errors above a tenth have a lower
+    weight, because other processes delay some steps on a shared machine.
     """
 
     def __init__(self, samples: Sequence[tuple[Work, float]]) -> None:

@@ -4,17 +4,18 @@
     PYTHONPATH=src:. .venv-ray/bin/python -m benchmarks.fleet           SmolLM2-135M, about 5 minutes on 2 cores
     PYTHONPATH=src:. .venv-ray/bin/python -m benchmarks.fleet --quick   fewer users and turns
 
-Three replicas with one thread each. 24 users in groups of four that share a system prompt have four turns each. A user
-sends the next turn when the answer to the last is complete. The device cache of a replica holds a third of the users.
-Each router starts with new replicas:
+There are three replicas with one thread each, and 24 users with four turns each. Each group of four users shares a
+system prompt. A user sends the next turn when the answer to the last turn is complete. The device cache of a replica
+holds the conversations of a third of the users. Each router starts with new replicas:
 
     serve       power of two choices, Serve's default
     affinity    PrefixCacheAffinityRouter of Ray, on block hashes in place of text
     kvtier      KvtierRouter
     kvtier, 3   the same with three times the charge for a second copy of a block (RouterConfig.duplicate_cost)
 
-TTFT is from sending to the first token, queueing included. "computed" are the prompt tokens that were not cached; the
-last columns are their largest share over the mean, and the requests that failed.
+TTFT is the time from sending a request to its first token, including the time in the queue. "computed" is the number of
+prompt tokens that were not cached. The last columns are the highest number of computed tokens of a replica divided by
+the mean of all replicas, and the number of failed requests.
 """
 
 from __future__ import annotations

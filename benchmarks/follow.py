@@ -1,7 +1,7 @@
-"""Follow a recorded log step by step: the same calls with the same times to a new scheduler and manager.
+"""Follow a recorded log step by step: repeat its calls, with the same times, on a new scheduler and manager.
 
-Their decisions must equal the recorded ones, so hits by tier are exact. Reuse inside a block depends on tokens that
-are not in the log: the run must have been recorded with `partial_scan=0`.
+Their decisions must equal the recorded ones, so the hits by tier are exact. Reuse inside a block depends on tokens that
+are not in the log. The run must therefore be recorded with `partial_scan=0`, which turns this reuse off.
 """
 
 from __future__ import annotations

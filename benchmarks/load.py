@@ -4,11 +4,13 @@ python -m benchmarks.load                        64 clients for 10 minutes, Smol
 python -m benchmarks.load --seconds 120          a shorter run: RSS is compared with that after a fifth of the time
 python -m benchmarks.load --tiny                 random weights, 2 layers: hundreds of times more requests
 
-Every client streams one answer after another; a tenth of the streams are aborted. The server is `kvtier serve` in its
-own processes; the clients share this process. The server's processes are sampled every five seconds, and every
-fifteenth sample is printed to standard error. The overhead per streamed token is the CPU time of the front end divided
-by the tokens. The floor is the CPU time of uvicorn alone for the same number of events. "delivery" is the time from the
-engine's step to the client's event in the front end, as the upper bound of a histogram bucket.
+Every client streams one answer after another. A tenth of the streams are aborted. The server is `kvtier serve` in its
+own processes, and the clients share this process. The server's processes are sampled every five seconds, and every
+fifteenth sample is printed to standard error.
+
+The overhead per streamed token is the CPU time of the front end divided by the number of tokens. Its lower limit is the
+CPU time of uvicorn alone for the same number of events. "delivery" is the time from the end of the engine's step until
+the front end has the client's event. It is known only as the upper bound of a histogram bucket.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 python -m benchmarks.manager --trace conversation_trace.jsonl
 
-Every request is prefetched, matched, allocated, published and finished. A worker that moves no bytes reports every plan
-as done at once; its time is excluded, the manager's time for the reports is included. The plain index does the same on
-one tier, with the keys that a store needs. Both alternate batch by batch, so that noise affects both.
+Every request is prefetched, matched, allocated, published and finished. A simulated worker, which copies nothing,
+reports every plan as done at once. Its time is excluded, but the manager's time for the reports is included. The plain
+index serves the same requests on one tier, and computes the keys that a store needs. Both alternate batch by batch, so
+that noise affects both.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tuple[Row, Bar]:
-    """Measure one block size. Rounds run the same requests from the same state; the best time of a batch counts."""
+    """Measure one block size. All rounds run the same requests from the same state. The best time of a batch counts."""
     prompts = [request.tokens() for request in trace]
     prompts = [prompt for prompt in prompts if len(prompt) < TOKENS["device"] // 4]
     batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]

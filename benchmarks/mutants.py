@@ -58,8 +58,9 @@ class Mutant:
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects replacements. Skips annotations, decorators, assertions and messages, which have no behaviour, and
-    constants and arithmetic outside functions, which are tuning."""
+    """Collects replacements. Skips code without behaviour: annotations, decorators, assertions and messages.
+
+    Also skips constants and arithmetic outside functions, which only tune the code."""
 
     def __init__(self, source: bytes) -> None:
         self.found: dict[tuple[int, int, str], tuple[str, int]] = {}

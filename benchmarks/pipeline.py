@@ -22,10 +22,10 @@ ROWS, MODULES, CHURN = 256, 8, 0.1
 
 
 class HalfAndHalf(Module):
-    """A step that occupies the host, then the device for the same time. The device is a stream that sleeps.
+    """A step that occupies the host, and then the device for the same time. The device is a stream that sleeps.
 
-    The host computes a hash, which releases the GIL as numpy and torch do. Pure Python would hold it for 5 ms at a time
-    and delay the executor (two phases then reach 1.5x; sys.setswitchinterval helps).
+    The host computes a hash, which releases the GIL like numpy and torch. Pure Python code would hold the GIL for 5 ms
+    at a time and delay the executor. Two phases then reach only 1.5x, and sys.setswitchinterval helps.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def _per_step(module: Module, phases: int) -> float:
 def _overhead(churn: float) -> tuple[float, str]:
     """Return the best seconds per step of a pipeline with empty modules, and a profile.
 
-    With churn, that share of the rows is preempted in each step, and those of the step before return.
+    `churn` is the share of the rows that are preempted in each step. The rows that the step before preempted return.
     """
     pipeline = Pipeline([Module() for _ in range(MODULES)], phases=2, executor=partial(Executor, threaded=False))
     changing = int(ROWS * churn)

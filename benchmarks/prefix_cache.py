@@ -2,10 +2,10 @@
 
 PYTHONPATH=.:tests python -m benchmarks.prefix_cache        SmolLM2-135M in float32; a prefix of 1,500 tokens
 
-Every measurement is a process of its own, which loads the model first. "prefix on disk" opens a PrefixCache on the
-folder of an earlier process. "computed" is plain `generate`. "torch.load" loads a DynamicCache that was saved with
-torch.save: the way without kvtier, without checksums or a search for the prefix. The kinds alternate. Processes have
-one thread each, because the threads of torch wait for each other when other processes use the cores.
+Every measurement is a separate process, which loads the model first. "prefix on disk" opens a PrefixCache on the folder
+of an earlier process. "computed" is plain `generate`. "torch.load" loads a DynamicCache that was saved with torch.save,
+which needs no kvtier but has no checksums and cannot search for a prefix. The three kinds alternate. Processes have one
+thread each, because the threads of torch wait for each other when other processes use the cores.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 python -m benchmarks.products                      10,000 positions of the documentation; --positions to choose
 KVTIER_CPU_ISA=avx2 python -m benchmarks.products  for one instruction set
 
-Both models read the same text, 16 sequences per step and one token of each, so that every token is computed in a step
-that uses the packed matrices. The most likely next tokens are compared at every position.
+Both models read the same text. Each step has one token of each of 16 sequences, so that every token is computed in a
+step that uses the packed matrices. The most likely next tokens are compared at every position.
 """
 
 from __future__ import annotations

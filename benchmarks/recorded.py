@@ -1,7 +1,7 @@
 """Recorded runs of our engine for benchmarks/replay: SmolLM2-135M on this CPU, with device, host and disk tiers.
 
-The engine computes with one thread. On two cores the other is free for copies and the disk, so that the time of a step
-depends little on them. A request's arrival time is when it is due, not when the current step ends.
+The engine computes with one thread. On two cores, the other core is free for copies and the disk, so that they hardly
+affect the time of a step. A request arrives when it is due, even if the current step has not ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
 BLOCK = 16
-# Four of the longest prompts fit on the device. With space for two (96 blocks, prompts of 800 tokens) requests waited
-# for memory, and small differences in time decided which: two real runs differed by a fifth at p99.
+# Four of the longest prompts fit on the device. With space for only two (96 blocks, prompts of 800 tokens), requests
+# waited for memory, and small differences in time decided which of them waited: the p99 of two real runs differed by a
+# fifth.
 CACHE = CacheConfig(144, host=HostConfig(192), stores=(StoreConfig("disk"),), partial_scan=0)
 DISK_BLOCKS = 2000
 LIMITS = SchedulerConfig(max_rows=16, max_step_tokens=256)

@@ -3,11 +3,13 @@
 python -m benchmarks.replay --trace conversation_trace.jsonl   everything
 python -m benchmarks.replay --only honest --seconds 120        only the recorded runs
 
-Accuracy ("honest"): SmolLM2-135M on this CPU with device, host and disk tiers serves conversations in real time and is
-recorded, twice; no simulation can predict the difference between the two. The replay follows each log step by step
-(hits by tier must be equal), and simulates the same arrivals freely. The simulation gets arrivals, lengths and block
-names from the run. The times of steps, copies and disk are fitted to two short runs of other conversations, one before
-each (benchmarks/recorded.py).
+Accuracy ("honest"): SmolLM2-135M on this CPU, with device, host and disk tiers, serves conversations in real time. Two
+such runs are recorded. No simulation can predict the difference between them.
+
+The replay follows each log step by step, where the hits by tier must be equal. It also simulates the same arrivals
+without following the log. The simulation gets arrivals, lengths and block names from the run. The times of steps,
+copies and disk are fitted to short runs of other conversations, one before each of the two runs
+(benchmarks/recorded.py).
 """
 
 from __future__ import annotations

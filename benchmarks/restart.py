@@ -2,9 +2,9 @@
 
 python -m benchmarks.restart                     SmolLM2-135M, a conversation of about 1,500 tokens
 
-`kvtier serve --disk` starts with an empty folder and gets a request; SIGTERM saves the cache; the server starts again
-and gets the same conversation with one more turn. Both are the first request of their process. "cold again" is the
-second start with an empty folder: the cost of a restart without a disk tier.
+`kvtier serve --disk` starts with an empty folder and gets a request. SIGTERM saves the cache and ends the server. Then
+the server starts again and gets the same conversation with one more turn. Both are the first request of their process.
+"cold again" is the second start with an empty folder, which is the cost of a restart without a disk tier.
 """
 
 from __future__ import annotations

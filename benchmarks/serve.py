@@ -4,20 +4,20 @@ python -m benchmarks.serve                       SmolLM2-135M in float32; 30 min
 python -m benchmarks.serve --quick               fewer, shorter conversations
 python -m benchmarks.serve --rules               LRU with an inclusive host tier against learned with an exclusive one
 
-16 users share a system prompt of 1,000 tokens: 8 turns of 150 tokens in and 24 out. A user sends the next turn when the
-answer to the last is complete, so that turns of other users come in between. The device holds a quarter of all blocks,
-so each conversation is evicted between its turns. The same requests with:
+16 users share a system prompt of 1,000 tokens. Each has 8 turns of 150 prompt tokens and 24 answer tokens. A user sends
+the next turn when the answer to the last turn is complete, so that turns of other users come in between. The device
+holds a quarter of all blocks, so each conversation is evicted between its turns. The same requests run with:
 
     cache off       every prompt is computed from its first token
     device          prefixes are found on the device
     + host          and in host memory, which holds everything
-    + disk          host memory holds a quarter, too; the rest is on disk (kvtier.storage.DiskStore)
+    + disk          host memory holds a quarter as well; the rest is on disk (kvtier.storage.DiskStore)
     transformers    the same weights in float32, one request after the other: a prompt is computed whole, and 24 tokens
                     are decoded with a DynamicCache that is then discarded
 
-TTFT is from sending to the first token, queueing included; "in service" is the part after the queue. Cache off and
-transformers have no memory, so they can run every n-th request only (`--every n`), every n-th turn of each user. That
-is faster, and favours them: with two turns per user, as in the rows of 32 requests (n = 4), the queue is short.
+TTFT is the time from sending to the first token, including the time in the queue. "in service" is the part after the
+queue. "cache off" and "transformers" keep no KV, so they can run only every n-th turn of each user (`--every n`). This
+is faster and favours them: with two turns per user (n = 4, 32 requests), the queue is short.
 
 With `--rules`, device and host have half of the blocks of "+ host", so that some conversations leave both. The answers
 of both rules must be identical.

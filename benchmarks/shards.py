@@ -1,7 +1,8 @@
-"""The cost of cutting stored blocks by KV heads: a rank's blocks to a disk and back, by shards per block.
+"""The cost of dividing stored blocks by KV heads: write the blocks of a rank to a disk and read them, by shard count.
 
-Blocks of Llama-3-8B (2 MiB of bf16), 16 tokens, one rank. With one shard a block is stored as it is in host memory;
-with more, each object is gathered. For comparison: gathering alone, and one copy of the same bytes, which is the limit.
+One rank has blocks of Llama-3-8B (16 tokens, 2 MiB of bf16). With one shard, a block is stored as it is in host memory.
+With more shards, the bytes of each object are gathered first. Gathering alone is measured for comparison, and so is one
+copy of the same bytes, which is the limit.
 """
 
 from __future__ import annotations

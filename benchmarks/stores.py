@@ -2,11 +2,15 @@
 
 PYTHONPATH=.:tests python -m benchmarks.stores          starts the servers; prints which are not installed
 
-The raw clients are used as documented for batches: redis-py with one pipeline of SET and one MGET on one connection;
-obstore with put and get on the same number of threads as the store; Mooncake with batch_put_from and batch_get_into on
-registered memory, from and to another process. Raw reads are not verified and, except for Mooncake, return new memory;
-the store verifies the bytes and fills the caller's memory. Both alternate batch by batch, in changing order, so that
-noise affects both. A share compares the rates of one round; the median of the shares counts.
+The raw clients are used as their documentation recommends for batches:
+
+    redis-py    one pipeline of SET and one MGET, on one connection
+    obstore     put and get, on the same number of threads as the store
+    Mooncake    batch_put_from and batch_get_into on registered memory; another process provides the memory
+
+Raw reads are not verified and, except for Mooncake, return new memory. The store verifies the bytes and fills the
+caller's memory. Both alternate batch by batch, in changing order, so that noise affects both. A share is the ratio of
+the rates in one round, and the median of the shares counts.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The value of a shared store to an engine, and the quality of its decisions: parts of benchmarks.stores.
 
-ttft       SmolLM2, a prompt whose blocks are in the store and not in memory: time to first token when they are loaded
-           and when they are computed, alternating.
-decision   A model of random weights and prompts of several lengths, behind a proxy process that delays every reply of
-           Redis. At each latency a new engine serves twelve requests, half of them new to the store, then decides for
-           each length. The same prompt is loaded and computed by force, alternating, both after a lookup. A decision is
-           right if its median time is at most a tenth above the other: medians of equal work differ by as much here.
+ttft       SmolLM2 and a prompt whose blocks are in the store but not in memory. The time to first token is measured
+           with loaded and with computed blocks, alternating.
+decision   A model with random weights and prompts of several lengths. A proxy process delays every reply of Redis. At
+           each latency, a new engine first serves twelve requests, half of them new to the store. Then it decides for
+           each prompt length whether to load or to compute. The same prompt is also loaded and computed by force,
+           alternating, each after a lookup. A decision is right if its median time is at most a tenth above the time of
+           the alternative, because medians of equal work differ by as much on this machine.
 
-The model computes on one core, so that the servers have another.
+The model computes on one core, so that the servers can use the other one.
 """
 
 from __future__ import annotations

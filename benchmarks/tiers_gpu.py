@@ -2,9 +2,11 @@
 
 python -m benchmarks.tiers_gpu            random weights of Llama-3-8B's shape: nothing to download
 
-The link is measured in the same run by one contiguous copy, the remaining compute by the hit on the device. A load is
-split into groups of layers, and the model starts after the first group; a hit on the host should take the longer of the
-two plus the first group. Then: the loss of a decode step while the engine loads and saves other blocks, 256 MiB per
+The rate of the link is measured in the same run with one contiguous copy. The time of the remaining computation is the
+time of a hit on the device. A load is split into groups of layers, and the model starts after the first group. A hit on
+the host should therefore take the longer of both times, plus the time to load the first group.
+
+The second part measures how much longer a decode step takes while the engine loads and saves other blocks, 256 MiB per
 direction at a time.
 """
 

@@ -1,12 +1,16 @@
 """The GPU part of benchmarks/transfer.py: all measurements of issue 6, with its bars. Medians of device times.
 
-"host us" is the time to compile and submit a transfer, per copy given to the driver in a batch call or to the gather
-kernel in its parameters: the median burst of several transfers, and the median of single transfers after 20 ms of
-waiting. The cores of this machine are hyperthreads: a busy sibling makes everything on a core, the driver's call and a
-Python loop alike, take twice as long for seconds. So the bar is for bursts on a core whose sibling is idle at that
-moment, which a fixed loop detects; "anywhere" is the same without pinning the thread, and "raw host us" is the driver's
-call alone in both places. "wall" is the limit's device time divided by our wall time, from the ids to the report, of a
-transfer that starts at once.
+"host us" is the host time to compile and submit a transfer, divided by its number of copies. Copies are passed to the
+driver in a batch call, or to the gather kernel in its parameters. The time is measured as the median of bursts of
+several transfers, and as the median of single transfers after 20 ms of waiting.
+
+The cores of this machine are hyperthreads. If the sibling of a core is busy, everything on the core takes twice as long
+for seconds, the driver's call as well as a Python loop. The bar therefore applies to bursts on a core whose sibling is
+idle at that moment, which a fixed loop detects. "anywhere" is measured without pinning the thread. "raw host us" is the
+time of the driver's call alone, in both places.
+
+"wall" is the device time of the limit divided by the wall time of a transfer that starts at once, from the ids to the
+report.
 """
 
 from __future__ import annotations

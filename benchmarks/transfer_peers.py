@@ -1,8 +1,8 @@
 """The ancestor's way of swapping blocks, as a column of benchmarks/transfer_gpu.py.
 
-Per layer and tensor: one memcpy per run of neighbours, and a kernel for all other blocks, in which one warp moves one
-block over the link, 8 bytes per thread and step. Reimplemented from its description. Ids are uploaded before the clock
-starts, which favours it.
+For each layer and tensor, it calls one memcpy per run of adjacent blocks, and a kernel for all other blocks. In the
+kernel, one warp copies one block over the link, with 8 bytes per thread and step. This code was written from its
+description. The ids are uploaded before the clock starts, which favours it.
 """
 
 from __future__ import annotations

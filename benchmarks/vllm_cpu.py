@@ -3,9 +3,10 @@
 .venv-vllm/bin/python -m benchmarks.vllm_cpu             SmolLM2-135M in float32, one thread; needs `make vllm`
 .venv-vllm/bin/python -m benchmarks.vllm_cpu --quick     fewer conversations, vLLM alone and kvtier
 
-10 users share a system prompt of 128 tokens: 6 turns of 96 tokens in and 12 out, two requests at a time. Users take
-turns at random. vLLM's cache holds a quarter of all blocks, the memory of a connector all. All engines run at the same
-time and answer each pair of requests one after the other, so that noise affects all. The same requests with:
+10 users share a system prompt of 128 tokens. Each has 6 turns of 96 prompt tokens and 12 answer tokens. Two requests
+run at a time, from users in random order. vLLM's cache holds a quarter of all blocks, and the memory of a connector
+holds all of them. All engines run at the same time and answer each pair of requests one after the other, so that noise
+affects all of them. The same requests run with:
 
     vLLM                        prefix caching in vLLM's own cache
     + ExampleConnector          vLLM's example: one file per layer and prompt, found only for an equal prompt

@@ -213,9 +213,9 @@ def test_latest_request_is_preempted_if_blocks_run_out():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
-    """Otherwise, the first half of c would be computed, preempted for lack of blocks, and computed again.
+    """Of the 16 blocks in the pool, a holds 3, b holds 7, and 6 are free. c needs 10 blocks and waits for the end of b.
 
-    Of the 16 blocks in the pool, a holds 3, b holds 7, and 6 are free. c needs 10 blocks and waits for the end of b.
+    If c did not wait, its first half would be computed, preempted for lack of blocks, and computed again.
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
@@ -267,7 +267,7 @@ def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
 
 
 def test_request_that_cannot_finish_because_of_pin_is_refused():
-    """Without the refusal, each request would run until the pool is full, be preempted and lose its blocks."""
+    """If no request were refused, each would run until the pool is full, be preempted and lose its blocks, forever."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
     run(scheduler, device)
