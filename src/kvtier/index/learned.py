@@ -23,13 +23,13 @@ from kvtier.index.node import Node
 from kvtier.index.reuse import LIMITS
 from kvtier.index.tracker import ENDS, ReuseTracker
 
-# [logical time of the last use, number, node, class, time of the last use]. If a candidate is withdrawn, its node is
-# set to None. Entries of withdrawn candidates may stay in the heaps, and must not keep the node alive.
+# [logical time of the last use, sequence number, node, class, time of the last use]. If a candidate is withdrawn, its
+# node is set to None. Entries of withdrawn candidates may stay in the heaps, and must not keep the node alive.
 _Candidate = list[Any]
-# (value, last use, number, candidate, time at which the value changes, class). Three kinds of entries:
-# - oldest candidate of a class
-# - all young candidates of a class: the candidate is None
-# - any single candidate: the class is _SINGLE
+# (value, last use, sequence number, candidate, time at which the value changes, class). An entry is for one of these:
+# - the oldest candidate of a class
+# - all young candidates of a class; the candidate is None
+# - any other single candidate; the class is _SINGLE
 _Item = tuple[float, int, int, _Candidate | None, float, int]
 _SINGLE = -1
 

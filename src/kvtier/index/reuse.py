@@ -32,8 +32,9 @@ RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
-PRIOR = 4.0  # typical observations; the hit rates of the prototype changed little with 1 and with 16
-ENOUGH = 8.0  # typical observations before the first fit; the policy is LRU until then
+# PRIOR and ENOUGH count typical observations. A typical observation has the average weight of the observations.
+PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
+ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
 NOISE = 1.2  # values that differ by less than this factor count as equal, because their difference is mostly noise

@@ -17,7 +17,7 @@ from kvtier.index.tracker import ReuseTracker
 
 
 def tenant_of(salt: bytes) -> bytes:
-    """Return a salt's tenant, the part before the first NUL byte. Salts of one tenant share a quota, but no blocks."""
+    """Return the tenant of a salt: the part before the first NUL byte. Its salts share a quota, but no blocks."""
     return salt.partition(b"\0")[0]
 
 

@@ -251,13 +251,13 @@ class ReuseTracker:
         self.guard = LRUGuard()
         self.first_fit = FIRST_FIT
         self._counts = [0, 0, 0, 0]
-        """Requests since the last update of the guard; their blocks, hits, and hits of LRU."""
+        """Counts since the last update of the guard: requests, blocks, hits, and hits that LRU would have had."""
         self._ghosts: dict[int, int] = {}
         """Hash of the first block of an evicted run -> number of its touch, blocks and earlier uses, as one int."""
         self._num_requests = 0
         self._until_fit = FIRST_FIT
         self._sessions: OrderedDict[Session, tuple[Node, int, int]] = OrderedDict()
-        """Last node of a session's last request, and the range of this request's touches."""
+        """Session -> last node of its last request, and the range of the touches of this request."""
         self._ends: dict[Node, Session] = {}
         """Last node -> session."""
 

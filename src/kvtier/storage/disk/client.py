@@ -4,12 +4,14 @@ A client is connected to one owner. If the connection ends, every method raises 
 continues with the next owner (participant.py). A thread of the client may still be about to write to a slot. By then,
 an owner may have given the slot to another process. Locks prevent this:
 
-    client, before a write      1. lock the slot
-                                2. check that the connection is open and that the folder still has the owner's socket;
-                                   otherwise raise ConnectionError
-                                3. write the payload and unlock the slot
-    owner, before it frees      1. the connection has ended, or this new owner has created its socket
-    slots of a lost client      2. if the slot is locked, free it later
+    A client that writes to a slot:
+        1. locks the slot,
+        2. raises ConnectionError if the connection has ended or if the folder has the socket of another owner,
+        3. writes the payload and unlocks the slot.
+
+    An owner that frees the slots of a client:
+        1. ends the connection or, if the client belongs to the previous owner, creates a new socket,
+        2. frees the slots that are not locked, and frees the locked ones later.
 
 The lock is a byte-range lock of an open file. The kernel removes it if the process ends.
 """

@@ -7,7 +7,7 @@
     other files           are ignored
 
 The index is rebuilt from the tables of the segments, without reading payloads. If two records have the same key, the
-later record is valid. The earlier record is blanked, so that its object cannot reappear.
+later record is valid. The earlier record is overwritten with zeros, so that its object cannot reappear.
 """
 
 from __future__ import annotations

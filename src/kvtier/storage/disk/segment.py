@@ -18,8 +18,8 @@ Superblock, little-endian:
    4092      4  CRC-32 of the first 4092 bytes
 
 The payload is written before the record, so a process that dies while it writes a payload leaves no record. The record
-is blanked before the slot is written again. If the disk reordered these writes before a power failure, the checksum in
-the record does not match the payload.
+is blanked, which means overwritten with zeros, before the slot is written again. If the disk reordered these writes
+before a power failure, the checksum in the record does not match the payload.
 
 A table gets its final name when its superblock and all slots are on disk. If only one of the two files exists, the
 creation or deletion of the segment was interrupted.

@@ -37,6 +37,8 @@ class SlotAllocator:
 
     `_lock` protects the metadata. It is never held during I/O, so that a hanging disk blocks only the threads that
     access the disk. `_growth` ensures that only one thread at a time creates or deletes segments and evicts objects.
+
+    To blank a record means to overwrite it with zeros in the table of its segment, so that the slot can be reused.
     """
 
     def __init__(
