@@ -52,7 +52,7 @@ def test_environment_misuse_raises_with_known_entries():
         env.produce(TOKENS, [2])
     with pytest.raises(StateError, match=r"no batch.*known: tokens \(list\), logits \(float\)"):
         env.at(BATCH)
-    with pytest.raises(ArgumentError, match=r"logits \(float\) was read as logits \(str\)"):
+    with pytest.raises(ArgumentError, match=r"logits \(float\) cannot be read as logits \(str\)"):
         env.at(Key("logits", str))
     with pytest.raises(ArgumentError, match="cannot hold a int"):
         Environment().produce(TOKENS, 5)

@@ -100,7 +100,7 @@ class Environment:
             known = ", ".join(str(known) for known, _ in self._entries.values()) or "nothing"
             raise StateError(f"there is no {key} in the batch's environment; known: {known}")
         if entry[0] != key:
-            raise ArgumentError(f"{entry[0]} was read as {key}")
+            raise ArgumentError(f"the entry {entry[0]} cannot be read as {key}")
         value: T = entry[1]
         return value
 

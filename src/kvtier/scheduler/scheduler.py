@@ -175,7 +175,7 @@ class Scheduler:
     def _take_oldest(self, step: Step) -> float:
         """Remove a step and its rows from those in flight. Return the time of its start."""
         if not self._steps or step is not self._steps[0][0]:
-            raise StateError("the results of each step are needed once, in the order of schedule()")
+            raise StateError("call update(), fail() or discard() once for each step, in the order of schedule()")
         _, began = self._steps.pop(0)
         for row in step.rows:
             row.request.in_flight = row.request.in_flight[1:]
@@ -482,7 +482,8 @@ class Scheduler:
         request, allocation = row.request, _held(row.request)
         num_rejected = row.num_draft + 1 - len(result.tokens) if row.wants_token else 0
         if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
-            raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} drafts")
+            wanted = f"1 to {row.num_draft + 1}" if row.wants_token else "0"
+            raise ArgumentError(f"the row of {request!r} needs {wanted} sampled tokens, got {len(result.tokens)}")
         # The KV of accepted drafts is already computed, because the drafts were inputs of the step.
         self.manager.extend(allocation, result.tokens)
         request.num_computed = row.stop - num_rejected

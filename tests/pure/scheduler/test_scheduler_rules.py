@@ -290,14 +290,14 @@ def test_row_result_with_wrong_number_of_tokens_raises(tokens):
     advance(scheduler, device)
     created.draft = (0, 1)
     step = scheduler.schedule(0.0)
-    with pytest.raises(ArgumentError, match=f"{len(tokens)} tokens for a row with 2 drafts"):
+    with pytest.raises(ArgumentError, match=f"needs 1 to 3 sampled tokens, got {len(tokens)}"):
         scheduler.update(step, [RowResult(tokens)], 0.0)
 
 
 def test_row_result_with_token_for_unfinished_prompt_raises():
     scheduler = make(max_step_tokens=4)
     request(scheduler, "a", [1] * 6, 1)
-    with pytest.raises(ArgumentError, match="1 tokens for a row with 0 drafts"):
+    with pytest.raises(ArgumentError, match="needs 0 sampled tokens, got 1"):
         scheduler.update(scheduler.schedule(0.0), [RowResult((1,))], 0.0)
 
 

@@ -195,7 +195,7 @@ class PrefixCache:
         """Return the ids [row, column] and the padding of each row."""
         types = others.pop("token_type_ids", None)
         if types is not None and bool(types.any()):
-            raise ArgumentError("token_type_ids other than 0 are not part of the block keys; leave them out")
+            raise ArgumentError("the keys of blocks do not cover token_type_ids other than 0; leave them out")
         if others or ids is None:
             raise ArgumentError(
                 f"{', '.join(sorted(others))} cannot identify a block; only input_ids can"
@@ -370,4 +370,4 @@ def _nbytes(value: int | str) -> int:
     try:
         return parse_bytes(value) if isinstance(value, str) else int(value)
     except ValueError:
-        raise ArgumentError(f"a size is a number of bytes such as 16GiB, got {value!r}") from None
+        raise ArgumentError(f"a size must be a number of bytes, or a text such as 16GiB, got {value!r}") from None
