@@ -19,7 +19,7 @@ MODEL = "tiny"
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # loopback addresses: no other machine can reach the cluster
 APPLICATION = "kvtier"
 SECONDS = 120.0
-"""Longest wait for a state of the cluster. Starting a replica takes 5 to 20 s on two cores."""
+"""Timeout for each wait. Starting a replica takes 5 to 20 s on two cores."""
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
@@ -46,7 +46,10 @@ def server_config(model: Path, tenants: tuple[Any, ...] = (), **engine: Any) -> 
 
 
 class Fleet:
-    """Two raylets, Serve, and the application. A replica needs half a CPU, so one node can run all replicas."""
+    """A Ray cluster of two raylets with Serve and the application.
+
+    A replica needs half a CPU, so one node can run all replicas.
+    """
 
     def __init__(self, model: Path) -> None:
         import ray
@@ -96,7 +99,7 @@ class Fleet:
         def ready() -> list[dict[str, Any]] | None:
             try:
                 found = self.replicas()
-            except Exception:  # no replica, or one that has just died
+            except Exception:  # no replica runs yet, or a replica has just died
                 return None
             return found if len(found) == number else None
 
@@ -115,7 +118,7 @@ class Fleet:
         import ray
         from ray import serve
 
-        with contextlib.suppress(Exception):  # the test of a failure may have left no controller
+        with contextlib.suppress(Exception):  # a test of failures may have killed Serve's controller
             serve.shutdown()
         ray.shutdown()
         self.cluster.shutdown()
@@ -146,7 +149,7 @@ class Load:
             self._stop.set()
             for thread in threads:
                 thread.join(SECONDS)
-        assert not any(thread.is_alive() for thread in threads), "a client hangs"
+        assert not any(thread.is_alive() for thread in threads), "a client thread did not end"
 
     def more(self, number: int) -> None:
         """Wait for more answers."""
@@ -162,14 +165,14 @@ class Load:
                 self.answers.append((prompt, ask(client, prompt, self.max_tokens, stream=self.stream)))
             except openai.OpenAIError as error:
                 self.errors.append(error)
-                time.sleep(0.05)  # not a busy loop while no replica runs
-            except httpx.TransportError as error:  # in a stream, the client library passes these on
+                time.sleep(0.05)  # no replica runs: wait before the next attempt
+            except httpx.TransportError as error:  # the openai client does not wrap errors inside a stream
                 self.errors.append(error)
         client.close()
 
 
 def ask(client: openai.OpenAI, prompt: str, max_tokens: int, *, stream: bool) -> str:
-    """Return a greedy answer. A stream without an end raises APIError."""
+    """Return a greedy answer. Raise APIError if a stream ends without a finish reason."""
     options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     if not stream:
         return str(client.completions.create(**options).choices[0].text)
@@ -179,12 +182,12 @@ def ask(client: openai.OpenAI, prompt: str, max_tokens: int, *, stream: bool) ->
             text += choice.text
             finish = choice.finish_reason or finish
     if finish is None:
-        raise openai.APIError("the stream has no end", httpx.Request("POST", "/"), body=None)
+        raise openai.APIError("the stream ended without a finish reason", httpx.Request("POST", "/"), body=None)
     return text
 
 
 def is_lost(error: Exception) -> bool:
-    """Return True if a request was refused with 503, or its stream ended with the error of a lost replica."""
+    """True if the error is a status 503, or the event that ends a stream after its replica died."""
     body = getattr(error, "body", None)
     code = body.get("code") if isinstance(body, dict) else None
     return getattr(error, "status_code", 0) == 503 or code == "replica_lost"

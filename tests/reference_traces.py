@@ -1,4 +1,7 @@
-"""Traces with known hit rates: the trace in tests/data, and the Mooncake conversation trace if KVTIER_TRACE is set."""
+"""Traces with known hit rates.
+
+They are the trace in tests/data and, if KVTIER_TRACE contains its path, the Mooncake conversation trace.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ class ReferenceTrace:
     num_blocks: int
     capacities: tuple[int, ...]
     hit_rates: dict[str, list[float]]
-    """Policy -> hit rate at each capacity."""
+    """Hit rates by policy, one for each capacity."""
     tolerance: float
     ghost_error: float
-    """Largest accepted error estimate of the ghost cache. A short trace is a small sample and needs a higher limit."""
+    """Limit for the error that the ghost cache estimates. A short trace gives a small sample and needs a higher limit."""
 
     @property
     def requests(self) -> tuple[TraceRequest, ...]:
@@ -47,9 +50,9 @@ def _committed() -> ReferenceTrace:
 
 
 def _conversation(path: str) -> ReferenceTrace:
-    """Return the conversation trace. An independent simulator computed the hit rates to four digits.
+    """Return the conversation trace with the hit rates that an independent simulator computed to four digits.
 
-    The policies of the simulator are LRU, FIFO that evicts leaves first, and Belady with bypass.
+    "fifo" evicts the oldest leaf of the tree. "optimum" is Belady's policy, which may also refuse to cache a block.
     """
     rates = {
         "lru": [0.0470, 0.1237, 0.2243, 0.3448, 0.3715, 0.3795],

@@ -1,4 +1,4 @@
-"""A chi-square test of sampled tokens against a distribution that is computed token by token."""
+"""A chi-square test that compares sampled tokens with the expected probability of each token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.engine.sampling import RequestSampler, draw
 
 NUM_DRAWS = 100_000
 PROMPT, OUTPUT = (3, 4, 4, 9), (7, 3, 7, 11)
-_LEAST = 5.0  # expected number of draws below which cells are merged
+_LEAST = 5.0  # cells with a lower expected number of draws are merged
 _OPTIONS = {
     "temperature": (1.0, 0.6, 1.7),
     "top_k": (0, 7),
@@ -65,7 +65,7 @@ def check_draws(params: SamplingParams, vocab: int, device: str) -> None:
     rows = row.expand(NUM_DRAWS, -1).clone()
     tokens = draw(rows, [plain] * NUM_DRAWS, range(NUM_DRAWS)).tokens.cpu().numpy()
     counts, shares = np.bincount(tokens, minlength=vocab), expected_shares(logits.tolist(), params)
-    assert {*np.flatnonzero(counts)} <= {*shares}, "a token was drawn that the parameters exclude"
+    assert {*np.flatnonzero(counts)} <= {*shares}, "the parameters exclude a token that was drawn"
     cells = sorted((share * NUM_DRAWS, int(counts[token])) for token, share in shares.items())
     while len(cells) > 1 and cells[0][0] < _LEAST:
         cells = sorted([(cells[0][0] + cells[1][0], cells[0][1] + cells[1][1]), *cells[2:]])
@@ -74,7 +74,10 @@ def check_draws(params: SamplingParams, vocab: int, device: str) -> None:
 
 
 def chi_square_deviation(cells: list[tuple[float, int]]) -> float:
-    """Return by how many standard deviations the statistic exceeds its mean (approximation of Wilson and Hilferty)."""
+    """Return how far the chi-square statistic is above its mean, in standard deviations.
+
+    The approximation of Wilson and Hilferty makes the statistic nearly normal.
+    """
     degrees = len(cells) - 1
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)
     spread = 2 / (9 * degrees)

@@ -1,4 +1,4 @@
-"""A simulated device for tests of the scheduler. It checks that the slots of a row hold the KV of the row's prefix."""
+"""A simulated device for tests of the scheduler. For each row, it checks that the slots contain the right KV."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""Result of a row whose loads failed. The scheduler must ignore it: the simulated model never samples token 77."""
+"""Result of a row whose loads failed. The scheduler must ignore it. The simulated model never samples token 77."""
 
 
 class Inputs(NamedTuple):
-    """What the host sends for a row. The token that a step in flight samples is missing."""
+    """Inputs of a row as the host sends them. They lack a token that a step in flight has yet to sample."""
 
     tokens: tuple[int, ...]
     draft: tuple[int, ...]
@@ -30,9 +30,9 @@ class Inputs(NamedTuple):
 
 
 class Device:
-    """Device and host memory as dictionaries from (slot, offset) to the prefix whose KV was computed there.
+    """Simulated memory and model. Each dictionary maps (slot, offset) to the prefix whose KV was computed there.
 
-    `move` executes transfers. Before a transfer is executed, its targets hold rubbish.
+    `move` executes transfers. Until a transfer is executed, its target slots contain the mark "rubbish".
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Device:
         return self.compute(step, self.submit(step), finish, scheduler=scheduler, ok=ok)
 
     def submit(self, step: Step) -> list[Inputs]:
-        """Queue the transfers of a step. Return what the host sends to the device for each row."""
+        """Queue the transfers of a step. Return the inputs that the host sends for each row."""
         for transfer in step.plan.transfers:
             self.planned.append((step.plan.epoch, transfer))
             for slot in transfer.targets.tolist():
@@ -91,20 +91,20 @@ class Device:
         ]
 
     def spoil(self, step: Step, inputs: Sequence[Inputs]) -> None:
-        """Write rubbish to the KV of all rows, as a step that fails after its model ran."""
+        """Overwrite the KV of all rows with rubbish. This simulates a step that fails after the model has run."""
         for row, sent in zip(step.rows, inputs, strict=True):
             for position in range(row.first, row.stop):
                 self.kv[sent.table[position // BLOCK], position % BLOCK] = ("rubbish",)
 
     def _load(self, scheduler: Scheduler, ids: Sequence[int], *, ok: bool) -> None:
         chosen = [each for each in self.planned if each[1].id in ids]
-        assert len(chosen) + len(self.ended.keys() & ids) == len(ids), "a step waits for loads that are not planned"
+        assert len(chosen) + len(self.ended.keys() & ids) == len(ids), "a step needs loads that were not planned"
         self.planned = [*chosen, *(each for each in self.planned if each[1].id not in ids)]
         self.move(scheduler, len(chosen), ok=ok)
 
     def _compute(self, row: Row, sent: Inputs, finish: set[str]) -> RowResult:
         request, table, known = row.request, sent.table, sent.tokens
-        if row.first == len(known):  # the step before this one sampled the token
+        if row.first == len(known):  # the previous step sampled the last token
             known += (self.sampled[request.id],)
         assert row.first < len(known)
         tokens = known + sent.draft
@@ -189,7 +189,7 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
-                ahead += BLOCK - 1  # the slots were reserved for a partial hit that was then given up for lack of room
+                ahead += BLOCK - 1  # slots reserved for a partial hit, which was given up because of a shortage
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"
             )
@@ -198,17 +198,17 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
     assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)
     assert all(request.prefetch is None for request in step.refused)
     places = [(row.request not in ran, row.request in ran and not _continues(row)) for row in rows]
-    assert places == sorted(places), "rows must be in the order generating requests, started prompts, new prompts"
+    assert places == sorted(places), "rows must be ordered: generating requests, then started prompts, then new prompts"
     if step.preempted:
-        assert all(row.request in ran for row in rows), "a step with a preemption admitted a request"
+        assert all(row.request in ran for row in rows), "a step that preempted a request also admitted one"
     elif len(scheduler.in_flight) == 1 and step.num_tokens < limits.max_step_tokens:
-        assert all(row.wants_token for row in rows), "a prompt was cut although the step had room"
+        assert all(row.wants_token for row in rows), "a prompt was cut although the step could take more tokens"
         idle = [other for other in ran if other in scheduler.running and other not in [row.request for row in rows]]
         assert all(other.allocation.is_loading for other in idle) or scheduler.manager.transfers.in_flight
 
 
 def _continues(row: Row) -> bool:
-    """True if the request was generating before this row."""
+    """True if the request had computed its whole prompt before this row."""
     return row.first > 0 and row.wants_token and row.num_tokens - row.num_draft == 1
 
 

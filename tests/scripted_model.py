@@ -1,4 +1,4 @@
-"""Write a model that always generates the same texts, for tests of tool calls and reasoning."""
+"""Write a model that always generates the same text. Tests of tool calls and reasoning use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HIDDEN = 64
 
 
 def make_scripted_model(folder: Path, script: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Path:
-    """Write a tiny model whose greedy answer to any chat is the texts of `script`, one token each.
+    """Write a tiny model that answers every chat with the texts of `script`. Each text is one token.
 
     Attention and MLP add nothing, so the next token depends only on the last token. The embedding of token i of the
     script is the unit vector i. The same vector is row i + 1 of the output matrix, so that token i selects token i + 1.

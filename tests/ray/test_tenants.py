@@ -1,4 +1,4 @@
-"""Keys and limits of tenants on a fleet."""
+"""API keys and request limits of tenants apply to a fleet of two replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def client(fleet, key):
 
 
 def test_tenant_limit_holds_for_the_whole_fleet(fleet):
-    """Two replicas have room for two requests, but a tenant may run one."""
+    """Each replica can run one request. The tenant may run one request in the whole fleet, so the second is refused."""
     options = {"model": MODEL, "prompt": "long ", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
     with client(fleet, KEYS["one"]) as one, client(fleet, KEYS["two"]) as two, client(fleet, "wrong-key") as other:
         stream = one.completions.create(stream=True, **options)

@@ -1,4 +1,7 @@
-"""The parser of answers returns the same parts, no matter how the text is split into pieces."""
+"""AnswerParser splits an answer into content, reasoning and tool calls.
+
+The result does not depend on the pieces in which the text arrives.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def test_parser_returns_same_parts_for_random_splits(number, cuts):
 
 LINES = (Path(__file__).parents[1] / "data" / "answers.jsonl").read_text().strip().split("\n")
 RECORDED = [json.loads(line) for line in LINES]
-"""Answers of SmolLM2 (tests/data/record_answers.py), in the pieces in which the engine returned them."""
+"""Answers of SmolLM2 that tests/data/record_answers.py recorded. Each one is a list of pieces, as the engine sent it."""
 
 
 def merged(syntax, pieces):
@@ -142,9 +145,9 @@ def test_parser_of_recordings_ignores_random_splits(number, cuts):
 
 
 def after(syntax: AnswerSyntax, *pieces: str) -> dict:
-    """Return the state of a parser and its results after some pieces of a text.
+    """Return the state and the results of a parser that has received some pieces of a text.
 
-    The state can be compared: it has names instead of bound methods, and joined texts instead of lists.
+    To make states comparable, bound methods are replaced by their names and lists of texts by the joined text.
     """
     parser, total = AnswerParser(syntax, "call-"), AnswerDelta()
     for piece in pieces:
@@ -171,9 +174,9 @@ def test_short_recordings_cover_all_forms():
 
 @pytest.mark.parametrize("first", range(0, len(SHORT), 20))
 def test_state_of_parser_depends_only_on_the_text_so_far(first):
-    """A text in two pieces leads to the same state as the whole text, wherever it is cut.
+    """A parser that receives a text in two pieces reaches the same state as with the whole text.
 
-    By induction, the same holds for more pieces.
+    By induction, the same is true for any number of pieces.
     """
     for record in SHORT[first : first + 20]:
         syntax, text = AnswerSyntax(record["form"], tuple(record["tools"])), "".join(record["pieces"])

@@ -210,7 +210,7 @@ def test_body_that_is_not_a_json_object_is_400(server, data):
     ],
 )
 def test_error_of_the_whole_body_names_the_body_and_the_position(server, data, why):
-    """No field is invalid, so that `param` is null, as in OpenAI's API."""
+    """The error names no field: `param` is null, as in OpenAI's API."""
     error = refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
     assert (error["param"], "the body" in error["message"]) == (None, True)
     assert why in error["message"]
@@ -239,7 +239,7 @@ def test_error_for_deeply_nested_json_names_the_field(server, field):
         data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
-    inside = 1 if field == "messages" else 0  # levels around DEEP in the object whose depth is limited
+    inside = 1 if field == "messages" else 0  # the depth of a message is limited, and one level of it contains DEEP
     for depth in (101, 300, 900):
         error = refused(send(depth))
         assert error["param"].split(".")[0] == field

@@ -1,4 +1,4 @@
-"""Commands: settings, suggestions, exit codes and JSON output, and `inspect` and `verify` on a disk tier."""
+"""Commands of kvtier: settings, suggested corrections, exit codes, JSON output, `inspect` and `verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions read over HTTP with OpenAI's client equal the outputs of the engine."""
+"""Completions of a server, read with OpenAI's client, equal the outputs of an engine in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    """Yield an LLM in this process with the model of the server, to compute the expected outputs."""
+    """Yield an LLM that computes the expected outputs in this process. It has the same model as the server."""
     instance = LLM(tiny_model)
     yield instance
     instance.close()
@@ -92,7 +92,7 @@ def test_repeated_prompt_is_cached_per_salt(server):
         assert answer.usage.prompt_tokens > 200
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    assert cached() < 64  # other tests have cached at most the start of the chat template
+    assert cached() < 64  # other tests may have cached the start of the chat template, but no more
     assert cached() > 200
     assert cached(cache_salt="mine") == 0
     assert cached(cache_salt="mine") > 200

@@ -1,4 +1,4 @@
-"""Limits that the server applies to connections before it checks an API key. The tests use raw sockets."""
+"""The server limits connections before it checks an API key. The tests use raw sockets."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_trailers_do_not_become_headers(server):
 def test_slow_headers_get_408(keyed):
     with Connection(keyed, HEAD + b"x: ") as connection:
         assert error_of(connection.receive_all()) == (408, "header_timeout")
-    with Connection(keyed, HEAD) as connection:  # further bytes do not extend the timeout
+    with Connection(keyed, HEAD) as connection:  # the bytes sent below do not extend the timeout
         connection.socket.settimeout(0.05)
         received = b""
         while not received:
@@ -230,7 +230,7 @@ def test_slow_body_after_401_does_not_keep_connection_open(keyed):
 
 
 def test_client_that_never_reads_is_disconnected(keyed):
-    """The responses fill the socket buffers and then the server's send buffer, until the server stops sending."""
+    """Unread responses fill the buffers of the sockets and of the server. The server must then disconnect the client."""
     admin = {"Authorization": "Bearer root-secret-key"}
     process = psutil.Process(keyed.process.pid)
     with (
@@ -288,7 +288,7 @@ def test_accept_recovers_from_lack_of_file_descriptors(keyed):
             process.rlimit(psutil.RLIMIT_NOFILE, before)
 
     def is_healthy():
-        with contextlib.suppress(httpx.TransportError):  # at first, libuv may still close queued connections
+        with contextlib.suppress(httpx.TransportError):  # libuv may first close queued connections
             return keyed.get("/health").status_code == 200
 
     wait_until(is_healthy)
@@ -371,7 +371,10 @@ class _Evictable:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Compares the table with a plain list. The table evicts only idle connections, oldest first within an address."""
+    """Compares the table with a plain list.
+
+    The table evicts only idle connections. Among those of one address, it evicts the oldest first.
+    """
 
     def __init__(self) -> None:
         super().__init__()

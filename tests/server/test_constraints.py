@@ -1,4 +1,4 @@
-"""The engine process compiles each schema once. It uses another thread, so that requests run during a compilation."""
+"""The engine process compiles each schema once, in a separate thread. Requests continue during a compilation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run `kvtier serve` under the restrictions of a hardened container.
 
 The server does not run as root. The root file system is read-only, there is no compiler, and temporary directories are
-mounted noexec. Instead of a container, the tests use a mount namespace. Only root can create a mount namespace, so the
-tests are skipped for other users.
+mounted noexec. Instead of a container, the tests use a mount namespace. Only root can create one, so the tests are
+skipped for other users.
 """
 
 from __future__ import annotations
