@@ -230,7 +230,7 @@ def test_slow_body_after_401_does_not_keep_connection_open(keyed):
 
 
 def test_client_that_never_reads_is_disconnected(keyed):
-    """Unread responses fill the buffers of the sockets and of the server. The server must then disconnect the client."""
+    """Unread responses fill all buffers. Then the server stops sending and must disconnect the client."""
     admin = {"Authorization": "Bearer root-secret-key"}
     process = psutil.Process(keyed.process.pid)
     with (
