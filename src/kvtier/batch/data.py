@@ -189,7 +189,10 @@ class BatchData:
         self.state = "begun"
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment of an op. The executor's three ops share one, and FETCH and UPDATE share another."""
+        """Return the environment of an op.
+
+        SETUP has its own environment. PREPARE, FORWARD and UNPREP share one, and FETCH and UPDATE share another.
+        """
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
@@ -216,7 +219,11 @@ class BatchData:
         self._drop()
 
     def _drop(self) -> None:
-        """Drop references to tensors. The environment refers to this batch, so a cycle would keep the tensors alive."""
+        """Drop references to tensors.
+
+        The batch and its environment refer to each other. This cycle would keep the tensors alive until a garbage
+        collection.
+        """
         self.work, self._environment = None, Environment()
 
 
@@ -229,9 +236,9 @@ COPY = Key("copy", BatchCopy)
 class Module:
     """Base class with one method per BatchOp. By default, a method does nothing.
 
-    `reads` and `writes` list the entries of the environment that a module uses and produces. They are checked before
-    the first step, so that no producer is missing. The executor runs PREPARE, FORWARD and UNPREP. The engine thread
-    runs the other ops.
+    `reads` lists the entries of the environment that a module uses, and `writes` those that it produces. Before the
+    first step, the pipeline checks that every entry in `reads` has a producer. The executor runs PREPARE, FORWARD and
+    UNPREP. The engine thread runs the other ops.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset()

@@ -14,7 +14,10 @@ from kvtier.memory import Placement, Stream, context
 
 
 class Streams:
-    """One stream for each side. Without threads and without a GPU there are no streams, and work runs immediately."""
+    """A stream for the engine thread and a stream for the executor.
+
+    Without threads and without a GPU, there are no streams, and work runs immediately.
+    """
 
     def __init__(self, placement: Placement, *, threads: bool) -> None:
         wanted = threads or placement.is_device

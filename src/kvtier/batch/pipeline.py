@@ -94,15 +94,15 @@ class Ticket:
         if self.status is not TicketStatus.RETIRING or self.num_in_flight:
             raise StateError(f"{self!r} cannot be released")
         self.status = self._outcome
-        del self._on_retire  # it refers to the pipeline, and requests often refer to their tickets
+        del self._on_retire  # the callback refers to the pipeline, and would keep it alive as long as this ticket
         self._in_flight = ()
 
 
 class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows share one RowOrder.
 
-    The rows of generating requests come first. Within both groups, rows of the previous batch keep their order. Resumed
-    rows follow them, and new rows are last.
+    The rows of generating requests come first, and all other rows follow. Within each of these two groups, the rows of
+    the previous batch are first and keep their order. Resumed rows follow, and new rows are last.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -153,8 +153,10 @@ class Pipeline:
         host_streams: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
-        """With `host_streams`, copies and tasks on the CPU run on streams, as on a GPU. Otherwise they run at once, in
-        the thread of the op, and modules on the CPU need no streams."""
+        """With `host_streams`, copies and tasks on the CPU run on streams, as on a GPU.
+
+        Without it, they run immediately, in the thread of the op.
+        """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
         check_modules(modules, [BATCH, COPY])
@@ -164,9 +166,9 @@ class Pipeline:
         place = Placement.parse(placement)
         self._streams = Streams(place, threads=host_streams and executor is Executor)
         self._executor = executor(self._execute)
-        # On a device, a kernel ("gather") makes the copies. The copy engines would first finish queued copies of cache
-        # blocks: while 256 MiB were copied in each direction, a decode step took 17 to 18.5 ms instead of 12.9 ms
-        # (H200, 2026-11-15).
+        # On a device, a kernel ("gather") makes the copies. The copy engines of the GPU would first finish the copies
+        # of cache blocks that are already queued. With copy engines, a decode step took 17 to 18.5 ms instead of
+        # 12.9 ms while 256 MiB were copied in each direction (H200, 2026-11-15).
         self._free = [BatchData(phase, "gather" if place.is_device else None) for phase in range(phases)]
         self._batches: deque[BatchData] = deque()  # batches in flight, oldest first
         self._steps = itertools.count()

@@ -43,8 +43,8 @@ class CacheStats:
     hit_tokens: int
     tiers: tuple[TierStats, ...]
     num_duplicates_evicted: int = 0
-    """Number of blocks that an exclusive host tier evicted because the device had them too. Each of them is saved at
-    most once more, so this number is an upper bound on the additional saves."""
+    """Number of blocks that an exclusive host tier (HostConfig.exclusive) evicted because the device had them too.
+    Each of these blocks is saved again at most once. The number is therefore an upper bound on additional saves."""
     num_saved_late: int = 0
     """Number of blocks that were saved to the host because the device was about to evict them."""
 

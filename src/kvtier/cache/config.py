@@ -22,10 +22,10 @@ class CacheConfig:
     stores: tuple[StoreConfig, ...] = ()
     """Tiers below the host, from the nearest to the farthest."""
     partial_scan: int = 8
-    """Maximum number of cached blocks to compare with the first block of a prompt that is not cached. The tokens of the
-    longest common prefix are copied instead of computed."""
+    """A match ends at the first block of a prompt that is not cached. Up to this number of cached blocks are compared
+    with that block. The tokens of the longest common prefix are then copied instead of computed."""
     free_share: float = 0.0
-    """Share of the device blocks to keep free by evicting ahead of demand."""
+    """Share of the device blocks to keep free. Other blocks are evicted before their slots are needed."""
     always_load: bool = False
     """Load cached blocks even if computing them is expected to be faster."""
     owns_device: bool = True
@@ -108,10 +108,10 @@ class HostConfig:
     policy: str = "lru"
     saving: WritebackConfig = field(default_factory=WritebackConfig)
     free_share: float = 0.0
-    """Share of the host blocks to keep free by evicting ahead of demand."""
+    """Share of the host blocks to keep free. Other blocks are evicted before their slots are needed."""
     exclusive: bool = True
-    """Evict blocks that the device also holds before all others, and save them again before the device evicts them. If
-    False, or if another engine owns the device blocks, the policy does not consider what the device holds."""
+    """If True, blocks that are also on the device are evicted first. They are saved again before the device evicts
+    them. If False, or if another engine owns the device blocks, the policy ignores which blocks are on the device."""
     ahead_share: float = 1 / 12
     """An exclusive host tier keeps copies of the blocks that the device will evict next. This is the number of these
     blocks, as a share of the device blocks. If it is too low, the device evicts blocks before they are saved. If it is
@@ -151,8 +151,8 @@ class StoreConfig:
     max_fetching_blocks: int = 1024
     """Maximum number of blocks in flight from the store."""
     max_known: int = 1 << 22
-    """Maximum number of recorded keys, at about 150 bytes each. Keys that the store has evicted stay recorded. kvtier's
-    engine lowers the limit to four times the blocks that fit a store of its own."""
+    """Maximum number of recorded keys. A key takes about 150 bytes. Keys that the store has evicted stay recorded. If
+    the store is not shared, kvtier's engine lowers this limit to four times the number of blocks that fit in it."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):

@@ -56,7 +56,7 @@ class ForeignDevice:
         self._tree, self._host, self._transfers, self._max_saving = tree, host, transfers, max_saving
 
     def load(self, allocation: Allocation, first: int, blocks: I32, prefetch: Prefetch | None = None) -> int:
-        """Plan a copy of the matched blocks [first, first + len(blocks)) to device blocks; returns the transfer id.
+        """Plan a copy of the matched blocks [first, first + len(blocks)) to device blocks. Return the transfer id.
 
         The transfer holds another lease, so the allocation may end before the transfer.
         """
@@ -80,10 +80,11 @@ class ForeignDevice:
         now: float = 0.0,
         retention: Retention = _KEEP,
     ) -> dict[int, I32]:
-        """Plan copies of the chain's blocks [0, stop) that the host lacks, from the device blocks in `table`.
+        """Plan copies to the host of those blocks [0, stop) of the chain that the host lacks.
 
-        The engine has dropped the first `num_dropped` device blocks, because they are outside a sliding window. If the
-        host lacks one of them, nothing more is saved for this request.
+        `table` contains the device block of each block of the chain. The engine has dropped the first `num_dropped`
+        device blocks, because they are outside a sliding window. If the host lacks one of them, nothing more is saved
+        for this request.
 
         Return the device blocks that each transfer reads, by transfer id, and update `point`. The first call for a
         point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since the

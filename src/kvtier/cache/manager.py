@@ -281,9 +281,9 @@ class CacheManager:
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
-        """Record that a session is over, so that the eviction policy expects no further use of its blocks.
+        """Record that a session has ended. The eviction policy then expects no further use of its blocks.
 
-        Return the number of blocks whose last use was the last request of the session.
+        Return the number of blocks that were last used by the last request of the session.
         """
         return self.tree.close(salt, session_id, now=now)
 
@@ -314,7 +314,7 @@ class CacheManager:
     # ---- plans and reports -----------------------------------------------------------------------------------------
 
     def plan(self, *, now: float = 0.0) -> Plan:
-        """Return the transfers, probes and drops to execute now. Evict blocks ahead of demand if configured."""
+        """Return the transfers, probes and drops to execute now. Evict blocks from tiers with a `free_share`."""
         self._prefetcher.advance(now)
         for queue in self.queues:
             queue.plan(now)
@@ -411,7 +411,7 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block. Without a host tier, return b"", because all are READY."""
+        """Return the device state of each matched block. Return b"" without a host tier: all blocks are READY then."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -496,7 +496,7 @@ class CacheManager:
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)
-        elif 0 not in done.arrived:  # requests wait only for loads and fetches
+        elif 0 not in done.arrived:  # a load or a fetch; the cost model predicts only these
             self.cost_model.observe_transfer((route, transfer.store), done.count, done.seconds)
         if route is Route.STORE_TO_HOST:
             self._prefetcher.on_transfer_done(done)

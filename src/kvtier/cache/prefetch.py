@@ -114,7 +114,7 @@ class Prefetcher:
         self._release(prefetch)
 
     def advance(self, now: float) -> None:
-        """Continue the prefetches that waited for a probe, for free slots or for a transfer for another request."""
+        """Continue the prefetches that waited for a probe, for free slots or for a transfer of another request."""
         for prefetch in self._open:
             if not prefetch.is_over and not prefetch.waiting_for:
                 before = prefetch.lease
@@ -153,8 +153,8 @@ class Prefetcher:
             lease.node.children.get(prefetch.chain.key_at(first)) if lease.stopped and first < prefetch.wanted else None
         )
         if node is not None:
-            # If another transfer writes the next block, wait for that transfer. Otherwise the node only exists because
-            # of a lease and no tier has the block, so the request computes the block.
+            # If another transfer writes the next block, wait for that transfer. Otherwise no tier has the block, and
+            # the node exists only because of a lease. The request then computes the block.
             prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
             self._begin_transfers(prefetch, lease, now)

@@ -5,9 +5,9 @@ HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
 Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. A host copy stays after a
-load, so that the next eviction from the device needs no new copy. Only an exclusive host tier that needs slots evicts
-such a copy first. A store keeps blocks by key, outside the tree, and evicts blocks without notice. Therefore recorded
-keys may be out of date, and a read that finds nothing is a miss.
+load, so that the next eviction from the device needs no new copy. Exception: when an exclusive host tier needs slots,
+it evicts such copies first. A store keeps blocks by key, outside the tree, and evicts blocks without notice. Therefore
+recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class WritebackQueue:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
-        """Queue the blocks of a finished request if the policy is write_back. Such blocks are evicted first."""
+        """Queue the blocks of a finished request if the policy is write_back. The blocks can then be evicted."""
         if self._config.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
@@ -152,19 +152,20 @@ class HostWriter:
         has_stores: bool = False,
         is_early: bool = False,
     ) -> None:
-        """With `is_early`, an exclusive host tier saves blocks early even if it is full, so that stores get them."""
+        """With `is_early`, an exclusive host tier saves blocks early even if it is full. Stores then get them early."""
         self._tree, self._device, self._host, self._transfers = tree, device, host, transfers
         self._ahead_share, self._is_early = ahead_share, is_early
         self._needs_keys = has_stores and not is_early
         self._waiting: list[Node] = []
-        """Next victims of the device that are saved later: they were leased, or too many blocks were in flight."""
+        """Nodes that the device will evict soon and that were not saved yet, because they were leased or because too many
+        blocks were in flight."""
 
     @property
     def num_in_flight(self) -> int:
         return self._transfers.num_blocks(Route.DEVICE_TO_HOST)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Copy the blocks of a job that are only on the device; returns the number of copies and the rest of the job.
+        """Copy the blocks of a job that are only on the device. Return the number of copies and the rest of the job.
 
         If all blocks on the host are leased, the rest of the job is dropped, and the second result is None. An
         exclusive host tier drops the rest if it has no free slot, unless an operator requested the copy or `is_early`
@@ -191,8 +192,8 @@ class HostWriter:
     def save_next_victims(self, room: int, num_spare: int, min_uses: int) -> int:
         """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
 
-        `num_spare` is the number of device slots that are kept free by evicting ahead of demand. Blocks with fewer than
-        `min_uses` uses are not saved.
+        `num_spare` is the number of device slots that CacheManager.plan keeps free. Blocks with fewer than `min_uses`
+        uses are not saved.
         """
         if not self._ahead_share:
             return 0
@@ -291,7 +292,8 @@ class StoreIndex:
         self._events = StoreEvents(config.name, listener) if listener is not None else None
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys that are stored or being written, newest last
-        self._looked_up: dict[int, _Copies] = {}  # ranks -> one instance that all looked-up keys with these ranks share
+        self._looked_up: dict[int, _Copies] = {}
+        """Bit mask of ranks -> the instance that is shared by all keys that lookups found on exactly these ranks."""
         self._all_ranks = (1 << transfers.num_ranks) - 1
         self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # by transfer id
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)
@@ -379,7 +381,7 @@ class StoreIndex:
                 del self._known[key]
         copies.ranks = self._all_ranks
         if self._events is not None:
-            written = bytes([self._known.get(key) is copies for key in keys])  # not failed, dropped or forgotten
+            written = bytes([self._known.get(key) is copies for key in keys])  # 1 if the key is still recorded
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:

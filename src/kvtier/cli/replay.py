@@ -106,7 +106,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _plan_fleet(options: argparse.Namespace, trace: Trace, setup: Deployment) -> int:
-    """Simulate all replicas with cache-aware routing and round robin, and print what the router costs."""
+    """Simulate all replicas with cache-aware routing and with round robin. Print the results and the router's cost."""
     from kvtier.replay.fleet import FleetConfig, FleetRouting, FleetTrace, replica_costs, simulate_fleets
 
     if options.html:

@@ -39,8 +39,11 @@ TRAFFIC_SECONDS = 5.0
 
 
 class Controller(Protocol):
-    """Executes plans: CacheController for one rank, Ranks for several ranks, NullController without a host tier. The
-    methods are documented in CacheController."""
+    """Interface of an object that executes plans.
+
+    CacheController executes them on one rank, and Ranks on several ranks. An engine without a host tier has a
+    NullController. CacheController documents the methods.
+    """
 
     overlaps_compute: bool
 
@@ -176,7 +179,7 @@ class CacheRuntime:
         """Ids of transfers that failed on one rank and have not yet finished on all ranks."""
         self.is_asleep = False
         self.finish_steps: Callable[[], object] | None = None
-        """Function of the engine that finishes the steps in flight. Requests cannot be paused before."""
+        """Function of the engine that finishes the steps in flight. It must run before requests are paused."""
         self._moved: Counter[tuple[str, str]] = Counter()
         self._moved_recently: deque[tuple[float, tuple[str, str], int]] = deque()
         self.metrics = Registry()

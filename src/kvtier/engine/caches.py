@@ -21,8 +21,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Keys that are recorded per block that fits a store. A store keeps blocks in the order of use, and the record in the
-# order of writes, so that a key may be forgotten before its block is evicted.
+# Number of recorded keys per block that fits in a store. The oldest recorded keys are removed first, but a store evicts
+# the blocks that were not used for the longest time. With one key per block, keys of stored blocks would be removed.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
@@ -93,8 +93,8 @@ def limit_known_keys(
 ) -> CacheConfig:
     """Return the configuration with a limit on the recorded keys of each store that only this engine writes to.
 
-    Such a store evicts without notice. Without the limit, the keys of evicted blocks would take memory until there are
-    `max_known` of them: 0.6 GB.
+    Such a store evicts without notice. Without the limit, the keys of evicted blocks would stay in memory, up to
+    `max_known` keys or 0.6 GB.
     """
     block_bytes = sum(group.block_bytes for group in groups)
 
