@@ -40,8 +40,8 @@ from kvtier.scheduler.scheduler import MAX_IN_FLIGHT
 if TYPE_CHECKING:
     from kvtier.engine.parallel import Ranks
 
-# Time to sleep between polls while blocks are in flight, so that other threads can run. A step takes as long with 20 us
-# as with 100 us (H200, 2026-11-16).
+# Time to sleep between polls while blocks are in flight, so that other threads can run. Values from 20 us to 100 us
+# give the same step time (H200, 2026-11-16).
 _POLL_SECONDS = 50e-6
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -63,13 +63,13 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
-    """Number of objects in a store for one block. Each contains some of the KV heads. 0 means one object per rank.
+    """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
     Engines can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
     phases: int = 1
     """Number of steps in flight, 1 or 2. With 2, the host schedules a step while the device computes the step before
-    it. A sequence whose end is found late computes one token that is discarded."""
+    it. The end of a sequence can then be found one step late. In this case one computed token is discarded."""
 
     def __post_init__(self) -> None:
         least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
@@ -219,14 +219,14 @@ class Engine:
         for name in {sequence.id for sequence in self._live.values()}:
             self.abort(name)
         self._pipeline.close()
-        self.tiers.finish_steps = None  # it refers to this engine, whose memory would stay until a garbage collection
+        self.tiers.finish_steps = None  # breaks a reference cycle that would delay freeing the engine's memory
         self.tiers.close()
 
     def close_session(self, session_id: str, *, salt: bytes = b"") -> int:
-        """Note that no further request of a session is expected.
+        """Record that no further request of a session is expected.
 
-        Return the number of blocks whose last use was the last request of the session. The learned policy
-        uses this hint. Other policies ignore it.
+        The learned policy uses this hint, and other policies ignore it. Return the number of blocks that were last used
+        by the last request of the session.
         """
         return self.scheduler.close_session(session_id, salt, self._clock())
 
@@ -485,7 +485,7 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
-    # Shadows of the learned policy take longer per mark, so they use a smaller sample.
+    # Simulating the learned policy takes longer per block, so its simulations use a smaller sample of the blocks.
     learned = GhostCache(config.block_tokens, own, policy, capacities=sizes, policies=["learned"])
     if policy == "learned":
         return learned
@@ -493,7 +493,7 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
 
 
 def _check_vocabularies(models: Sequence[Model]) -> None:
-    """Raise ArgumentError if a draft model has another vocabulary than the model, which is the first one."""
+    """Raise ArgumentError if the vocabulary of a draft model differs from that of the main model, models[0]."""
     vocab = models[0].config.vocab_size
     for each in models[1:]:
         if each.config.vocab_size != vocab:

@@ -32,8 +32,8 @@ class SequenceInput(NamedTuple):
     block_table: Table
     """Blocks of the sequence, in order. They must have room for the computed and the new tokens."""
     num_logits: int = 1
-    """Number of last tokens that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens. Tokens
-    whose logits score the prompt come first."""
+    """Number of tokens at the end that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens. If
+    prompt tokens are scored, the number also includes the tokens whose logits are needed for the scores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ LOGITS = Key("logits", torch.Tensor)
 
 @dataclass(slots=True, eq=False)
 class StepRun:
-    """One step on its way through the pipeline."""
+    """A step in the pipeline."""
 
     step: Step
     transfers: StepTransfers
@@ -51,7 +51,7 @@ class StepRun:
     rows: list[tuple[EngineSequence, RowInput]] = field(default_factory=list)
     """The planned rows, in the order of the batch."""
     drawn: Drawn | None = None
-    """Sampled tokens on the device. None if the rows need the host between two tokens, or if blocks are missing."""
+    """Sampled tokens on the device. None if a row has draft tokens, if no row samples, or if blocks are missing."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     scores: dict[str, list[PromptLogprobs]] = field(default_factory=dict)
     """Log-probabilities of prompt tokens."""
@@ -262,7 +262,7 @@ class Sampler(Module):
 
     @staticmethod
     def _accept(run: StepRun, sequence: EngineSequence, row: Row, one: Sample, depth: int) -> bool:
-        """Record a sample. True if it equals the draft token at this depth. Then the next position can be sampled."""
+        """Record a sample. True if it equals draft token number `depth`, so that the next position can be sampled."""
         if sequence.sampler.error or row.request.state.is_over:
             return False
         try:
@@ -298,5 +298,5 @@ def _input(row: Row, num_scored: int) -> SequenceInput:
 
 
 def unknown_tokens(inputs: Sequence[SequenceInput]) -> list[int]:
-    """Return the places of tokens that rank 0 has sampled and the host does not know yet. Their rows are the first."""
+    """Return the indices of the rows whose token is on the device of rank 0 but not on the host. They come first."""
     return [at for at, each in enumerate(inputs) if each.token_ids[0] == UNKNOWN]

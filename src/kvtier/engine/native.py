@@ -128,7 +128,10 @@ class EngineNative:
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Rotate q and k in place and store k and v. qkv is [tokens, heads + 2 kv_heads, dim], and 32 divides dim."""
+        """Rotate q and k in place and store k and v.
+
+        qkv is [tokens, heads + 2 kv_heads, dim]. dim must be a multiple of 32.
+        """
         _, _, block_tokens, kv_heads, dim = cache.shape
         block_stride, v_offset, token_stride = cache.stride()[:3]
         sizes = (ctypes.c_long * 8)(
@@ -191,7 +194,7 @@ _U8 = np.ndarray[Any, np.dtype[np.uint8]]
 def _split_blocks(kind: str, raw: _U8) -> tuple[_U8, _U8]:
     """Split blocks [tiles, lanes, blocks, bytes] into factors and elements.
 
-    Return the factors as float32 [tiles, blocks, factors, lanes] in bytes, and the elements in their order.
+    Return the bytes of the factors as float32 [tiles, blocks, factors, lanes], and the elements in unchanged order.
 
     Q4_0   18 bytes: factor d, 16 bytes of nibbles q. (q - 8) * d is stored as Q4_1 with m = -8 * d, which is exact.
     Q4_1   20 bytes: factors d and m, 16 bytes of nibbles

@@ -176,7 +176,7 @@ def _prefill(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for one tile: ROWS / GROUP tokens, each with one row per query head of a KV head.
+    """Compute attention for one tile of ROWS / GROUP tokens and one KV head. A token has one row per query head.
 
     If SPLITS > 1, attend only to one share of the keys, and store partial sums for `_combine`.
     """
@@ -271,7 +271,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. A share without keys has the top -inf and the weight 0."""
+    """Combine the shares of one query head. A share without keys has the largest score -inf and the weight 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)
@@ -355,8 +355,8 @@ def num_splits(programs: int, device: torch.device) -> int:
 def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
     """Return the number of shares into which the keys of a tile are split. The number is a power of two.
 
-    Splits help if few tokens attend to many keys, for example after a cached prefix, because there are then fewer tiles
-    than multiprocessors. Time of one layer with the heads of Llama-3-8B over 32k keys (H200, 2026-11-15):
+    Splits help if few tokens attend to many keys, for example after a cached prefix. There are then fewer tiles than
+    multiprocessors. Time of one layer with the heads of Llama-3-8B over 32k keys (H200, 2026-11-15):
         tokens               16     64     256    512
         without splits, ms   0.95   1.00   1.04   0.96
         with splits, ms      0.14   0.22   0.62   1.05

@@ -49,7 +49,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of an engine except rank 0. This `Controller` calls every rank. Used on the engine thread."""
+    """Controls the other ranks from rank 0. As a `Controller`, it executes plans on all ranks, including rank 0.
+
+    Call all methods on the engine thread.
+    """
 
     overlaps_compute = False  # plans are sent to all ranks before the step
     is_copying = False
@@ -66,7 +69,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
-        self._num_ended = [0] * (num_ranks - 1)  # steps that a rank has computed, and that `end_step` has not returned
+        self._num_ended = [0] * (num_ranks - 1)  # computed steps for which `end_step` was not called yet
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
@@ -107,7 +110,7 @@ class Ranks:
             self._num_ended[rank - 1] -= 1
 
     def error_of(self, error: BaseException) -> BaseException:
-        """Return the error that ends the engine after a step failed on rank 0. The other ranks are in that step."""
+        """Return the error that ends the engine after a step failed on rank 0. Other ranks may still run that step."""
         if isinstance(error, Exception):
             return self._find_cause(error)
         self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")

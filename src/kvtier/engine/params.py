@@ -1,4 +1,4 @@
-"""Sampling parameters and outputs of a request. The front end uses this module, so that it must not import torch."""
+"""Sampling parameters and outputs of a request. The module does not import torch, because the front end imports it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class RankMessage(NamedTuple):
     reports: tuple[Report, ...] = ()
     is_reply: bool = True
     ends_step: bool = False
-    """True if the message follows a step. Its reports include those of the loads of the step."""
+    """True if the rank sends the message after a step. `reports` then includes the reports of the step's loads."""
 
 
 def send(connection: Connection[Any, Any], message: object) -> None:

@@ -1,4 +1,4 @@
-"""DeviceRows: what a step needs of each row, kept on the device: token, position, sampling parameters, block table.
+"""DeviceRows: keeps the token, position, sampling parameters and block table of each row on the device.
 
     SETUP     host -> staging    rows that are new or that the host has changed, through the BatchCopy of the op
     PREPARE   staging -> State   `warp` moves the rows that stay and takes the new rows from the staging memory
@@ -24,10 +24,11 @@ from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
 from kvtier.scheduler import Row
 from kvtier.state import Permutation, State
 
-_TOKEN, _POSITION, _SAMPLING = 0, 1, slice(2, 6)  # columns of the heads; the sampling columns are those of `Resident`
+# A head is an array with the token, the position and the sampling parameters (as in `Resident`) of a row.
+_TOKEN, _POSITION, _SAMPLING = 0, 1, slice(2, 6)
 _NUM_COLUMNS = 6
 UNKNOWN = -1
-"""The token of a row whose previous row, which samples this token, is in flight."""
+"""Stands for a token that is not on the host yet, because the step that samples it is in flight."""
 _NO_POSITION = -1
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -72,10 +73,10 @@ class Staging:
 
 
 class _Resident(NamedTuple):
-    """What the device holds for a row once the steps in flight have ended."""
+    """State of a row on the device after all steps in flight have ended."""
 
     position: int
-    """Position of the token that is known on the device, or _NO_POSITION."""
+    """Position of the row's token on the device. _NO_POSITION if the device does not have the next token."""
     owner: object
     """The allocation that the block table belongs to."""
     table: Any
@@ -91,7 +92,7 @@ class _PhaseRows:
         self.tokens = Staging((max_rows,), "i64", placement)
         self.heads_perm = self.tables_perm = Permutation.identity(0)
         self.added: tuple[list[int], list[int], list[int]] = [], [], []
-        """Row, first and number of the blocks added to the tables of rows that stay."""
+        """Blocks to add to the tables of rows that stay: the rows, the first indices and the numbers of blocks."""
         self.rows: Sequence[RowInput] = ()
         self.num_resident = 0
         """Number of leading rows that read their token from the device."""
@@ -100,7 +101,7 @@ class _PhaseRows:
 
 
 class DeviceRows:
-    """Device-resident rows in the order of the latest batch, and what the host knows about them."""
+    """Rows on the device, in the order of the latest batch. The host records the state of each row (`_Resident`)."""
 
     def __init__(
         self, max_rows: int, max_blocks: int, max_tokens: int, block_tokens: int, device: torch.device, num_phases: int
@@ -112,7 +113,7 @@ class DeviceRows:
         for state in (self._heads, self._tables):
             state.front.zero_()
             state.back.zero_()
-        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # see BatchLayout.numbers, and the two columns of `written`
+        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and the two lists of `_written`
         self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._range = torch.arange(max_rows, device=device)
@@ -121,7 +122,7 @@ class DeviceRows:
     # ---- SETUP, on the engine's thread -----------------------------------------------------------------------------
 
     def setup(self, batch: BatchData, rows: Sequence[RowInput], copy: BatchCopy) -> None:
-        """Compare the rows of a batch with the rows on the device, and send what differs."""
+        """Compare the rows of a batch with the rows on the device, and send the differences."""
         phase, before, after = self._phases[batch.phase], self._resident, {}
         is_new = batch.perm.is_new
         new_heads, new_tables = [], []
@@ -155,7 +156,7 @@ class DeviceRows:
         self._resident = after
 
     def _add_blocks(self, phase: _PhaseRows, at: int, old: Any, table: Any) -> None:
-        """Note the blocks of a table from the first one that differs from the old table on."""
+        """Record the blocks to send: all blocks of the new table from the first difference to the old table on."""
         common = min(len(old), len(table))
         differs = old[:common] != table[:common]
         first = int(differs.argmax()) if differs.any() else common
@@ -237,7 +238,7 @@ class DeviceRows:
     # ---- FETCH and UPDATE, on the engine's thread ------------------------------------------------------------------
 
     def fetch(self, number: int, count: int, copy: BatchCopy) -> None:
-        """Add the copy of the tokens of a batch to the host."""
+        """Add a copy of the tokens of a batch from the device to the host."""
         self._phases[number].tokens.fetch(copy, count)
 
     def tokens(self, number: int, count: int) -> list[int]:

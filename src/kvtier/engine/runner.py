@@ -20,7 +20,7 @@ _Call = tuple[Callable[[Engine], Any], Future[Any]]
 class EngineRunner:
     """Runs an Engine on its own thread, for callers on other threads. The thread runs steps while there is work.
 
-    `stream` yields the outputs of a request as they arrive; closing the iterator early cancels the request.
+    `stream` yields the outputs of a request as they arrive. Closing the iterator early cancels the request.
     """
 
     def __init__(self, engine: Engine, on_breakdown: Callable[[Exception], object] | None = None) -> None:
