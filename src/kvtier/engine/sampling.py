@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 
     tokens: torch.Tensor  # [rows] int64
     reports: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """By row: the log-probabilities of all tokens, those of the most likely tokens, and the ids of the latter."""
+    """By row: log-probabilities of all tokens, log-probabilities of the most likely tokens, and ids of the latter."""
     errors: dict[int, Exception]
     """Errors of the constraints and restrictions, by row."""
 
@@ -109,7 +109,8 @@ class RequestSampler:
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._key = _mixed(_mixed(seed) + index)
-        # The device computes random numbers from positions in the sequence. Its key compensates for the prompt.
+        # The device computes random numbers from a key and a position in the whole sequence. The length of the prompt
+        # is subtracted from the key, so that the numbers depend only on the position in the output.
         numbers = np.array([max(params.temperature, _COLDEST), params.min_p, params.top_p])
         key = np.array([(self._key - len(prompt) * _GOLDEN) & _MASK], np.uint64).view(np.int64)
         self.resident = np.concatenate((key, numbers.view(np.int64)))
@@ -203,8 +204,8 @@ def draw(
 ) -> Drawn:
     """Sample output token `numbers[row]` for each row of logits. Overwrites the logits.
 
-    A row fails if its constraint raises, or if its logits are not finite. In the second case, its token is NO_TOKEN;
-    this check runs on the device. Other rows are unaffected. With `resident`, no parameters are copied to the device.
+    A row fails if its constraint raises, or if its logits are not finite. In the second case, its token is NO_TOKEN.
+    Other rows are unaffected. With `resident`, no parameters are copied to the device.
     """
     reports, errors = _logprobs(logits, requests), {}
     for row, (request, number) in enumerate(zip(requests, numbers, strict=True)):

@@ -33,7 +33,7 @@ class PromptScores:
         """Return how many tokens are scored in a step that computes the tokens [first, stop).
 
         The logits of a token score the next token. The last token of the prompt scores none. `follows` is True if the
-        step before it, which scores the tokens before this step, is in flight.
+        previous step of this prompt is still in flight. That step scores the tokens before `first`.
         """
         begin, end = max(self._next - 1, first if follows else 0), min(stop, len(self._tokens) - 1)
         if first > begin < end:
@@ -41,7 +41,7 @@ class PromptScores:
         return max(0, end - begin)
 
     def targets(self, stop: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the `count` tokens that a step scores which computes the tokens before `stop`."""
+        """Return the `count` tokens that are scored in a step whose last computed token is `stop` - 1."""
         end = min(stop + 1, len(self._tokens))
         return self._tokens[end - count : end].astype(np.int64)
 

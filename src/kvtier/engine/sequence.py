@@ -12,14 +12,14 @@ from kvtier.engine.scoring import PromptScores
 from kvtier.engine.tokenizer import TokenStream
 from kvtier.scheduler import Request
 
-_SCORES_PER_OUTPUT = 128  # the server renders an output at once: 20 alternatives for each of 128 tokens take 8 ms
+_SCORES_PER_OUTPUT = 128  # limits the time in which the server encodes one output: 8 ms with 20 alternatives per token
 
 
 class StopChecker:
     """Finds stop strings in streamed text. Holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include` releases the stop string too."""
+        """With `include`, `feed` also returns the stop string."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""

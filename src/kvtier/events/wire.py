@@ -45,10 +45,10 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 
 
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
-    """Return, for each block, the data besides its tokens that are part of its hash.
+    """Return the hashed data of each block except its tokens.
 
-    These are the adapter, and for the first block also the salt. The salt is the request's `cache_salt`. If there are
-    tenants, the tenant's name and a NUL precede it.
+    This data is the adapter and, for the first block, also the salt. The salt is the request's `cache_salt`. If there
+    are tenants, the tenant's name and a NUL precede the `cache_salt`.
     """
     shared = [adapter] if adapter is not None else []
     first = [*shared, _text(salt.removeprefix(b"\0"))] if salt else shared

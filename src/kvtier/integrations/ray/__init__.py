@@ -9,7 +9,7 @@
                                        EngineReplica     the engine process of `kvtier serve`
                                            └──KV events over ZMQ──> KvtierRouter
 
-Ray Serve places, checks, restarts, drains and scales the replicas. Ray is imported only below this package.
+Ray Serve places, checks, restarts, drains and scales the replicas. Only modules of this package import Ray.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _HEAD = "node:__internal_head__"  # resource of the head node of every Ray clust
 _QUIET = MappingProxyType({"enable_access_log": False})  # kvtier logs requests itself
 MAX_REPLICAS = 64
 """Maximum number of replicas of a router. During an update, both the old and the new replicas count."""
-_MOST_ONGOING = 100_000  # the front end limits requests
+_MOST_ONGOING = 100_000  # so large that Ray Serve never limits requests; the front end does
 
 
 def build(args: Mapping[str, Any]) -> Application:

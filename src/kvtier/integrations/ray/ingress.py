@@ -17,7 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The application of the server, without lifespan events and response ids, which Serve's proxy handles."""
+    """The application of the server without lifespan events and response ids. Serve's proxy handles these."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -17,7 +17,7 @@ from kvtier.integrations.ray.config import RayConfig
 
 _log = logging.getLogger("kvtier.server")
 APPLICATION = "kvtier"
-_STORE_BYTES = 100 << 20  # size of Ray's object store, which only messages above 100 KB pass through
+_STORE_BYTES = 100 << 20  # size of Ray's object store; only messages above 100 KB use it
 _LOOPBACK = "127.0.0.2"  # address of a local cluster; Ray would replace 127.0.0.1 by a public address of the machine
 _OTHER_CPUS = 1.0  # for the front end and the actors of Serve
 

@@ -37,7 +37,8 @@ class KvtierRouter(RequestRouter):
             if name not in self._router.replicas:
                 self._add(name, replica)
         costs = [ReplicaCosts(**replica.routing_stats) for replica in replicas if replica.routing_stats]
-        if costs:  # for all replicas: the guess for a new one cannot be compared with the measurements of others
+        if costs:
+            # All replicas get the median, because default costs of a new replica are not comparable with measured costs.
             typical = median_costs(costs)
             for name in self._router.replicas:
                 self._router.set_costs(name, typical)
