@@ -50,7 +50,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # Seen as unsigned, a negative int32 is larger than MAX_TOKEN. A single maximum therefore checks both bounds.
+    # As an unsigned number, a negative int32 is larger than MAX_TOKEN. A single maximum therefore checks both bounds.
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32

@@ -90,7 +90,7 @@ def _check_duplicate(node: Node, tier: Tier) -> None:
     for candidates in (tier.everyone, tenant):
         is_listed = node in candidates.duplicates
         if (must_be and not is_listed) or (is_listed and (not may_be or faster.is_next(node))):
-            _fail(node, f"listed with copies of blocks that {faster.name} holds: {is_listed}, but should not be")
+            _fail(node, f"listed with duplicates of {faster.name}: {is_listed}, but should be {not is_listed}")
 
 
 def _check_tier(tier: Tier, nodes: list[Node]) -> None:

@@ -4,10 +4,10 @@ A prompt has one mark per LOOK_BYTES bytes. A mark is a hash of the prompt up to
 every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks whose hash is below a limit are
 sampled, so either all uses of a mark are recorded or none.
 
-A small cache of sampled marks behaves like a large cache of all blocks. Such a cache is called a shadow. There is one
-shadow for each capacity and policy, including the capacity and policy of the real cache. An estimate is the measured
-hit rate of the real cache, plus the difference between the hit rates of two shadows: the estimated one and that of the
-real cache. The difference cancels the sampling error that both shadows have in common.
+A small cache of sampled marks behaves like a large cache of all blocks. Such a small cache is called a shadow. There is
+one shadow for each capacity and policy, including the capacity and policy of the real cache. To estimate a hit rate,
+take the measured hit rate of the real cache, add the hit rate of the shadow for the estimated capacity and policy, and
+subtract the hit rate of the real cache's shadow. The subtraction cancels the sampling error that both shadows share.
 """
 
 from __future__ import annotations

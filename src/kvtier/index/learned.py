@@ -8,7 +8,7 @@ loop that is longer than the cache. Then every young candidate of the class is c
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
-A class is evaluated again when its oldest candidate changes, or when the age of this candidate reaches the next bucket.
+A class is evaluated again when its oldest candidate changes, or when this candidate reaches the next age bucket.
 Choosing a victim takes amortised O(log n) time, because a candidate passes at most 28 buckets.
 """
 
@@ -149,7 +149,10 @@ class Learned:
         return None
 
     def _item(self, candidate: _Candidate, cell: int) -> _Item:
-        """Return an entry for the heap of values. `cell` is the class of its oldest candidate, or _SINGLE."""
+        """Return an entry for the heap of values.
+
+        `cell` is the class of the candidate if the entry is for the oldest candidate of the class, otherwise _SINGLE.
+        """
         tracker, since = self.tracker, candidate[4]
         if tracker.is_lru:
             return 0.0, candidate[0], candidate[1], candidate, math.inf, cell

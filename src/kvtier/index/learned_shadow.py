@@ -18,7 +18,8 @@ import numpy as np
 from kvtier.index.labels import Cells, new_label
 from kvtier.index.reuse import LIMITS, ReuseTable
 
-_FIRST_FIT, _LAST_FIT = 32, 1024  # requests with marks: a fit after 32, 64, 128, .., then after every 1024
+# The values are computed after 32, 64, 128, .. requests with marks, and later after every 1024 requests.
+_FIRST_FIT, _LAST_FIT = 32, 1024
 _MEMORY = 8  # marks that are remembered, as a multiple of the largest cache
 _MAX_USES = 4
 

@@ -54,7 +54,7 @@ class MissList:
 
     Eviction removes the end of a node. A later match stops at the first removed block, so one entry per eviction is
     enough. An entry does not identify the prefix of its block, so equal blocks at the same position of different
-    prompts share an entry. The explanation of a miss can therefore be wrong, but nothing else.
+    prompts share an entry. The explanation of a miss can therefore be wrong. Matches do not use this list.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:

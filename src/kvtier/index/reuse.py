@@ -36,7 +36,7 @@ LIMITS: list[float] = EDGES[1:-1].tolist()
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
-MAX_FACTOR = 16.0  # limits the factor of a feature value that was never used again
+MAX_FACTOR = 16.0  # limits the factor of a feature value whose blocks were never used again
 NOISE = 1.2  # values that differ by less than this factor count as equal, because their difference is mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
 """[start, stop]: True if bucket `stop` is `start` or later."""

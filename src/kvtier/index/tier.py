@@ -17,7 +17,10 @@ from kvtier.index.tracker import ReuseTracker
 
 
 def tenant_of(salt: bytes) -> bytes:
-    """Return the tenant of a salt: the part before the first NUL byte. Its salts share a quota, but no blocks."""
+    """Return the tenant of a salt: the part before the first NUL byte.
+
+    The salts of a tenant share a quota, but no blocks.
+    """
     return salt.partition(b"\0")[0]
 
 
@@ -203,7 +206,7 @@ class Tier:
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose the next victims, so that they and the free slots are about `num_blocks`. Return the new victims."""
+        """Choose next victims until their blocks and the free slots are about `num_blocks`. Return the new victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():

@@ -281,7 +281,7 @@ class RadixTree:
         return sum(map(len, freed))
 
     def vacate(self, tier: Tier, first_slot: int = 0, detached: Iterable[Node] = ()) -> None:
-        """Remove all blocks, even leased blocks, from the slots of a tier from `first_slot` on.
+        """Remove all blocks in slots `first_slot` and above from a tier, even if they are leased.
 
         No step or transfer may be in flight. `detached` lists leased nodes that are no longer in the tree.
         """

@@ -38,8 +38,8 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
     """Find the child whose first block shares the most leading tokens with the chain's next block.
 
-    Return the child and the number of shared tokens. If no child on the device begins with exactly this block, compare
-    only the `max_children` newest children.
+    Return the child and the number of shared tokens. If a child on the device begins with exactly this block, compare
+    only this child. Otherwise compare the `max_children` newest children.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
@@ -131,7 +131,7 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
     """True if a node and its parent `upper` can be joined without affecting the eviction policies.
 
-    `priority` and `expires` come from a use of the path, which has already been recorded in the node but not yet in the
+    `priority` and `expires` come from a use of the path. This use has been recorded in the node, but not yet in the
     parent.
     """
     mine, above = node.usage, upper.usage
@@ -146,7 +146,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True if a node is a short leaf with one lease, whose priority and expiry are at most those in `usage`."""
+    """True if a node is a short leaf with one lease, and its priority and expiry do not exceed those in `usage`."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority
