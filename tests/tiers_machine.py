@@ -205,8 +205,8 @@ class TiersMachine(RuleBasedStateMachine):
         step = self.scheduler.schedule(self.now)
         transfers = self.tiers.begin_step(step.plan, step.loads)
         transfers.on_forward_launched()
-        arrived = transfers.arrived()
-        results = [self.compute(row) if arrived else RowResult() for row in self.prepared(step)]
+        has_loaded = all([transfers.have_arrived(), transfers.have_succeeded()])
+        results = [self.compute(row) if has_loaded else RowResult() for row in self.prepared(step)]
         if step.loads:
             self.apply_reports()
         self.scheduler.update(step, results, self.now)

@@ -189,8 +189,9 @@ def test_worker_load_runs_beside_the_forward_pass(layout, device):
     assert not forward.query()
     torch.cuda.synchronize()
     for name, view in views.items():
-        assert torch.equal(read[name], old[name])
-        assert torch.equal(view[5], saved[name])
+        # Random bytes contain NaN, which differs from itself.
+        assert torch.equal(read[name].view(torch.int32), old[name].view(torch.int32))
+        assert torch.equal(view[5].view(torch.int32), saved[name].view(torch.int32))
     worker.close()
 
 
