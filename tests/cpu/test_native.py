@@ -331,7 +331,7 @@ def test_native_code_in_shared_folder_is_not_loaded(monkeypatch, planted, mode):
     with pytest.warns(RuntimeWarning, match=rf"shared can be written by others \(mode {mode:o}\).*KVTIER_CACHE_DIR"):
         loaded = load_as_new_process(monkeypatch)
     assert_copies(loaded)
-    assert "for this process alone" in loaded.reason
+    assert "for this process only" in loaded.reason
     assert not mark.exists()
     assert library.read_bytes() == before
 

@@ -11,6 +11,7 @@ from engine_helpers import VOCAB
 from fault_support import STAGES, check_row_faults
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.ops import TorchOps
 from kvtier.engine.sampling import NO_TOKEN, RequestSampler, Resident, SamplingParams, draw, sample, to_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -32,7 +33,9 @@ def model():
 @pytest.mark.filterwarnings("ignore:.*(proposer failed|no draft)")
 @pytest.mark.parametrize("stage", STAGES)
 def test_row_fault_on_cuda_ends_only_the_faulty_request(model, stage, monkeypatch):
-    check_row_faults(model, stage, monkeypatch, exact=False)
+    """With TritonOps, logits depend on the batch by up to 1e-3, which changes some random tokens."""
+    exact = Model(TINY, model.weights, TorchOps())
+    check_row_faults(exact, stage, monkeypatch, exact=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -81,7 +81,7 @@ def test_named_tool_choice_forces_one_call_of_that_function(server, options):
 def test_required_tool_choice_forces_calls_that_fit_a_schema(server):
     limits = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.5}
     names = set()
-    for seed in range(8):
+    for seed in range(16):
         answer = parts(ask(server, seed=seed, **limits))
         streamed = joined(ask(server, seed=seed, stream=True, **limits))
         [(_, name, arguments)] = answer[3]

@@ -45,7 +45,7 @@ class ForwardBatch:
     slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset of the KV; on CUDA, -1 stores no KV
     query_starts: torch.Tensor  # [sequences + 1] int32
     context_lens: torch.Tensor  # [sequences] int32: tokens to attend to, including the new tokens
-    block_tables: torch.Tensor  # [sequences, longest table] int32, padded with 0
+    block_tables: torch.Tensor  # [sequences, longest table] int32; undefined after the last block of a sequence
     logit_rows: torch.Tensor  # [logits] int64: rows of `input_ids` that need logits, in the order of the sequences
     query_lens: tuple[int, ...]
     contexts: tuple[int, ...]  # `context_lens` on the host

@@ -30,7 +30,8 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     out = torch.empty_like(q)
     group = q.shape[1] // cache.shape[3]
     for rows, table, context in _sequences(batch):
-        keys, values = cache[table].transpose(0, 1).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
+        blocks = cache[table[: -(-context // cache.shape[2])]]
+        keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys.float()) * q.shape[2] ** -0.5
         scores.masked_fill_(~_visible(rows, context, q.device), -torch.inf)
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float()).to(q.dtype)

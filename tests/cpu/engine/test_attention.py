@@ -79,6 +79,17 @@ def test_paged_attention_with_threads_equals_masked_attention(threads):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_paged_attention_ignores_end_of_block_tables(compiled):
+    whole, parts, cache, batch = paged(0, [(5, 1), (90, 1), (0, 9)])
+    for table, context in zip(batch.block_tables, batch.contexts, strict=True):
+        table[-(-context // cache.shape[2]) :] = 1 << 30  # rows of a running engine keep the blocks of earlier rows
+    expected = torch.cat([masked_attention(*each) for each in whole])
+    torch.testing.assert_close(paged_attention(parts.q, cache, batch), expected, rtol=1e-4, atol=1e-5)
+    fast = fast_paged_attention(parts, cache, batch, native().code if compiled else None)
+    torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)
+
+
 needs_compiler = pytest.mark.skipif(native().code is None, reason=native().reason)
 
 
