@@ -124,8 +124,8 @@ $(CLIENTS_STAMP): pyproject.toml Makefile
 
 # The warnings of the clients are not ours.
 test-clients: $(STAMP) $(CLIENTS_STAMP)  ## run clients and agent frameworks against a server (ARGS)
-	$(CLIENTS_BIN)/python -m pytest --confcutdir=tests/clients -o filterwarnings=ignore -p no:cacheprovider \
-		tests/clients $(ARGS)
+	$(CLIENTS_BIN)/python -m pytest --confcutdir=tests/clients -o filterwarnings=ignore -o pythonpath="src tests" \
+		-p no:cacheprovider tests/clients $(ARGS)
 
 check: $(STAMP)  ## check format, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .
