@@ -38,11 +38,10 @@ def _to_device(value, device):
     return value
 
 
-def generate_all(device: str, num_blocks: int, *, graph_sizes=(), proposer=None) -> list[tuple[int, ...]]:
+def generate_all(device: str, num_blocks: int, *, graph_sizes=(), proposer=None, phases=1) -> list[tuple[int, ...]]:
     """Return the greedy outputs of all prompts. New prompts are added while earlier prompts run."""
-    config = EngineConfig(
-        8, CacheConfig(num_blocks), SchedulerConfig(max_rows=8, max_step_tokens=32), graph_sizes=graph_sizes
-    )
+    limits = SchedulerConfig(max_rows=8, max_step_tokens=32)
+    config = EngineConfig(8, CacheConfig(num_blocks), limits, graph_sizes=graph_sizes, phases=phases)
     engine = Engine(model(device), config=config, proposer=proposer)
     outputs: dict[str, list[int]] = {}
     waiting = list(enumerate(PROMPTS))
@@ -65,10 +64,11 @@ def expected_outputs() -> list[tuple[int, ...]]:
     return generate_all("cpu", 200)
 
 
+@pytest.mark.parametrize("phases", [1, 2])
 @pytest.mark.parametrize("graph_sizes", [(), (1, 4)])
 @pytest.mark.parametrize("num_blocks", [200, 12])
-def test_engine_on_cuda_matches_cpu(expected_outputs, num_blocks, graph_sizes):
-    assert generate_all("cuda", num_blocks, graph_sizes=graph_sizes) == expected_outputs
+def test_engine_on_cuda_matches_cpu(expected_outputs, num_blocks, graph_sizes, phases):
+    assert generate_all("cuda", num_blocks, graph_sizes=graph_sizes, phases=phases) == expected_outputs
 
 
 def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):

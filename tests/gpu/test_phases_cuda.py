@@ -1,0 +1,16 @@
+"""On CUDA, one and two steps in flight give the same tokens during arrivals, failures, preemptions and transfers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phases_support import CacheReader, check_lives
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_answers_with_steps_in_flight_are_those_of_one_step(phases):
+    seen = check_lives(CacheReader("cuda"), phases, 10, 60)
+    assert seen["answers"] > 50, seen
