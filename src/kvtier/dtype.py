@@ -108,7 +108,7 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
 
 
 def _numpy_name(name: object) -> str:
-    """Return numpy's name of a type. If numpy lacks the type, return a text that is not the name of any type."""
+    """Return numpy's name of a type. If numpy does not accept `name` as a type, return the repr of `name`."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

@@ -93,7 +93,8 @@ class StoreError(KvtierError, RuntimeError):
 class StoreInUseError(StoreError):
     """Another process has locked the store's folder and does not share the store with this process.
 
-    The other process runs an earlier version of kvtier, runs on another machine, or waits for a disk that hangs.
+    The causes are: the other process runs an earlier version of kvtier, it runs on another machine, or it is blocked by
+    a disk that hangs.
     """
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 1000
 """Number of elements to hash per tensor. A sample is enough, because fine-tuning or merging an adapter changes nearly
 every element of a matrix."""
-_SAMPLE_BYTES = 4096
-_NUM_FILE_SAMPLES = 64
+_SAMPLE_BYTES = 4096  # one page, the smallest unit that the operating system reads from a disk
+_NUM_FILE_SAMPLES = 64  # 256 KiB per file
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 

@@ -202,7 +202,8 @@ class CacheGroup:
         """Split layers into consecutive runs of about equal size.
 
         There is one run per `piece_bytes` bytes of a block, but at least `min_groups` runs and at most one per layer.
-        The model waits for the first run, so that run is never larger than the average run, unless it is one layer.
+        The model waits for the first run. The first run is therefore not larger than the average run, unless it is a
+        single layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes
@@ -248,7 +249,7 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:
-        """Return a description of plain values. Two layouts are the same if and only if their descriptions are."""
+        """Return the layout as plain values. Layouts with equal descriptions store a block in the same form."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [

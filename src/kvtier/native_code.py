@@ -61,8 +61,8 @@ X86_VARIANTS = (
     Variant("v3", ("-march=x86-64-v3",), _V3),
     Variant("v1", ("-march=x86-64",)),
 )
-"""Levels of the x86-64 instruction set, best first; VNNI are products of bytes. The last level runs on every x86-64
-processor."""
+"""Levels of the x86-64 instruction set, best first. VNNI and AMX are extensions for products of bytes and matrices.
+The last level runs on every x86-64 processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class NativeSource:
         return () if self.is_x86_only else (Variant(),)
 
     def with_only(self, name: str) -> NativeSource:
-        """Return a copy of this source that has only the variant `name`, even for libraries in the cache directory."""
+        """Return a copy with only the variant `name`. Libraries in the cache directory are built with its flags too."""
         [variant] = (each for each in self.x86_variants if each.name == name)
         return replace(self, local_flags=variant.flags, x86_variants=(variant,), is_x86_only=True)
 
@@ -152,10 +152,8 @@ def features() -> frozenset[str]:
 def num_usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that this process may use, by its CPU affinity and its cgroups (version 2).
 
-    It is at least 1. With more threads than the CPU time of the cgroups allows, the threads of a step wait for each
-    other while the process is throttled.
-
-    `root` is the folder that contains proc and sys.
+    The result is at least 1. A process with more threads than this number may exceed the CPU quota of its cgroup. The
+    kernel then pauses all threads of the process. `root` is the folder that contains proc and sys.
     """
     cores = len(os.sched_getaffinity(0))
     try:

@@ -32,7 +32,7 @@ class Streams:
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
-        """Make the executor's stream current. The stream waits for `ready` first and records `done` after the block."""
+        """Make the executor's stream current. The stream first waits for `ready`. At the end it records `done`."""
         if self._executor is not None:
             self._executor.wait(batch.ready)
         with _current(self._executor):
@@ -61,7 +61,7 @@ class Streams:
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for the stream of a side after a failure. Do not raise its error, which may belong to another batch."""
+        """Wait for the stream of a side after a failure. Ignore its errors, which may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()
@@ -87,7 +87,7 @@ Work = Callable[[BatchData], None]
 
 
 class Executor:
-    """Runs batches in order. A separate thread runs them, so that the engine can prepare the next batch meanwhile."""
+    """Runs batches in order, by default in its own thread, so that the engine thread can prepare the next batch."""
 
     def __init__(self, work: Work, *, threaded: bool = True) -> None:
         """If `threaded` is False, `submit` runs the batch itself. Use this if only one batch is in flight at a time."""

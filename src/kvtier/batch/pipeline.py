@@ -155,7 +155,7 @@ class Pipeline:
     ) -> None:
         """With `host_streams`, copies and tasks on the CPU run on streams, as on a GPU.
 
-        Without it, they run immediately, in the thread of the op.
+        Otherwise they run immediately, in the thread of the op.
         """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
@@ -166,9 +166,9 @@ class Pipeline:
         place = Placement.parse(placement)
         self._streams = Streams(place, threads=host_streams and executor is Executor)
         self._executor = executor(self._execute)
-        # On a device, a kernel ("gather") makes the copies. The copy engines of the GPU would first finish the copies
-        # of cache blocks that are already queued. With copy engines, a decode step took 17 to 18.5 ms instead of
-        # 12.9 ms while 256 MiB were copied in each direction (H200, 2026-11-15).
+        # On a device, a kernel ("gather") makes the copies. The copy engines of the GPU would first finish the queued
+        # copies of cache blocks. While 256 MiB were copied in each direction, a decode step took 12.9 ms with the
+        # kernel and 17 to 18.5 ms with the copy engines (H200, 2026-11-15).
         self._free = [BatchData(phase, "gather" if place.is_device else None) for phase in range(phases)]
         self._batches: deque[BatchData] = deque()  # batches in flight, oldest first
         self._steps = itertools.count()
@@ -176,7 +176,7 @@ class Pipeline:
         self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch in flight
         self._running: dict[Ticket, None] = {}  # requests that may be in the next batch
         self._retiring: list[Ticket] = []  # requests with a decided outcome that are still in a batch in flight
-        self._broken_at: int | None = None  # the step that failed on the device; later results are invalid
+        self._broken_at: int | None = None  # the step that failed on the device; results of later steps are invalid
         self._closed = False
 
     @property

@@ -44,7 +44,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._spans: list[TimelineSpan] = []
-        # For each span: the span, a reference event, its host time, and the events before and after the span.
+        # The span, a reference event, the host time of the reference event, and the events before and after the span.
         self._on_streams: list[tuple[TimelineSpan, Event, float, Event, Event]] = []
         self._origins: dict[Placement, tuple[Event, float]] = {}
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class Timeline:
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
     ) -> Iterator[TimelineSpan]:
-        """Record the time of the block, even if the block raises, and the time of the work it enqueues on `stream`."""
+        """Record the time of the `with` body, even if it raises, and of the work that it enqueues on `stream`."""
         origin, begin = self._origin(stream), _mark(stream)
         span = TimelineSpan(name, track, phase, step, num_rows, time.perf_counter())
         try:

@@ -25,7 +25,7 @@ class CacheConfig:
     """A match ends at the first block of a prompt that is not cached. Up to this number of cached blocks are compared
     with that block. The tokens of the longest common prefix are then copied instead of computed."""
     free_share: float = 0.0
-    """Share of the device blocks to keep free. Other blocks are evicted before their slots are needed."""
+    """Share of the device blocks to keep free. Blocks are evicted in advance until this share is free."""
     always_load: bool = False
     """Load cached blocks even if computing them is expected to be faster."""
     owns_device: bool = True
@@ -108,7 +108,7 @@ class HostConfig:
     policy: str = "lru"
     saving: WritebackConfig = field(default_factory=WritebackConfig)
     free_share: float = 0.0
-    """Share of the host blocks to keep free. Other blocks are evicted before their slots are needed."""
+    """Share of the host blocks to keep free. Blocks are evicted in advance until this share is free."""
     exclusive: bool = True
     """If True, blocks that are also on the device are evicted first. They are saved again before the device evicts
     them. If False, or if another engine owns the device blocks, the policy ignores which blocks are on the device."""
@@ -146,7 +146,7 @@ class StoreConfig:
     wait: WaitPolicy = WaitPolicy.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False
-    """True if other processes write to the store. Then the store is searched for the keys of each request. Otherwise
+    """True if other processes write to the store. In this case, each request looks up its keys in the store. Otherwise
     the keys in the store are listed once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
     """Maximum number of blocks in flight from the store."""

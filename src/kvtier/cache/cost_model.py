@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.messages import Route
 
 _DECAY = 1 - 1 / 40  # per sample; slow enough for a stable fit, fast enough to follow changes of the speed
-_BATCH_SAMPLES = 16
+_BATCH_SAMPLES = 16  # samples per update of the fit
 _MIN_PIVOT = 1e-7  # smaller pivots count as 0; the limit is absolute because the diagonal is scaled to 1
 _TRY_AFTER = 32  # after this many consecutive decisions to compute, try one load: the link may have become faster
 _CONFIRM_SHARE = 0.7  # a trial confirms the old measurements if it takes at least this share of the predicted time

@@ -152,7 +152,7 @@ class HostWriter:
         has_stores: bool = False,
         is_early: bool = False,
     ) -> None:
-        """With `is_early`, an exclusive host tier saves blocks early even if it is full. Stores then get them early."""
+        """With `is_early`, even a full exclusive host tier saves blocks early, so that stores get them early."""
         self._tree, self._device, self._host, self._transfers = tree, device, host, transfers
         self._ahead_share, self._is_early = ahead_share, is_early
         self._needs_keys = has_stores and not is_early
@@ -269,7 +269,7 @@ def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> 
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """Bit mask of the ranks that have stored their part of a block. 0 means that the write is in flight.
+    """Bit mask of the ranks whose part of a block is in the store. 0 means that the write is in flight.
 
     The blocks of one write share an instance, so that one assignment marks all of them as written.
     """
@@ -400,7 +400,7 @@ class StoreIndex:
                 number = self._transfers.start(Route.HOST_TO_STORE, shared, low, sources, name, b"".join(own))
                 copies = _Copies()
                 self._writes[number] = own, copies
-                self._remember(dict.fromkeys(own, copies))  # fast, because _are_new loaded the table into the CPU cache
+                self._remember(dict.fromkeys(own, copies))
                 started += count
             if low + count < high:
                 return started, replace(job, first=low + count)

@@ -27,11 +27,11 @@ from kvtier.native_code import num_usable_cores
 from kvtier.storage import checksum as storage_native
 from kvtier.transfer.strategy import TransferShape, choose
 
-_BLOCKS = {  # examples for which transfer strategies are shown
+_BLOCKS = {  # block layouts for which the output shows transfer strategies
     "Llama-3-8B, 16 tokens": CacheGroup.attention("main", 32, 8, 128, "bf16", 16),
     "DeepSeek MLA, 16 tokens": CacheGroup.mla("main", 61, 576, "bf16", 16),
 }
-_NUM_BLOCKS = 512
+_NUM_BLOCKS = 512  # blocks per example transfer
 _OPTIONAL = {  # optional module -> extra that installs the module
     "cuda.bindings": "cuda",
     "ml_dtypes": "numpy",

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvtier.replay.hardware import PriceSpec
     from kvtier.replay.trace import Trace
 
-PRICES = "2026-q1"
+PRICES = "2026-q1"  # name of the preset with the default prices
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-_SHOWN = 5
+_SHOWN = 5  # invalid lines of a trace to print
 
 
 def add(commands: Commands) -> None:

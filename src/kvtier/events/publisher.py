@@ -33,7 +33,7 @@ from kvtier.events.wire import as_map
 from kvtier.index import Event, IndexCleared
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_LINGER_MS = 1000
+_LINGER_MS = 1000  # limit on the time that closing the sockets waits for unsent messages
 
 
 class EventPublisher:

@@ -169,10 +169,10 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 STEP_BYTES = 1021  # odd, so that all four bytes of tokens are sampled
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # only marks whose last look is in a full block are used
-_FIELDS = 3
-_FULL = 4096 * _FIELDS
-_GROUPS = 256
-_RATE, _MIN_MARKS = 1 / 64, 64
+_FIELDS = 3  # numbers per request in GhostCache._waiting
+_FULL = 4096 * _FIELDS  # length of GhostCache._waiting at which the requests are processed
+_GROUPS = 256  # groups of marks whose sums give the variance of an estimate
+_RATE, _MIN_MARKS = 1 / 64, 64  # see `rate` of GhostCache
 
 # Error that remains even if all marks are sampled. It has two causes: looks have fixed positions in the prompt, and the
 # shadow of S3-FIFO evicts single marks instead of nodes.

@@ -31,7 +31,8 @@ USES = ("0", "1", "2-3", "4+")
 NEW_LIMITS = (512, 2048, 8192)
 OUTPUT_LIMITS = (32, 256)
 FINISH = ("", "stop", "length", "other")
-NUM_GROUPS = 8  # the seven most frequent, and all others; with more groups, each class would have fewer observations
+# The seven most frequent apps or tenants, and all others. With more groups, each class would have fewer observations.
+NUM_GROUPS = 8
 OTHER_TENANT = NUM_GROUPS  # label of all less frequent tenants; the label 0 is for requests without a salt
 OVER = 1
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")

@@ -5,8 +5,9 @@
       │                │ leased    │ lease ended, not used
       └── used again ──┴───────────┘
 
-The queue contains the nodes that will be evicted next. A node leaves the queue while it is leased. If it was used
-meanwhile, it returns to the policy. Otherwise it returns to the queue, for example after the transfer that saved it.
+The queue contains the nodes that will be evicted next. A node leaves the queue while it is leased. If the lease counts
+as a use, the node returns to the policy. Otherwise, for example after the transfer that saved it, it returns to the
+queue.
 """
 
 from __future__ import annotations

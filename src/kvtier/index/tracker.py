@@ -12,10 +12,9 @@ are remembered as ghosts. Their next use is an event too, and their earlier uses
     release             `returned` finds the ghosts of the request, `touch` ends old touches and starts new ones
     evict               `removed` turns the removed run into a ghost
 
-The number of blocks in each open touch is updated with each request, and LRUGuard every few requests. All other
-observations are collected in lists. They are processed together every few hundred requests, before the values are
-computed again. One tracker serves all tiers of a tree. It has no clock. The latest `now` of any call is the current
-time.
+The number of blocks in each open touch is updated with each request. LRUGuard is updated every few requests. All other
+observations are collected in lists, which are processed every few hundred requests, before the values are computed
+again. One tracker serves all tiers of a tree. It has no clock: the current time is the latest `now` of any call.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class TouchLog:
 
     def _observe(self, at: I64, counts: I64 | I32, times: F64, *, is_use: bool) -> None:
         """Record the end of touches at `times`, either with a use or because they were forgotten."""
-        # A touch of n blocks weighs sqrt(n): a long prompt counts more than a short one, but it is one observation.
+        # A touch of n blocks weighs sqrt(n): a long prompt counts more than a short one, but not n times as much.
         if len(at):
             ages, weights = np.maximum(times - self.times[at], 0.0), counts / np.sqrt(self.blocks[at])
             self._observed.append((self.cells[at].astype(np.int64), ages, weights, is_use))

@@ -9,7 +9,7 @@
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
-all batches from the first missing one to the newest. It is applied in order, so the newest event of each block wins.
+all batches from the first missing one to the newest. They are applied in order, so the index has the newest state.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ReplicaFeed:
     def restart(self) -> FeedState:
         """Forget the replica and continue with the next batch. Call it if a replay lacks the missing batches.
 
-        Blocks of the replica are added to the index again when it stores them.
+        The index then lacks the replica's blocks until later events report them again.
         """
         self._index.clear(self._replica)
         self.next_number = self._newest

@@ -1,4 +1,4 @@
-"""PlacementIndex: which replicas hold which blocks, in which tier.
+"""PlacementIndex: records which replicas hold which blocks, and in which tier.
 
 A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the block goes into the next bucket.
 
@@ -26,7 +26,8 @@ Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 _PLACES = 8  # places per bucket: one cache line of keys
 _MAX_LOAD = 0.65  # at this load about 10 % of the buckets overflow
-_MAX_OVERFLOWED = 1 / 4  # share of overflowed buckets that causes a rebuild: removals do not clear their marks
+# Share of buckets marked as overflowed above which the table is rebuilt. Only a rebuild clears the marks.
+_MAX_OVERFLOWED = 1 / 4
 _WORD = 64
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads hashes of other engines, which may be small numbers
 _HALF = np.uint64(32)
@@ -264,7 +265,7 @@ class PlacementIndex:
         return slots
 
     def _free(self, slots: I64) -> None:
-        """Remove those blocks in `slots` that no replica holds any more."""
+        """Remove those blocks in `slots` that no replica holds."""
         empty = slots[~self._masks[slots].any(axis=(1, 2))]
         if len(empty):
             empty = np.unique(empty)

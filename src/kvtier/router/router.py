@@ -87,7 +87,7 @@ class ReplicaCosts:
 
 
 def median_costs(costs: Sequence[ReplicaCosts]) -> ReplicaCosts:
-    """Return the median of each cost. Engines of one kind share it, so that an odd fit of one attracts no requests."""
+    """Return the median of each cost. Replicas of one kind use it, so that a wrong fit of one replica has no effect."""
     return ReplicaCosts(*(statistics.median(getattr(each, name) for each in costs) for name in ReplicaCosts.__slots__))
 
 

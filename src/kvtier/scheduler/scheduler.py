@@ -7,7 +7,7 @@ Two steps can be in flight. The second step is scheduled as if each generating r
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
-    A request with a row in flight is not preempted. It gets no further row, so that a later step can preempt it.
+    A request with a row in flight is not preempted at once. It gets no further row, and a later step preempts it.
     If a request ends, its row in the later step is computed, but the result is ignored. Its KV is freed after that.
     If step t has loads, step t+1 has no rows: step t waits for loads only if there is nothing else to compute.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2
 
 
 class Scheduler:
-    """Owns the requests that have not ended, and those that ended with a row in flight. Two steps can be in flight."""
+    """Owns the requests that have not ended, and ended requests that still have a row in flight."""
 
     def __init__(self, manager: CacheManager, config: SchedulerConfig | None = None) -> None:
         self.manager = manager
@@ -545,7 +545,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.held: list[Request] = []
-        """Requests to preempt, with a row in flight. They get no new row, so that the next step can preempt them."""
+        """Requests to preempt that have a row in flight. They get no new row, and the next step can preempt them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight free room."""
 

@@ -25,9 +25,9 @@ from kvtier.server.messages import PING, Reply, StepOutputs, Submit, decode_mess
 _log = logging.getLogger("ray.serve")
 # Errors that mean that the replica, node or deployment of a call failed. Another replica can run the request.
 _LOST = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, ClosedError, OSError)
-_RETRY_SECONDS = 0.2
-_GRACE_SECONDS = 5.0  # the replica's deadline is later, so that the front end reports the timeout
-_LOCAL = (PING, "beat")
+_RETRY_SECONDS = 0.2  # pause before another attempt
+_GRACE_SECONDS = 5.0  # added to the deadline of the replica, so that the front end reports a timeout first
+_LOCAL = (PING, "beat")  # calls that need the reply of only one replica
 
 
 class FleetEngine:

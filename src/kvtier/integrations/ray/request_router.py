@@ -38,7 +38,7 @@ class KvtierRouter(RequestRouter):
                 self._add(name, replica)
         costs = [ReplicaCosts(**replica.routing_stats) for replica in replicas if replica.routing_stats]
         if costs:
-            # All replicas get the median, because a new replica has no measured costs to compare with.
+            # All replicas get the median, because a new replica has no measurements of its own.
             typical = median_costs(costs)
             for name in self._router.replicas:
                 self._router.set_costs(name, typical)

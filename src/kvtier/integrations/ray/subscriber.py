@@ -56,7 +56,9 @@ async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str,
                     frames = await socket.recv_multipart()
                 if len(frames) < 3 or frames[-2] == _END:
                     return
-                _apply(feed, frames[-2], frames[-1], keys)  # vLLM leaves out the topic
+                _apply(
+                    feed, frames[-2], frames[-1], keys
+                )  # from the end, because vLLM sends no topic frame in a replay
         except TimeoutError:
             _log.warning("no replay of KV events from %s within %g s", address, _REPLAY_SECONDS)
 

@@ -115,6 +115,6 @@ class RankIdentity:
         return (self.pp[0] * self.cp[1] + self.cp[0]) * tp[1] + tp[0], tp[1] * self.pp[1] * self.cp[1]
 
     def describe(self, *, is_sharded: bool) -> str:
-        """Describe the ranks that determine the bytes of a pool. `is_sharded`: its bytes differ between TP ranks."""
+        """Describe the ranks that determine the bytes of a pool. With `is_sharded`, the bytes differ by TP rank."""
         places = [("tp", self.tp if is_sharded else (0, 1)), ("pp", self.pp), ("cp", self.cp)]
         return " ".join(f"{name} {rank}/{size}" for name, (rank, size) in places)

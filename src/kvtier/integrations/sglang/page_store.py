@@ -1,7 +1,7 @@
 """PageStore: SGLang's pages in a store, one object per page and pool.
 
-SGLang does not catch exceptions of a backend. An exception would end a thread of the server. If an error occurs, every
-method therefore returns "not found" or "not stored". It counts all errors, and logs the first error of each kind. Each
+SGLang does not catch exceptions of a backend. An exception would end a thread of the server. After an error, a method
+therefore returns "not found" or "not stored". PageStore counts all errors and logs the first error of each kind. Each
 call has a deadline that grows with its bytes. After a call has returned, it no longer writes to pages.
 
     object key   SHA-256( fingerprint of the namespace | page hash, and the name of a pool other than KV )
@@ -31,7 +31,7 @@ from kvtier.storage.store import num_bytes
 logger = logging.getLogger("kvtier.sglang")
 
 Value = TypeVar("Value")
-_CLEAR_SECONDS = 60.0
+_CLEAR_SECONDS = 60.0  # longest duration of `clear`
 _STORE_SHARE = 0.9
 """Share of a deadline that the store may use. The rest of the time is needed to copy the last page and to wake the
 waiting thread. With a load of 20 on 2 cores, that took 20 ms of a deadline of 1 s (EPYC, 2026-11-18)."""

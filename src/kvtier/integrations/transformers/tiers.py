@@ -32,7 +32,7 @@ from kvtier.worker.controller import CacheController
 _STORE = "store"
 _WAIT_SECONDS = 0.05
 """Maximum time to wait for a report before the next plan is made."""
-_MAX_WRITING = 4096
+_MAX_WRITING = 4096  # maximum number of blocks in flight to a store
 DISK_BYTES = "20GiB"
 """Size of a disk store whose URL has no `bytes`."""
 
@@ -117,7 +117,7 @@ class PrefixTiers:
         return self._manager.foreign
 
     def use_namespace(self, namespace: Namespace) -> None:
-        """Change the namespace, because the weights have changed. Earlier blocks are not used any more."""
+        """Change the namespace, because the weights have changed. Blocks of the old namespace are no longer used."""
         self.flush(0.0)
         self._manager.reset(namespace)
         self._controller.use_namespace(namespace.fingerprint)

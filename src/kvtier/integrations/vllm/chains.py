@@ -15,7 +15,7 @@ from kvtier.index import Chain, Namespace
 ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 """vLLM's generate_block_hash_extra_keys(request, first token, end token, first media item)."""
 
-_MAX_ADAPTERS = 4096
+_MAX_ADAPTERS = 4096  # maximum number of adapters whose identity is cached
 
 
 class ChainBuilder:

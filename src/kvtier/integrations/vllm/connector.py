@@ -49,14 +49,14 @@ _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "memory": 
 
 @dataclass
 class KvtierMetadata(KVConnectorMetadata):
-    """Sent from the scheduler side to all workers in every step."""
+    """Message from the scheduler side to all workers, sent in every step."""
 
     step: StepPlan
 
 
 @dataclass
 class KvtierWorkerMetadata(KVConnectorWorkerMetadata):
-    """Sent from the workers to the scheduler side."""
+    """Message from the workers to the scheduler side."""
 
     reports: tuple[Report, ...]
 
@@ -67,7 +67,7 @@ class KvtierWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KvtierHandshake(KVConnectorHandshakeMetadata):
-    """Sent from each worker to the scheduler side at start."""
+    """Message from each worker to the scheduler side, sent once at start."""
 
     handshake: Handshake
 
