@@ -62,7 +62,7 @@ class Allocator:
         return f"Allocator({str(self.placement)!r}, {self.stats})"
 
     def allocate(self, nbytes: int) -> MemoryRef:
-        """Allocate `nbytes` bytes. They are freed when the last reference to the result is dropped."""
+        """Allocate `nbytes` bytes. The memory is freed when the last reference to the result is dropped."""
         if nbytes < 0:
             raise RangeError(f"cannot allocate {nbytes} bytes of {self.placement} memory")
         pointer, owner = self._allocate_memory(nbytes) if nbytes else (0, None)

@@ -138,7 +138,7 @@ class CopyResult:
 class BatchCopy:
     """A batch of copies that are collected, merged and run together.
 
-        with BatchCopy() as copy:              # runs the copies at the end of the block, or discards them on an error
+        with BatchCopy() as copy:              # runs the copies at the end, or discards them on an error
             with copy.group():                 # adjacent pieces become one copy
                 end = copy(a, 4, dst)
                 end = copy(b, 2, end)

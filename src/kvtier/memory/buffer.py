@@ -81,7 +81,7 @@ class Buffer:
     def from_pointer(
         cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
-        """Return a Buffer at an address. It keeps `owner` alive. Without `owner`, the caller keeps the memory alive."""
+        """Return a Buffer at an address. The Buffer keeps `owner`, or else the caller must keep the memory alive."""
         element, where = memory_type(dtype), Placement.parse(placement).require()
         size = operator.index(size)
         nbytes = element.nbytes(size)

@@ -27,9 +27,9 @@ _allocators: ContextVar[Mapping[Placement, Allocator]] = ContextVar(
 def context(
     *, stream: Stream | None = None, allocator: Allocator | Iterable[Allocator] | None = None
 ) -> Iterator[None]:
-    """Use this stream and these allocators (one per placement) inside the block. None keeps the current values.
+    """Use this stream and these allocators (one per placement) in the `with` body. None keeps the current values.
 
-    Blocks can be nested. A new thread starts with the defaults. torch's own current stream is not changed.
+    Contexts can be nested. A new thread starts with the defaults. torch's own current stream is not changed.
     """
     given = [] if allocator is None else [allocator] if isinstance(allocator, Allocator) else list(allocator)
     if stream is not None and not isinstance(stream, Stream):

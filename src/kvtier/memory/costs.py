@@ -28,10 +28,10 @@ from kvtier.memory.copy_plan import DST, NBYTES, SRC
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
 
-_ROUNDS = 3
+_ROUNDS = 3  # measurements, of which the shortest counts
 _PIECE_BYTES = 1 << 20  # large enough for DMA, and typical for blocks
 _MATRIX = 4096  # rows of a square bf16 matrix; a product takes 0.2 ms on an H200
-_PRODUCTS = 12
+_PRODUCTS = 12  # matrix products per measurement
 _TIMED_PATHS: tuple[PathName, ...] = ("driver", "gather", "loop")
 
 
@@ -91,12 +91,12 @@ def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
     return Pieces(table)
 
 
-_FORMAT = 2
+_FORMAT = 2  # version of the saved file
 _SIZE_STEP = 2  # log2 of the ratio between consecutive sizes
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # size of the memory to measure with, at each placement
 _FEW_PIECES, _MAX_PIECES = 8, 1024  # the times of both counts yield the fixed cost and the cost per piece
-_BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20
+_BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20  # limits for slow paths, see `_measure`
 _REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and needs less precision
 
 

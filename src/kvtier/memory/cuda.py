@@ -85,10 +85,10 @@ def _primary_context(index: int) -> int:
 
 
 def current_context(placement: Placement) -> AbstractContextManager[None]:
-    """Make driver calls of this thread use this GPU inside the block.
+    """Make driver calls of this thread use this GPU in the `with` body.
 
-    A new thread has no context. If the context of another GPU was current, it is restored after the block. Without
-    cuda-bindings, this function does nothing, because only torch then calls the driver.
+    A new thread has no context. At the end, the previous context becomes current again. Without cuda-bindings, this
+    function does nothing, because only torch then calls the driver.
     """
     if not has_driver():
         return nullcontext()
@@ -108,7 +108,7 @@ def _pushed_context(wanted: int) -> Iterator[None]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Inside the block, permit driver calls of this thread that a capture forbids. The calls are not captured."""
+    """Permit driver calls in the `with` body that a capture forbids. The calls are not captured."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
     try:

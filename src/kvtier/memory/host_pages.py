@@ -95,7 +95,7 @@ class MappedMemory:
         return self.tensor.data_ptr()
 
     def bind(self, node: int) -> str | None:
-        """Prefer this NUMA node for pages that are not yet resident. Returns the reason of a failure, or None."""
+        """Prefer this NUMA node for pages that are not yet resident. Return None, or the reason for a failure."""
         number = _MBIND.get(platform.machine())
         if number is None or not hasattr(os, "sched_getaffinity"):
             return f"memory binding is not supported on {platform.system()} {platform.machine()}"

@@ -21,8 +21,8 @@ from kvtier.scheduler import SchedulerConfig
 GIB = 1 << 30
 STORE = "disk"
 PERCENTILES = (50, 90, 99)
-_SLACK = 1.25
-_HALF_LIFE_MS = 60_000.0
+_SLACK = 1.25  # a replica with a load above this multiple of the mean gets no further requests
+_HALF_LIFE_MS = 60_000.0  # half-life of the estimated load of a replica
 
 
 class Routing(Enum):
@@ -198,7 +198,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int
-    """Number of blocks that the host evicted because the device had them too. Each is saved at most once more."""
+    """Number of blocks that the host evicted because the device had them too. Each is saved again at most once."""
     dead_on_arrival: float
     """Share of computed blocks that were never hit before their eviction from all tiers or the end of the run."""
 

@@ -28,7 +28,7 @@ from kvtier.replay.trace import MAX_TOKEN, TraceRequest, number_paths
 from kvtier.router import ReplicaCosts, RouteDecision, Router, RouterConfig, hashes_of
 from kvtier.router.feed import DEVICE
 
-_PROGRESS_EVERY = 1000
+_PROGRESS_EVERY = 1000  # requests between two calls of `progress`
 
 
 class FleetRouting(Enum):

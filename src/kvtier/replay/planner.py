@@ -11,7 +11,7 @@ from kvtier.replay.deployment import GIB, Deployment, Summary, simulate
 from kvtier.replay.hardware import PriceSpec
 from kvtier.replay.trace import TraceRequest
 
-STEP = 100 * GIB
+STEP = 100 * GIB  # PlanResult shows the effect of this much more host memory or disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvtier.replay.sim_worker import SimulatedLink, SimulatedWorker
 from kvtier.replay.trace import TraceRequest, number_paths
 from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 
-_MAX_STEPS = 64
+_MAX_STEPS = 64  # maximum number of steps that are merged into one
 _DRAFT = (0,) * (_MAX_STEPS - 1)
 
 
@@ -69,7 +69,7 @@ class StepCoalescer:
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """Return when a share `done` of a merged step's prompt tokens is computed, as a share of the step's time."""
+        """Return the share of a merged step's time after which the share `done` of its prompt tokens is computed."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:

@@ -7,7 +7,7 @@ There are two formats with one JSON object per line, in plain, .gz or .zst files
                    "answer_tokens": 52, "keys": ["9f86d081884c7d65", ..]}                       see recorder.py
 
 A request of either format may have `finish_reason`, `session_id`, `session_over` and `expects_return_seconds`. A line
-{"event": "close", "time": 35.0, "session_id": ".."} ends a session. The learned eviction policy uses them.
+{"event": "close", "time": 35.0, "session_id": ".."} ends a session. The learned eviction policy uses these fields.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class TransferConfig:
     are already full are copied, and this copy should take longer than the wait. Small slots cost more host time,
     because each slot needs a launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
+    """Number of slots of the staging ring."""
     gather_blocks: int = 264
     """Number of thread blocks of the kernel that gathers into staging memory. The default is two per multiprocessor."""
 

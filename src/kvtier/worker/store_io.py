@@ -25,7 +25,7 @@ from kvtier.storage.audit import pages
 from kvtier.transfer import HostMemory
 from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
-_SCAN_PAGE = 4096
+_SCAN_PAGE = 4096  # maximum number of objects per page of a listing
 _GATHER_BYTES = 16 << 20
 """Maximum number of gathered bytes per call to a store. malloc reuses the pages of buffers up to this size."""
 
