@@ -19,7 +19,8 @@ class Admission:
     """Counts running and waiting answers. Rejects requests above a limit, and estimates when a retry will succeed.
 
     For the quota of tokens per minute, each tenant has a debt. The tokens of a finished request are added to the debt,
-    and the debt falls by `tokens_per_minute` every minute. Requests are rejected while it is at least that high.
+    and the debt falls by `tokens_per_minute` every minute. Requests are rejected while the debt is at least
+    `tokens_per_minute`.
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:

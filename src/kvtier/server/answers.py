@@ -199,7 +199,7 @@ class _CallScanner:
 
     def _keep(self, char: str) -> None:
         self._token.append(char)
-        # Only arguments may be long. If they are a string, the whole string is held.
+        # Only arguments may be long. Arguments that are a string are kept until the string is complete.
         if len(self._token) > _MAX_NAME and self._key not in _ARGUMENTS:
             self.status = "failed"
 

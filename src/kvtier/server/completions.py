@@ -353,7 +353,7 @@ def _by_choice(job: HttpJob, outputs: list[Output]) -> dict[int, list[Output]]:
         if len(job.submits) > 1:
             choice += int(output.request_id.rsplit("-", 1)[1]) * job.submits[0].params.n
         groups.setdefault(choice, []).append(output)
-        if output.prompt_logprobs:  # only the first answer carries them, and the response repeats them for all n
+        if output.prompt_logprobs:  # only the first answer has them, and the response repeats them for all n answers
             for sibling in range(1, job.submits[0].params.n):
                 groups.setdefault(choice + sibling, []).append(replace(output, index=sibling))
     return groups

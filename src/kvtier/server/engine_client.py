@@ -245,8 +245,8 @@ class EngineClient:
 class Heartbeat:
     """Detects an engine process that is stopped or hangs, by sending two calls periodically.
 
-    The command thread of the process answers PING at once. The engine thread answers "beat" between two steps, so that
-    this call has a longer deadline.
+    The command thread of the process answers PING at once. The engine thread answers "beat" between two steps, so this
+    call has a longer deadline.
     """
 
     engine: EngineLink

@@ -21,8 +21,8 @@ _OPEN_METRICS = "application/openmetrics-text"
 class Exposition:
     """The metrics page of a server.
 
-    It has the collected metrics, the metrics of the front end's garbage collector, and those of both processes. Metrics
-    of the front-end process are named `process_*`, and those of the engine process `kvtier_engine_process_*`.
+    The page has the collected metrics, metrics of the front end's garbage collector, and metrics of both processes. The
+    metrics of the front-end process are named `process_*`, those of the engine process `kvtier_engine_process_*`.
     """
 
     def __init__(self, engine_pid: Callable[[], int]) -> None:

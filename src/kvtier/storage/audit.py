@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.storage.store import ObjectResult, ObjectStatus, Page, Read, Store, StoredObject
 
-_BATCH_BYTES = 32 << 20
+_BATCH_BYTES = 32 << 20  # maximum bytes of objects per read call, which bounds the memory of `verify`
 _MAX_OBJECT_BYTES = 1 << 30
 """Larger objects are not read. A block has at most 128 tokens of 8 MiB each, but a damaged record may claim more."""
 

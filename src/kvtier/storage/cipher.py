@@ -13,7 +13,7 @@ from kvtier.errors import ArgumentError, FormatError, UnavailableError
 SECRET_BYTES = 32
 NONCE_BYTES, TAG_BYTES = 12, 16
 SEAL_BYTES = NONCE_BYTES + TAG_BYTES
-"""Bytes that sealing adds to a part."""
+"""Bytes that `Cipher.seal` adds to its input: a nonce and a tag."""
 
 
 class Cipher:

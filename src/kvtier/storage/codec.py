@@ -81,8 +81,9 @@ def encode(
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
 
-    `known` is the checksum for the record, if the caller has already computed it. It must not be passed with
-    compression or token ids, which the checksum would have to cover. Sealed objects are an exception.
+    `known` is the checksum for the record, if the caller has already computed it. Pass it only without compression and
+    token ids, because the checksum covers the stored bytes and the token ids. A sealed object may have both: its
+    checksum covers only its first bytes, and encryption authenticates the rest.
     """
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
@@ -124,7 +125,8 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
     empty = memoryview(b"")
     if len(data) < record.total_bytes:
         return empty, f"truncated: {len(data)} of {record.total_bytes} bytes"
-    if record.seal is None and checksum(data[: record.total_bytes]) != record.checksum:  # a seal was verified before
+    # Decryption has already verified a sealed object.
+    if record.seal is None and checksum(data[: record.total_bytes]) != record.checksum:
         return empty, "the checksum differs"
     stored = data[: record.stored_bytes]
     if not record.flags & Flags.ZLIB:

@@ -302,7 +302,7 @@ class UsesMemory(Protocol):
     """
 
     def register(self, memory: memoryview) -> None:
-        """Announce that blocks are copied from and to this memory until it is unregistered. Idempotent."""
+        """Prepare memory from and to which blocks are copied until `unregister`. Idempotent."""
         ...
 
     def unregister(self, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""SlotServer: manages slots for other processes in the owner of a folder. They read and write the payloads themselves.
+"""SlotServer: the owner of a folder manages slots for other processes, which read and write the payloads themselves.
 
     other process                         owner                          files
       hold(keys)        ------------->    holds objects
@@ -42,10 +42,10 @@ from kvtier.storage.record import BLANK, RECORD_BYTES, Record, Seal
 from kvtier.storage.store import KEY_BYTES
 
 _CREDENTIALS = struct.Struct("3i")
-_SEALED = Seal(bytes(16))
+_SEALED = Seal(bytes(16))  # placeholder in the record of an object that the client seals after the reservation
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 """Temporary errors of `accept`, for example a lack of descriptors. Later calls can succeed."""
-_RETRY_S = 0.1
+_RETRY_S = 0.1  # pause before the next `accept` after a temporary error
 
 
 class SlotServer:

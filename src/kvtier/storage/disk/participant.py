@@ -20,14 +20,14 @@ from kvtier.storage.disk.owner import SlotServer
 from kvtier.storage.disk.recovery import FolderLock
 from kvtier.storage.disk.space import SlotAllocator
 
-_POLL_S = 0.005
+_POLL_S = 0.005  # pause between attempts to lock the folder or to connect to its owner
 _MAX_SILENCE_S = 2.0
 """Longest wait for the socket of a locked folder. An owner creates its socket directly after it has locked the folder.
 If there is no socket, the owner is closing the store, runs an earlier version of kvtier, or is on another machine."""
 
 
 class Participant:
-    """Owns a folder or uses the slots of its owner. Thread-safe.
+    """Owns a folder, or uses slots that the folder's owner manages. Thread-safe.
 
     `own` is called to open the folder after locking it, and `connect` to connect to the owner.
     """

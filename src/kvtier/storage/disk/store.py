@@ -59,7 +59,7 @@ FOUND = ObjectResult(ObjectStatus.FOUND)
 _OWNER_ENDED = ObjectResult(ObjectStatus.FAILED, reason="the process that managed the folder has ended")
 """Result of an object whose owner has ended. `_call` recognises it by identity and tries again with the next owner."""
 _MIN_ANSWER_S = 1.0
-"""Time that the owner has at least to answer a request."""
+"""Minimum timeout of a request to the owner."""
 Slots = SlotAllocator | SlotClient
 Views = Sequence[memoryview]
 Item = TypeVar("Item")
@@ -194,7 +194,7 @@ class DiskStore:
         return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory in the order of slots. The owner answers from memory, without I/O."""
+        """Return a page of the inventory in the order of slots. The inventory is in memory, so there is no I/O."""
         begin = self._meter.begin()
         segment, _, slot = cursor.partition(":")
         records = self._ask(lambda slots: slots.list_after(int(segment or 0), int(slot or 0), limit + 1), timeout_s)
@@ -259,7 +259,7 @@ class DiskStore:
     # --- calls
 
     def _ask(self, question: Callable[[Slots], Answer], timeout_s: float | None) -> Answer | ObjectResult:
-        """Ask the owner a question that needs no I/O. Return the answer, or the failure."""
+        """Call `question` with the slots. It must need no I/O. Return its result, or the failure of the store."""
         refusal = self._breaker.refusal(is_try=False)
         if refusal:
             return ObjectResult(ObjectStatus.FAILED, reason=refusal)

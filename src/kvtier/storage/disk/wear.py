@@ -17,7 +17,7 @@ from kvtier.files import write_atomically
 
 WRITTEN = "WRITTEN"
 _HOUR_S = 3600
-_HOURS = 25
+_HOURS = 25  # the current hour and the 24 hours before it
 
 
 class WriteBudget:

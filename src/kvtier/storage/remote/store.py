@@ -40,7 +40,7 @@ Response = TypeVar("Response")
 Work = Callable[[Sequence[int], Batch, Scratch], None]
 """Handles the objects of one request, given their indices in the batch."""
 DEFAULT_RETRIES = 2
-_MIN_SHARE_BYTES = 1 << 20
+_MIN_SHARE_BYTES = 1 << 20  # a batch is not split into requests with fewer bytes than this
 _MAX_READ_BYTES = 4 << 20
 """Size of a read request. It is small, so that values are still in the CPU cache when they are verified and a late
 request ends soon, but large enough that the round trip does not matter."""
