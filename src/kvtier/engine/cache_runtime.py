@@ -165,8 +165,9 @@ class CacheRuntime:
         scheduler: Scheduler,
         clock: Callable[[], float],
     ) -> None:
-        """`groups` are the cache groups of this rank. Every other rank has one group. Its blocks are as
-        large as the blocks of groups[0]."""
+        """`groups` are the cache groups of this rank. Every other rank has one group, whose blocks are as large as
+        those
+        of groups[0]."""
         self._manager = manager
         self._admin = CacheAdmin(manager)
         self._groups = groups

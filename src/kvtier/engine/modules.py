@@ -298,5 +298,5 @@ def _input(row: Row, num_scored: int) -> SequenceInput:
 
 
 def unknown_tokens(inputs: Sequence[SequenceInput]) -> list[int]:
-    """Return the indices of the rows whose token is on the device of rank 0 but not on the host. They come first."""
+    """Return the indices of the leading rows whose token is on the device of rank 0, but not on the host."""
     return [at for at, each in enumerate(inputs) if each.token_ids[0] == UNKNOWN]

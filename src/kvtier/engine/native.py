@@ -20,7 +20,7 @@ from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, loa
 
 MAX_TOKENS = 16
 """Maximum number of tokens for `EngineNative.linear`. For more tokens, torch with a float32 matrix is faster."""
-_LANES, _BLOCK = 16, 32
+_LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
 # No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 SOURCE = NativeSource(

@@ -24,8 +24,8 @@ from kvtier.engine.weights import Linear
 _QUERY_ROWS, _KEYS = 128, 64
 # Smaller tiles for float32. Triton unrolls float32 dots, and tiles of 128 x 64 would take minutes to compile.
 _QUERY_ROWS_F32, _KEYS_F32 = 32, 32
-_SPLIT_KEYS = 64
-_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
+_SPLIT_KEYS = 64  # keys per iteration of the decode kernel
+_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum number of shares of a prefill tile, minimum keys per share
 
 
 @triton.jit

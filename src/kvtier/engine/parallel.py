@@ -37,7 +37,7 @@ from kvtier.storage import StoreStats
 from kvtier.storage.open import sum_stats
 from kvtier.worker.layer_waits import LayerWaits
 
-_MAIN = "from kvtier.engine.rank_process import main; main({})"
+_MAIN = "from kvtier.engine.rank_process import main; main({})"  # program of the process of another rank
 _SLOW_SECONDS = 600.0
 """Timeout for calls that allocate memory: start, wake and resize_host."""
 _CLOSE_SECONDS = 30.0

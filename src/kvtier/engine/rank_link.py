@@ -27,8 +27,8 @@ from kvtier.errors import EngineError, UnavailableError
 from kvtier.messages import Report
 from kvtier.worker.sharding import Sharding
 
-_HOST = "127.0.0.1"
-_MEET_SECONDS = 300.0
+_HOST = "127.0.0.1"  # all ranks are on one machine
+_MEET_SECONDS = 300.0  # timeout for joining the process group
 
 
 @dataclass(frozen=True, slots=True)

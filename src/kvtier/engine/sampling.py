@@ -19,8 +19,8 @@ from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import KvtierError, NoTokenError
 
-_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_COLDEST = float(np.finfo(np.float32).tiny)
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # increment of SplitMix64, mask of 64 bits
+_COLDEST = float(np.finfo(np.float32).tiny)  # lowest temperature to divide by, instead of 0
 _LARGEST = float(np.finfo(np.float32).max)
 NO_TOKEN = -1
 """The token of a row that cannot be sampled, because one of its logits is NaN or +inf, or all logits are -inf."""

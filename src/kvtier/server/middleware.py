@@ -29,7 +29,7 @@ _ADMIN = ("/control", "/state", "/metrics", "/sleep", "/wake_up", "/reset_prefix
 _POLLED = (*_PROBES, "/state", "/metrics", "/load", "/is_sleeping")  # logged at level DEBUG
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")  # headers that must not be repeated
-_DIRECT_SEND = "kvtier.direct_send"  # name in the scope of the server's own send function, which bypasses middleware
+_DIRECT_SEND = "kvtier.direct_send"  # scope key of the server's own send function, which bypasses the middleware
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 
 
@@ -56,7 +56,7 @@ class EventStream(Response):
                 return  # uvicorn closes the connection of an unfinished response
 
     async def _send(self, send: Send, direct_send: Send) -> None:
-        """Send the stream. Events bypass the middleware, because only the start of a response matters to it."""
+        """Send the stream. Events bypass the middleware, which uses only the start of a response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await direct_send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for piece in self._rest:

@@ -11,9 +11,9 @@ from kvtier.engine.params import Explanation
 from kvtier.metrics import Registry
 from kvtier.server.vllm_metrics import VllmMetrics
 
-_RECENT = 100
-_WINDOW_SECONDS = 300.0
-_WINDOW_MOST = 10_000
+_RECENT = 100  # number of requests that GET /state lists
+_WINDOW_SECONDS = 300.0  # window of the percentiles of the time to first token
+_WINDOW_MOST = 10_000  # maximum number of requests in the window
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class RequestLog:
         self._closed.of(reason).add()
 
     def ended(self, record: RequestRecord, explanation: Explanation | None) -> None:
-        """Count a finished request. `explanation` is None if the engine has not finished it."""
+        """Count a finished request. `explanation` is None if the engine did not finish the request."""
         self.vllm.ended(record, explanation)
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # needs the extra `otel`
 
 _log = logging.getLogger("kvtier.server")
 CLOSE_SECONDS = 60.0  # time for the engine to save the cache
-_TICK_SECONDS = 1.0
+_TICK_SECONDS = 1.0  # interval of updates of the date header
 _TRACE_SECONDS = 5.0  # time to send the last traces
 _THREAD_SECONDS = 5.0  # time for the executor's threads to end after the engine process has exited
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -79,7 +79,7 @@ class FrontEnd:
     pool: WorkerPool
     request_log: RequestLog
     heartbeat: Heartbeat
-    """The caller must run it."""
+    """The caller must run `Heartbeat.run`."""
     page: MetricsPage
 
 

@@ -23,13 +23,13 @@ from kvtier.server.messages import WORKER_CODEC, Call, Reply, frame, read_messag
 from kvtier.server.prepare import PrepareConfig
 
 _log = logging.getLogger("kvtier.server")
-_START_SECONDS = 60.0
+_START_SECONDS = 60.0  # longest time to start a process, or to load its schema compiler
 _RESTART_SECONDS = 1.0  # wait after a failed start
 # Time that a running call may continue after its client disconnects. Killing and replacing the process takes as long.
 _ABANDONED_SECONDS = 1.0
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
 _MAX_WAITING = 64  # waiting calls per tenant
-_DIED = (OSError, asyncio.IncompleteReadError)
+_DIED = (OSError, asyncio.IncompleteReadError)  # errors of the connection to a process that has died
 
 
 @dataclass(slots=True, eq=False)
