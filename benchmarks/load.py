@@ -36,6 +36,7 @@ LOOK_SECONDS = 5.0
 LOOKS_A_LINE = 3
 FLOOR_SECONDS = 10.0
 TOKENS = 'kvtier_tokens_total{kind="new"}'
+TASKS = "kvtier_tasks"
 FLOOR = """
 import asyncio, socket, uvicorn, uvloop
 EVENT = b'data: ' + b'x' * 190 + b'\\n\\n'
@@ -101,6 +102,16 @@ class Server:
             time.sleep(0.1)
         return now
 
+    def tasks_until(self, before: float) -> float:
+        """Return the number of tasks in the front end's event loop once it is at most `before`, or after ten seconds.
+
+        The heartbeat's tasks come and go, so a single sample may be higher.
+        """
+        deadline = time.monotonic() + 10
+        while (now := self.metrics()[TASKS]) > before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return now
+
     def state(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/state", timeout=30) as answer:
             found: dict[str, Any] = json.load(answer)
@@ -147,7 +158,7 @@ def main() -> None:
             after_cpu = server.front.cpu_times()
             state = server.wait_until_idle()
             counts = {name: value - counted.get(name, 0.0) for name, value in server.metrics().items()}
-            after = server.look_until(before)
+            after, num_tasks = server.look_until(before), server.tasks_until(counted[TASKS])
         finally:
             code = server.stop()
         front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, counts[TOKENS]) * 1e6
@@ -175,7 +186,10 @@ def main() -> None:
         at_most("leaked blocks, leases and places", num_leaked, 0),
         at_most("more threads than before", after.num_threads - before.num_threads, 0),
         at_most("more open files than before", after.num_files - before.num_files, 0),
+        at_most("more tasks than before", num_tasks - counted[TASKS], 0),
         at_most("rss at the end over that after a fifth", looks[-1].rss / early.rss, 1.02),
+        at_most("front end: rss at the end over that after a fifth", looks[-1].front_rss / early.front_rss, 1.02),
+        at_most("front end: us of CPU per token", front_us, 75),
         at_most("unhandled exceptions in the log", text.count("Traceback"), 0),
         at_most("exit code", code, 0),
     ]

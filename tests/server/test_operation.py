@@ -99,6 +99,21 @@ def test_many_disconnects_free_all_blocks(server):
     assert state["tiers"][0]["num_pinned"] == before["tiers"][0]["num_pinned"] == 0
 
 
+def test_disconnects_leave_no_tasks(server):
+    def num_tasks():
+        lines = server.get("/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("kvtier_tasks "))
+
+    server.wait_for(drained)
+    before = num_tasks()
+    opened = [stream(server) for _ in range(20)]
+    assert num_tasks() >= before + 20
+    for client, answer, _ in opened:
+        answer.close()
+        client.close()
+    wait_until(lambda: num_tasks() <= before)
+
+
 def responses(server, status):
     """Return the number of responses from /v1/completions with this status."""
     prefix = f'kvtier_http_responses_total{{route="{TEXT}",status="{status}"}} '

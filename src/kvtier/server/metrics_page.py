@@ -38,6 +38,7 @@ class MetricsPage:
         for state in ("running", "waiting"):
             self._request_log.rows.of(state).set(snapshot[state])
         self._request_log.vllm.update(snapshot)
+        self._request_log.tasks.set(len(asyncio.all_tasks()))
         reply = await self._engine.call("metrics")
         in_engine = msgspec.convert(reply["metrics"], tuple[CollectedMetric, ...])
         self._exposition.update([*self._request_log.registry.collect(), *in_engine])

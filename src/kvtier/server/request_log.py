@@ -51,6 +51,7 @@ class RequestLog:
             "kvtier_delivery_seconds", "Time from the engine's message to its handling in the front end."
         ).of()
         self.rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
+        self.tasks = new.gauge("kvtier_tasks", "Tasks in the event loop of the front end.").of()
         self._closed = new.counter(
             "kvtier_connections_closed_total", "Connections closed by the server, by reason.", ("reason",)
         )
