@@ -56,8 +56,8 @@ class CacheAdmin:
             system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
                     └─ other prompts                     kept
 
-        Blocks that other prompts share are kept. A store drops only the descendants whose keys are in memory. It keeps
-        all other descendants, but they cannot be matched until the prompt is computed again.
+        Blocks that other prompts share are kept. A store drops only the descendants whose keys are in memory. All other
+        descendants stay in the store, but cannot be matched until the prompt is computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)

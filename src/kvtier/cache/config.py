@@ -113,9 +113,9 @@ class HostConfig:
     """If True, blocks that are also on the device are evicted first. They are saved again before the device evicts
     them. If False, or if another engine owns the device blocks, the policy ignores which blocks are on the device."""
     ahead_share: float = 1 / 12
-    """An exclusive host tier keeps copies of the blocks that the device will evict next. This is the number of these
-    blocks, as a share of the device blocks. If it is too low, the device evicts blocks before they are saved. If it is
-    too high, the copies take the slots of other blocks."""
+    """Number of blocks that an exclusive host tier saves before the device evicts them, as a share of the device
+    blocks. With a low share, the device evicts some blocks before they are saved. With a high share, the copies take
+    the slots of other blocks."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:

@@ -161,7 +161,7 @@ class CostModel:
         self._transfers: dict[Link, OnlineLeastSquares] = {}
         self._doubted: dict[Link, OnlineLeastSquares] = {}
         """Old measurements of links that a trial load measures again."""
-        # In doubt, assume that computing is slow. This leads to more loads, and each load measures its link.
+        # In doubt, assume that computing is slow. More blocks are then loaded, and each load measures its link.
         self._compute = OnlineLeastSquares(2, in_doubt=max)
         self._num_refused = 0
 

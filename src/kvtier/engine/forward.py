@@ -30,7 +30,7 @@ class SequenceInput(NamedTuple):
     num_computed: int
     """Number of earlier tokens. Their keys and values are in the cache."""
     block_table: Table
-    """Blocks of the sequence, in order. They must have room for the computed and the new tokens."""
+    """Blocks of the sequence, in order, with room for the computed and the new tokens."""
     num_logits: int = 1
     """Number of tokens at the end that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens. If
     prompt tokens are scored, the number also includes the tokens whose logits are needed for the scores."""

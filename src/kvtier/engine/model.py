@@ -36,7 +36,7 @@ class Model:
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, all_reduce: AllReduce | None = None
     ) -> None:
-        """`all_reduce` sums a tensor over all ranks. It is needed if `weights` are the share of one rank (split.py)."""
+        """`all_reduce` sums a tensor over all ranks. Pass it if `weights` are the share of one rank (split.py)."""
         self.config = config
         self.weights = weights
         self.ops = default_ops(weights.device) if ops is None else ops

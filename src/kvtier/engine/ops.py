@@ -182,7 +182,7 @@ class CpuOps:
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens. It has fewer bytes, and memory bandwidth limits steps of few tokens."""
+        """Use the packed matrix for few tokens. Memory bandwidth limits such steps, and this matrix has fewer bytes."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

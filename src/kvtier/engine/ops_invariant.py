@@ -5,7 +5,7 @@ is computed alone therefore differs in the last bits from the same token in a ba
 Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing tokens are zeros.
 The query at position p is always row p % TILE of its tile. Masked keys have weight 0 and do not change the result.
 
-This is correct only if the library computes a row independently of the other rows and of the row's place in the tile.
+Results are invariant only if the library computes a row independently of the other rows and of its place in the tile.
 `_try_out` tests this property for every shape before the first use of the shape.
 """
 

@@ -1,9 +1,9 @@
 """CUDA operations in Triton, with one fused kernel for each operation between matrix products.
 
-Prefill attention uses tiles of queries. Decode attention splits the keys among programs. Both read keys and values
-in place from the strided cache of one layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a decode kernel
-depends only on shapes and not on values in device memory. A decode step can therefore be captured in a CUDA graph and
-replayed with other context lengths.
+Prefill attention uses tiles of queries. Decode attention splits the keys among programs. Both kernels read keys and
+values in place from the strided cache of one layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a
+decode kernel depends only on shapes and not on values in device memory. A decode step can therefore be captured in a
+CUDA graph and replayed with other context lengths.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
 
     The returned weights of a row sum to at least `mass`, which is top_p times the row's total. A token is light if its
     weight is below total * (1 - top_p) / vocab_size. The light tokens together weigh less than total * (1 - top_p), so
-    all other tokens reach `mass`. These are usually few, and sorting them is cheaper than sorting all tokens.
+    all other tokens reach `mass`. The other tokens are usually few, so sorting them is cheaper than sorting all tokens.
     """
     cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # 1 / top_p may be inf; no weight is above 1
     is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)

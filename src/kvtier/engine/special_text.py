@@ -19,7 +19,7 @@ _LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # the end of the last private-use pla
 def show(text: str, marks: Mapping[str, str]) -> str:
     """Replace marks by the original characters.
 
-    A template that uses `tojson(ensure_ascii=true)` writes marks as JSON escapes. These are replaced too.
+    A template that uses `tojson(ensure_ascii=true)` writes marks as JSON escapes. The escapes are replaced too.
     """
     for mark, char in marks.items():
         text = text.replace(mark, char).replace(json.dumps(mark)[1:-1], char)

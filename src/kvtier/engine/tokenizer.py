@@ -165,7 +165,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token that is not the first of a text. They may be only part of a character."""
+        """Return the bytes of a token that is not the first of a text. The bytes may be only a part of a character."""
         if token_id not in self._token_bytes:
             self._token_bytes[token_id] = self._find_bytes(token_id)
         return self._token_bytes[token_id]

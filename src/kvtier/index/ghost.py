@@ -45,7 +45,8 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if a request whose only mark is the newest mark changes nothing. It is a hit for every size."""
+        """True if a request whose only mark is the newest mark changes nothing. Such a request is a hit for every
+        size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
@@ -204,7 +205,7 @@ class GhostCache:
     if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited to the sampled bytes
     of 4096 prompts and, for each policy, the marks that fit into its largest capacity.
 
-    `sparse` is another GhostCache, with a lower rate, for policies whose shadows take longer. It records the same
+    `sparse` is a second GhostCache, with a lower rate, for policies whose shadows take longer. Both record the same
     requests.
     """
 
@@ -368,7 +369,7 @@ def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> 
 
 
 def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
-    """Drop requests whose only mark is the first mark of the previous request. It is already the newest mark."""
+    """Drop requests whose only mark is the first mark of the previous request, which is already the newest mark."""
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
     sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
     is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))

@@ -45,7 +45,8 @@ class LearnedShadow:
     """Shadow for the learned policy, with a separate cache for each size."""
 
     ignores_repeats = True
-    """True: a request whose only mark is the newest mark is skipped. It hits at every size and only adds a use."""
+    """True: a request whose only mark is the newest mark is skipped. Such a request is a hit at every size, and would
+    only add a use."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._cells = Cells()

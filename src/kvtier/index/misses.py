@@ -12,7 +12,7 @@ from kvtier.index.node import Node
 
 
 class MissReason(Enum):
-    """Reason why a match ended. It describes the first block that did not match."""
+    """Reason why a match ended: the state of the first block that did not match."""
 
     NONE = "every full block was found"
     NEVER_SEEN = "never cached, or removed too long ago to be recorded"

@@ -104,8 +104,8 @@ class Tier:
     The nodes of a tenant with a quota are both in `everyone` and in the tenant's own candidates.
 
     If the tier is exclusive of a `faster` tier, it first evicts duplicates: blocks that the faster tier also holds.
-    This includes blocks of nodes with descendants in this tier. Blocks of the faster tier's next victims are not
-    evicted as duplicates, because this tier will soon hold their only copies.
+    Duplicates may be in nodes with descendants in this tier. Blocks of the faster tier's next victims are not evicted
+    as duplicates, because this tier will soon hold their only copies.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -232,7 +232,7 @@ class Tier:
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
-        """Add blocks [first, first + len(slots)) of a leased node to this tier. They must be absent from it."""
+        """Add blocks [first, first + len(slots)) of a leased node to this tier. The tier must not have these blocks."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)

@@ -219,8 +219,8 @@ class RadixTree:
     def close(self, salt: bytes, session_id: str, *, now: float = 0.0) -> int:
         """End a session: no further request is expected.
 
-        Return the number of blocks whose last use was the last request of the session. This is a hint for the learned
-        policy. Without this policy, and for an unknown session, the result is 0.
+        Return the number of blocks whose last use was the last request of the session. Only the learned policy uses
+        this call. Without this policy, and for an unknown session, the result is 0.
         """
         nodes = self.tracker.close(session_of(salt, session_id), now) if self.tracker is not None else []
         for node in nodes:

@@ -35,7 +35,7 @@ def _nothing(*_: object) -> None:
 class Allocator:
     """Allocates uninitialised memory at one placement and counts the allocated bytes. Thread-safe.
 
-    `allocate(nbytes)` returns an address, or a tensor that owns the memory. It raises MemoryError or RuntimeError if
+    `allocate(nbytes)` returns an address, or a tensor that owns the memory, and raises MemoryError or RuntimeError if
     there is no memory. `deallocate(address, nbytes)` frees memory, `trim()` returns cached memory to the system, and
     `free_bytes()` returns the free memory of the system, or None if unknown. All four functions must be thread-safe.
     """
@@ -117,8 +117,8 @@ class Allocator:
 
 # Scattered 4 KiB reads over 4 KiB pages always miss the TLB, so large host allocations use huge pages.
 _HUGE_PAGE_BYTES = 2 << 20
-# torch's pinned pool rounds up to a power of two and never shrinks by itself. This suits staging memory, but not a host
-# tier of 33 GiB. Allocations larger than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
+# torch's pinned pool rounds up to a power of two and never shrinks by itself, which wastes memory for a host tier.
+# Allocations larger than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
 _PINNED_POOL_BYTES = 32 << 20
 
 

@@ -277,9 +277,10 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge copies that are adjacent in source and destination. The order in which they are added does not matter.
+        """Merge copies that are adjacent in source and destination.
 
-        This applies to copies that are added inside the `with` statement.
+        Only copies that are added inside the `with` statement are merged. The order in which they are added does not
+        matter.
         """
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")

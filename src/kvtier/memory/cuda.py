@@ -205,8 +205,8 @@ class BatchCall:
     def submit(self, table: I64, stream: Stream) -> int | None:
         """Submit independent pieces (rows SRC, DST, NBYTES) in chunks. Return the start of a failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
-            # The call refuses the legacy default stream, so another stream copies. It waits for earlier work on
-            # `stream`, and later work on `stream` waits for it.
+            # The call refuses the legacy default stream, so a side stream copies. The side stream waits for earlier
+            # work on `stream`, and later work on `stream` waits for the side stream.
             side = _side_stream(stream.placement)
             side.wait(stream.record())
             failed = self.submit(table, side)

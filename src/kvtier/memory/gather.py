@@ -1,8 +1,8 @@
 """Load and launch gather.cu. On first use on a GPU, NVRTC compiles the file in a fraction of a second.
 
-The kernel receives the addresses of the pieces by value, in its launch parameters. It is written in CUDA C, because
-Triton cannot pass arrays by value. On an H200, a copy then takes 1.0x to 1.1x the time of torch.index_select. If the
-addresses are uploaded first, or read from pinned memory, a copy takes 1.7x to 5x (docs/decisions/0007, 2026-11-15).
+The kernel receives the addresses of the pieces by value, in its launch parameters. Triton cannot pass arrays by value,
+so the kernel is in CUDA C. On an H200, a copy takes 1.0x to 1.1x the time of torch.index_select. If the addresses are
+uploaded first, or read from pinned memory, a copy takes 1.7x to 5x (docs/decisions/0007, 2026-11-15).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ForeignKeys: converts the KV events of other engines, such as vLLM, to kvtier's block hashes.
 
-An event contains the tokens of the stored blocks, so kvtier's key of each block can be computed. It is a hash of the
-parent's key and the block's own tokens. A dict maps the engine's hashes to these keys while the blocks are stored.
+An event contains the tokens of the stored blocks. The key of a block in kvtier is a hash of the parent's key and the
+block's own tokens, so it can be computed from the event. A dict maps the engine's hashes to keys of stored blocks.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Limits:
     """Number of headers in a request."""
     header_seconds: float = option(10.0, "time to receive the headers of a request")
     idle_seconds: float = option(15.0, "time between two requests on a connection")
-    """httpx and OpenAI's client close idle connections after 5 s, which is before the server does. They therefore never
+    """httpx and OpenAI's client close idle connections after 5 s, before the server does. These clients therefore never
     send a request on a connection that the server is closing."""
     send_seconds: float = option(60.0, "time after which a client that does not read its response is disconnected")
     """nginx's send_timeout has the same default."""

@@ -20,8 +20,8 @@ HEADER = "x-kvtier-ignored"
 class ApiField(NamedTuple):
     """A field of a request, and the class of the field.
 
-    `places` contains c if /v1/chat/completions has the field, and t if /v1/completions has it. It is empty for fields
-    of other APIs, which have tables of their own (agent_fields.py).
+    `places` contains c if /v1/chat/completions has the field, and t if /v1/completions has it. Fields of other APIs,
+    which have tables of their own (agent_fields.py), have empty `places`.
     """
 
     places: str

@@ -6,8 +6,8 @@
     front end <--Reply(0), then Reply-- worker process
 
 A frame is a length (four bytes, big-endian) and a body. To and from the engine process, a body is one byte for the type
-of the message, followed by MessagePack. It can contain only the types declared here, so that neither process can make
-the other one run code. An invalid body raises FormatError and is skipped. To and from workers, a body is a pickle.
+of the message, followed by MessagePack. A body can contain only the types declared here, so that neither process can
+make the other one run code. An invalid body raises FormatError and is skipped. To and from workers, a body is a pickle.
 """
 
 from __future__ import annotations

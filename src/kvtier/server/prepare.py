@@ -349,7 +349,7 @@ def _validate(model: type[Body], data: bytes | bytearray) -> tuple[Body, tuple[s
 def _parse(data: bytes | bytearray) -> Any:
     """Return the value of a JSON text.
 
-    If msgspec rejects the text, Python's slower parser runs too, because it reports the position of an error. It also
+    If msgspec rejects the text, Python's slower parser runs too. Python's parser reports the position of an error, and
     accepts NaN and unpaired surrogates. The later validation rejects these values and names their field.
     """
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

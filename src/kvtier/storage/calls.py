@@ -20,7 +20,7 @@ Job = Callable[[Scratch], object]
 class Batch:
     """One call to a store, with one result per object. Worker threads set the results until the deadline.
 
-    A thread that hangs in the kernel cannot be stopped. It therefore works on its own memory, and accesses the
+    A thread that hangs in the kernel cannot be stopped. Each thread therefore works on its own memory, and accesses the
     caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned.
 
         running --settle(all)--> settled --wait()--> returned

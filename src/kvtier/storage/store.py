@@ -30,7 +30,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Scattered(Sequence[memoryview]):
-    """Memory of an object that consists of many pieces of one buffer. It is faster to process than a list of pieces."""
+    """Memory of an object that consists of many pieces of one buffer. Faster to process than a list of pieces."""
 
     def __init__(self, memory: memoryview, offsets: np.ndarray, sizes: np.ndarray) -> None:
         """Piece i has `sizes[i]` bytes at `offsets[i]` of `memory`. Raise ArgumentError if it is outside the memory."""

@@ -5,8 +5,8 @@ kernel   a kernel copies all parts over the link; fast for small parts, but take
 staged   the copy engines move whole blocks between the host and staging memory on the device, and a kernel gathers or
          scatters the parts of these blocks inside the device; the kernel takes a fiftieth of the transfer time
 
-The price of a strategy is the time of the transfer plus the time by which it delays the model. Both come from the
-calibration.
+The price of a strategy is the time of the transfer plus the time by which it delays the model. Both times come from
+the calibration.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def model_state(model: PreTrainedModel) -> tuple[object, ...]:
     """Return a value that changes if the model is changed.
 
     It contains the configuration, the attention implementation, and the address, version and a few sampled elements of
-    each tensor. An assignment through `.data` does not change the version. It is detected only if it changes a sampled
-    element.
+    each tensor. An assignment through `.data` does not change the version. Such a change is detected only if it affects
+    a sampled element.
     """
     samples = []
     state: list[object] = [model.config._attn_implementation, repr(_settings(model))]

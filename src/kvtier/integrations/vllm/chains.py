@@ -52,7 +52,7 @@ class ChainBuilder:
     def _adapter(self, lora: Any) -> bytes:
         """Return the identity of a LoRA adapter: its name and the content of its files.
 
-        If an adapter has no local files, its content is unknown. Its blocks are then shared only within this process.
+        If an adapter has no local files, its content is unknown, and its blocks are shared only within this process.
         """
         key, folder = (lora.lora_name, lora.lora_path), Path(lora.lora_path)
         state = _state_of(folder)

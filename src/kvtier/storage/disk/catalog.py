@@ -145,8 +145,8 @@ class Catalog:
     def publish(self, record: Record) -> Entry | None:
         """Add the object in a writer's slot. Return the outdated object of the same key, or None.
 
-        The outdated object is normally the previous one. It is the new one if a later write was published first. The
-        caller blanks its record and releases it.
+        The outdated object is normally the previous one. If a later write was published first, the outdated object is
+        the one in the writer's slot. The caller blanks the record of the outdated object and releases the object.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)

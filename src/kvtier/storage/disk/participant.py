@@ -42,7 +42,7 @@ class Participant:
         self.client: SlotClient | None = None
         """The client of the owner, if another process owns the folder. Its connection may be lost."""
         self.owned: SlotAllocator | None = None
-        """The slots, if this process owns the folder. It stays the owner until the store is closed."""
+        """The slots, if this process owns the folder. The process stays the owner until the store is closed."""
 
     def open(self) -> None:
         """Become the owner of the folder or connect to its owner. Raise StoreError if both fail."""

@@ -41,8 +41,8 @@ class FolderLock:
     The folder itself is locked, so that deleting the file LOCK does not unlock it. The file LOCK is locked too, because
     earlier versions lock only this file.
 
-    Both are flock(2) locks, which also exclude a second store in the same process. POSIX locks would not exclude it,
-    and closing any descriptor of the file would drop them.
+    Both locks are flock(2) locks, which also exclude a second store in the same process. POSIX locks would not exclude
+    such a store, and closing any descriptor of the file would drop the locks.
 
     A forked child shares flock locks and could keep the folder locked. A fork hook therefore closes the descriptors in
     the child, and `release` unlocks before it closes them. The hook cannot be unregistered, so it has only a weak

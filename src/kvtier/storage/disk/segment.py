@@ -47,7 +47,8 @@ MAGIC = b"\x89KVSEG\r\n"
 VERSION = 2
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
-"""Maximum number of slots in a segment: 64 GiB of the smallest slots. It bounds the memory for a damaged superblock."""
+"""Maximum number of slots in a segment: 64 GiB of the smallest slots. A damaged superblock that claims more slots is
+rejected before memory is allocated for them."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _Memory = TypeVar("_Memory")

@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return the slot size for an object. It is up to a sixteenth larger than the object, so that few sizes occur."""
+    """Return the slot size for an object: up to a sixteenth larger than the object, so that few slot sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 

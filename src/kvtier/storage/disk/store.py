@@ -259,7 +259,7 @@ class DiskStore:
     # --- calls
 
     def _ask(self, question: Callable[[Slots], Answer], timeout_s: float | None) -> Answer | ObjectResult:
-        """Call `question` with the slots. It must need no I/O. Return its result, or the failure of the store."""
+        """Call `question`, which must need no I/O, with the slots. Return its result, or the failure of the store."""
         refusal = self._breaker.refusal(is_try=False)
         if refusal:
             return ObjectResult(ObjectStatus.FAILED, reason=refusal)

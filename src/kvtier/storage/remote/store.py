@@ -42,8 +42,8 @@ Work = Callable[[Sequence[int], Batch, Scratch], None]
 DEFAULT_RETRIES = 2
 _MIN_SHARE_BYTES = 1 << 20  # a batch is not split into requests with fewer bytes than this
 _MAX_READ_BYTES = 4 << 20
-"""Size of a read request. It is small, so that values are still in the CPU cache when they are verified and a late
-request ends soon, but large enough that the round trip does not matter."""
+"""Size of a read request. In a larger request, values would leave the CPU cache before they are verified, and a late
+request would run longer. In a smaller request, the round trip would matter."""
 
 
 class RemoteStore:
