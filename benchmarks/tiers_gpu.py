@@ -1,13 +1,14 @@
 """Time to first token of a long prompt by the tier of its prefix: none, device, host or disk.
 
 python -m benchmarks.tiers_gpu            random weights of Llama-3-8B's shape: nothing to download
+python -m benchmarks.tiers_gpu --decode   only the second part
 
 The rate of the link is measured in the same run with one contiguous copy. The time of the remaining computation is the
 time of a hit on the device. A load is split into groups of layers, and the model starts after the first group. A hit on
 the host should therefore take the longer of both times, plus the time to load the first group.
 
 The second part measures how much longer a decode step takes while the engine loads and saves other blocks, 256 MiB per
-direction at a time.
+direction at a time, with an inclusive and with an exclusive host tier. The exclusive tier saves some blocks twice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ ROUNDS = 5
 
 
 def main() -> None:
-    options = arguments("Tiers below the GPU of this machine.").parse_args()
+    parser = arguments("Tiers below the GPU of this machine.")
+    parser.add_argument("--decode", action="store_true", help="measure only decode steps during transfers")
+    options = parser.parse_args()
     model_config = dataclasses.replace(LLAMA3_8B, max_positions=65536)
     model = Model(model_config, random_weights(model_config, torch.bfloat16, torch.device("cuda")))
     num_prefix = PREFIX // BLOCK_TOKENS
@@ -53,19 +56,25 @@ def main() -> None:
         always_load=True,
     )
     config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH))
-    with tempfile.TemporaryDirectory() as folder:
-        store = DiskStore(folder, 16 << 30)
-        engine = Engine(model, config=config, stores={"disk": store})
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    if not options.decode:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Engine(model, config=config, stores={"disk": DiskStore(folder, 16 << 30)})
+            all_pinned(engine)
+            rows, bars = first_tokens(engine)
+            engine.close()
+    for is_exclusive in (False, True):
+        # The blocks of the batch are saved too, and stay while it runs. Both tiers have space for 16 other prompts.
+        num_blocks = BATCH * (CONTEXT + MAX_TOKENS) // BLOCK_TOKENS + 16 * MOVED_BLOCKS
+        small = CacheConfig(num_blocks, host=HostConfig(num_blocks, exclusive=is_exclusive), always_load=True)
+        engine = Engine(model, config=dataclasses.replace(config, cache=small))
         all_pinned(engine)
-        rows, bars = first_tokens(engine)
+        more_rows, more_bars = decoding(engine, is_exclusive=is_exclusive)
         engine.close()
-    # the blocks of the batch are saved too, and stay while it runs
-    host = HostConfig(BATCH * (CONTEXT + MAX_TOKENS) // BLOCK_TOKENS + 16 * MOVED_BLOCKS)
-    engine = Engine(model, config=dataclasses.replace(config, cache=dataclasses.replace(cache, host=host, stores=())))
-    all_pinned(engine)
-    more_rows, more_bars = decoding(engine)
-    engine.close()
-    report("tiers_gpu", rows + more_rows, bars + more_bars, options.results)
+        rows += more_rows
+        bars += more_bars
+    report("tiers_gpu", rows, bars, options.results)
 
 
 def all_pinned(engine: Engine) -> None:
@@ -130,32 +139,42 @@ def first_tokens(engine: Engine) -> tuple[list[Row], list[Bar]]:
 class BackgroundBlocks:
     """Blocks that move during a batch like those of requests, but are not computed.
 
-    One prompt is always being loaded from the host; another, as if just computed, is being saved.
+    One prompt is always being loaded from the host. With an inclusive host tier, it then leaves the device, and another
+    prompt, as if just computed, is being saved. With an exclusive host tier, the prompts fit only into both tiers
+    together: a prompt that is loaded leaves the host, and is saved again before the device evicts it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, is_exclusive: bool) -> None:
         self._engine, self._random = engine, np.random.default_rng(2)
-        self._control = CacheAdmin(engine.manager)
-        self._known = [self._new() for _ in range(3)]
-        drain(engine)
-        for chain in self._known:
-            self._control.demote(chain)
+        self._control, self._is_exclusive = CacheAdmin(engine.manager), is_exclusive
+        self._known: list[Chain] = []
+        for _ in range(24 if is_exclusive else 3):
+            self._known.append(self._new())
+            drain(engine)
         self._loading: Allocation | None = None
+        self.num_loads = self.num_lost = 0
 
     def advance(self) -> None:
         """Before a step: release blocks that have arrived, and start the next transfers."""
         manager = self._engine.manager
         if self._loading is not None and manager.is_ready(self._loading):
             manager.finish(self._loading)
-            self._control.demote(self._known[-1])
             self._loading = None
         if self._loading is None:
-            self._known.append(self._known.pop(0))
-            self._loading = manager.match(self._known[-1])
-            assert manager.allocate(self._loading, self._known[-1].num_tokens) is None
-            manager.on_scheduled(self._loading)
-            assert self._loading.is_loading
-        if not manager.transfers.num_blocks(Route.DEVICE_TO_HOST):
+            chain = self._known.pop(0)
+            if not self._is_exclusive:
+                self._control.demote(chain)
+            loading = manager.match(chain)
+            assert manager.allocate(loading, chain.num_tokens) is None
+            manager.on_scheduled(loading)
+            if loading.is_loading:
+                self._loading, self.num_loads = loading, self.num_loads + 1
+            else:
+                manager.finish(loading)
+                self.num_lost += 1
+                chain = self._new()
+            self._known.append(chain)
+        if not self._is_exclusive and not manager.transfers.num_blocks(Route.DEVICE_TO_HOST):
             self._new()
 
     def _new(self) -> Chain:
@@ -170,9 +189,9 @@ class BackgroundBlocks:
         return chain
 
 
-def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
+def decoding(engine: Engine, *, is_exclusive: bool) -> tuple[list[Row], list[Bar]]:
     """Measure decode steps of 64 sequences, alone and during transfers in both directions, alternating."""
-    random = np.random.default_rng(1)
+    rule, random = "exclusive" if is_exclusive else "inclusive", np.random.default_rng(1)
     for _ in range(BATCH):
         engine.add(
             random.integers(1, 100_000, CONTEXT).tolist(),
@@ -181,9 +200,9 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
     while any(not request.num_new_tokens for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     drain(engine)
-    background = BackgroundBlocks(engine)
+    background = BackgroundBlocks(engine, is_exclusive=is_exclusive)
     steps: dict[str, list[float]] = {"alone": [], "loads and saves": []}
-    moved = 0
+    moved, duplicates = 0, engine.manager.stats.num_duplicates_evicted
     for turn in range(16):
         name = "loads and saves" if turn % 2 else "alone"
         before = moved_bytes(engine)
@@ -197,15 +216,19 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
         drain(engine)
     medians = {name: statistics.median(taken) for name, taken in steps.items()}
     rows: list[Row] = [
-        {"case": f"decode 64, {name}", "step ms": value * 1e3, "best ms": min(steps[name]) * 1e3}
+        {"case": f"decode 64, {rule}, {name}", "step ms": value * 1e3, "best ms": min(steps[name]) * 1e3}
         for name, value in medians.items()
     ]
     print_table(rows)
     lost = 1 - medians["alone"] / medians["loads and saves"]
     rate = moved / sum(steps["loads and saves"]) / 1e9
-    print(f"transfers during decoding: {rate:.1f} GB/s, sum of both directions")
-    rows.append({"case": "moved beside decode", "GB/s": rate})
-    return rows, [at_most("share of decode lost to loads and saves", lost, 0.05)]
+    duplicates = engine.manager.stats.num_duplicates_evicted - duplicates
+    print(
+        f"{rule}: {rate:.1f} GB/s during decoding, sum of both directions; {background.num_loads} prompts loaded, "
+        f"{background.num_lost} not in the host; at most {duplicates} blocks saved again"
+    )
+    rows.append({"case": f"moved beside decode, {rule}", "GB/s": rate, "saved again at most": duplicates})
+    return rows, [at_most(f"share of decode lost to loads and saves, {rule}", lost, 0.05)]
 
 
 def moved_bytes(engine: Engine) -> int:
