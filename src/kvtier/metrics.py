@@ -80,7 +80,7 @@ class CollectedMetric:
     """All series of one metric at one time. Can be pickled."""
 
     kind: str
-    """counter, gauge or histogram."""
+    """One of counter, gauge and histogram."""
     name: str
     text: str
     labels: tuple[str, ...]
@@ -139,7 +139,7 @@ class Family(Generic[Series]):
 
     @property
     def series(self) -> dict[tuple[str, ...], Series]:
-        """Label values -> series."""
+        """Series by label values."""
         with self._lock:
             return dict(self._series)
 

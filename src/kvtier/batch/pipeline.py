@@ -316,7 +316,7 @@ class Pipeline:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this pipeline was closed")
+            raise ClosedError("this pipeline was closed; create another one")
 
     def _check_known(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:

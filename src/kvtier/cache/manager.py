@@ -520,7 +520,7 @@ class CacheManager:
 
     def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:
-            raise StateError("this allocation has already ended")
+            raise StateError("this allocation has already ended; match the chain again")
 
 
 def _most_tokens(chain: Chain, max_tokens: int | None) -> int:

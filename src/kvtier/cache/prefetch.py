@@ -109,7 +109,7 @@ class Prefetcher:
     def end(self, prefetch: Prefetch) -> None:
         """End a prefetch. Transfers in flight continue."""
         if prefetch not in self._open:
-            raise StateError("this prefetch has already ended")
+            raise StateError("this prefetch has already ended; end each prefetch once")
         del self._open[prefetch]
         self._release(prefetch)
 

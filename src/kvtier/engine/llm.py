@@ -126,7 +126,7 @@ class LLM:
         try:
             return self._thread.submit(function, *arguments)
         except RuntimeError as error:  # after `close`, or at the exit of the interpreter
-            raise ClosedError("this LLM was closed") from error
+            raise ClosedError("this LLM was closed; create another one") from error
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -54,7 +54,7 @@ class StepRun:
     """Sampled tokens on the device. None if a row has draft tokens, if no row samples, or if blocks are missing."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     scores: dict[str, list[PromptLogprobs]] = field(default_factory=dict)
-    """Log-probabilities of prompt tokens."""
+    """Log-probabilities of prompt tokens, by the id of the scheduler request."""
     has_loaded: bool = True
     """False if a load failed on this rank. The results are then invalid, and the scheduler runs the rows again."""
 

@@ -22,8 +22,8 @@ from kvtier.engine.ops import Heads, TorchOps
 from kvtier.engine.weights import Linear
 from kvtier.errors import ArgumentError, UnavailableError
 
-TILE = 16
-KEYS = 64
+TILE = 16  # tokens or queries per tile
+KEYS = 64  # keys per tile
 
 
 class InvariantOps:

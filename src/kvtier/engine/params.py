@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_MAX_LOGPROBS = 1024
+_MAX_LOGPROBS = 1024  # alternatives per token, which limits the size of an output
 
 
 # Lowest and highest accepted values, for Python callers and for HTTP requests. These limits keep every intermediate
@@ -29,6 +29,7 @@ logits below 1e36 stay finite. The lower bound prevents a division by 0, because
 
 LOGIT_BIAS = (-100.0, 100.0)
 """Equal to the range of OpenAI and vLLM."""
+# Limits on the number of restrictions of one request, because each restriction costs time and memory.
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 16_384
 _MAX_BAD_WORDS = 256
@@ -136,7 +137,7 @@ class SamplingParams:
         for token, bias in self.logit_bias:
             _within(f"the logit_bias of token {token}", bias, *LOGIT_BIAS)
         if not all(self.bad_words):
-            raise ArgumentError("bad_words must not contain an empty sequence")
+            raise ArgumentError("bad_words must not contain an empty sequence; leave it out")
 
     @property
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:

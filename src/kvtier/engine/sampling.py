@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 
     tokens: torch.Tensor  # [rows] int64
     reports: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """By row: log-probabilities of all tokens, log-probabilities of the most likely tokens, and ids of the latter."""
+    """By row: log-probabilities of all tokens, then log-probabilities and ids of the most likely tokens."""
     errors: dict[int, Exception]
     """Errors of the constraints and restrictions, by row."""
 
@@ -129,7 +129,7 @@ class RequestSampler:
             or self._constraint is not None
             or any(len(each) > 1 for each in params.bad_words)
         )
-        """True if the host must know all earlier tokens of the output before it can adjust the logits of a token."""
+        """True if the host needs all earlier tokens of the output before it can adjust the logits of a token."""
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # White space has a fixed form. If it were flexible, a model could generate white space without end.
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MAX_SCHEMA_BYTES = 512 << 10
+MAX_SCHEMA_BYTES = 512 << 10  # maximum size of the text of a grammar
 # The time to compile a schema grows up to quadratically with these counts: 1,000 properties take 0.4 s, 5,000 take 9 s
 # (vocabulary of SmolLM2, x86-64, 2 busy cores, 2026-11-16). The server stops schemas that are slow for other reasons.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}

@@ -65,7 +65,7 @@ class Hints:
 
     @property
     def label(self) -> int:
-        """Index into HINTS."""
+        """Index of the hint in HINTS."""
         if self.session_over:
             return OVER
         seconds = self.expects_return_seconds

@@ -200,7 +200,7 @@ class Learned:
         if not young:
             return
         if self.tracker.now - young[-1][4] >= self.tracker.table.rises_until[item[5]]:
-            young.clear()  # no candidate is young any more, so the oldest candidate of the class has the lowest value
+            young.clear()  # no candidate is young, so the oldest candidate of the class has the lowest value
         else:
             heappush(self._by_value, self._item(young[-1], _SINGLE))
 

@@ -57,7 +57,7 @@ class Lease:
     def must_be_open(self) -> None:
         """Raise StateError if the lease was released."""
         if self.closed:
-            raise StateError("this lease was already released")
+            raise StateError("this lease was already released; match the chain again")
 
     def num_missing(self, num_tokens: int) -> int:
         """Count the slots that the table lacks for `num_tokens` tokens."""

@@ -259,7 +259,7 @@ class ReuseTracker:
         self._sessions: OrderedDict[Session, tuple[Node, int, int]] = OrderedDict()
         """Session -> last node of its last request, and the range of the touches of this request."""
         self._ends: dict[Node, Session] = {}
-        """Last node -> session."""
+        """Last node of a session's last request -> session."""
 
     def see(self, now: float) -> None:
         if now > self.now:
@@ -415,7 +415,7 @@ class ReuseTracker:
         return nodes
 
     def fit(self) -> None:
-        """Compute the values again."""
+        """Compute the values of all classes again, from all observations so far."""
         self._until_fit = max(self.first_fit, min(LAST_FIT, self._num_requests // 8))
         self.log.sync()
         for observed in self.log.take_observed():

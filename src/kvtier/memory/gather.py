@@ -24,7 +24,7 @@ from kvtier.memory.stream import Stream
 _SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the large limit exists since CUDA 12.1
 _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N>
 _PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of the field `parts` in Rows<N> and Pieces<N>, in 4-byte words
-_LARGE_VERSION = 12010
+_LARGE_VERSION = 12010  # driver version of CUDA 12.1
 _THREADS = 256
 # Bytes of one part of a piece. A thread block copies a part in one pass of 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10

@@ -126,7 +126,7 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
     if isinstance(target, bytearray | memoryview):
         space = memoryview(target).cast("B")
         if space.readonly:
-            raise ArgumentError("cannot save into read-only memory")
+            raise ArgumentError("cannot save into read-only memory; pass a bytearray or a writable memoryview")
         if len(space) < len(header) + len(payload):
             raise RangeError(f"saving needs {len(header) + len(payload)} bytes, but the target has {len(space)}")
         space[: len(header)] = header

@@ -83,7 +83,7 @@ class HostQueue:
         mark = HostMark(self._thread)
         with self._lock:
             if self._closed:
-                raise ClosedError("this host stream was closed")
+                raise ClosedError("this host stream was closed; create another Stream")
             self._unfinished.append(None)
             self._entries.put((task, mark, clear))
         return mark

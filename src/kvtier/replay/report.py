@@ -22,9 +22,9 @@ from kvtier.replay.planner import PlanPoint, PlanResult
 from kvtier.replay.trace import Trace
 
 Json = dict[str, Any]
-SHOWN_PROBLEMS = 20
+SHOWN_PROBLEMS = 20  # maximum number of invalid lines in a report
 TIERS = ("device", "host", "disk")
-OVERLOAD_SECONDS = 10.0
+OVERLOAD_SECONDS = 10.0  # median time in the queue above which the report says that the GPUs are overloaded
 SHARES = ("hit rate", *TIERS, "GPU busy", "never reused")
 """Columns whose values are fractions."""
 

@@ -25,7 +25,7 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError, UnavailableError
 from kvtier.index import NO_HINTS, Hints, Outcome
 
-TRACE_BLOCK_TOKENS = 512
+TRACE_BLOCK_TOKENS = 512  # block size of Mooncake's format
 MAX_TOKEN = 2**31 - 1
 OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel")
 """Events of kvtier's log other than requests; see recorder.py."""

@@ -121,7 +121,7 @@ class RouteDecision:
     """Chosen replica, and the estimate for it. Pass it to `Router.on_first_token` and `Router.on_finish`."""
 
     id: int
-    """Unique within the router."""
+    """Number of the decision, unique within the router."""
     replica: str
     number: int
     """Number of the replica in the index."""
@@ -213,8 +213,8 @@ class Router:
         best = float(total.min())
         if best == np.inf:
             return None
-        # Equal estimates are common at low load. Take the replica that was given the fewest new blocks, so that blocks
-        # live equally long on all replicas.
+        # Equal estimates are common at low load. Take the replica that has received the fewest new blocks, so that
+        # blocks stay cached equally long on all replicas.
         equal = np.flatnonzero(total <= best * (1 + 1e-6))
         number = int(equal[self._num_new[equal].argmin()])
         name = self._names[number]

@@ -128,7 +128,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step."""
+    """Limits of a step, and rules for the order of requests."""
 
     max_rows: int = 256
     """Maximum number of requests in a step."""

@@ -44,7 +44,7 @@ class Submit:
     priority: int = 0
     salt: bytes = b""
     schema: Grammar | None = None
-    """Grammar of the answers."""
+    """Grammar that the answers must follow; None if any text is allowed."""
     hints: Hints = NO_HINTS
 
 

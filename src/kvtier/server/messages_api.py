@@ -33,7 +33,7 @@ from kvtier.server.field_types import (
 )
 from kvtier.server.protocol import ChatRequest
 
-_MAX_BLOCKS = 4096
+_MAX_BLOCKS = 4096  # maximum number of content blocks in a message
 # Field of the chat request -> the field of this API that is translated into it. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {

@@ -40,7 +40,7 @@ from kvtier.server.field_types import (
     few,
 )
 
-_YEAR_SECONDS = 366 * 86_400
+_YEAR_SECONDS = 366 * 86_400  # limit for times in requests
 
 
 class StreamOptions(Strict):

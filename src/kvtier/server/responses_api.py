@@ -41,7 +41,7 @@ from kvtier.server.field_types import (
 from kvtier.server.messages_api import Loose
 from kvtier.server.protocol import ChatRequest, StructuredOutputs
 
-_MAX_ITEMS = 4096
+_MAX_ITEMS = 4096  # maximum number of items in a request, and of parts in an item
 _SAME_FIELDS = (
     "model",
     "temperature",

@@ -20,7 +20,7 @@ from kvtier.transfer.lane import Lane
 from kvtier.transfer.staging import Mover
 from kvtier.transfer.strategy import Strategy, TransferConfig
 
-_UNSLICED = 1 << 62
+_UNSLICED = 1 << 62  # larger than any transfer, so that an urgent transfer is one slice
 
 
 class TransferManager:
@@ -67,7 +67,7 @@ class TransferManager:
             raise ArgumentError(f"this manager moves blocks on {self.placement}, but the cache is on {cache.placement}")
         host_end = host.pointer + host.num_slots * host.slot_bytes
         if any(start < host_end and host.pointer < end for start, end in cache.extent):
-            raise ArgumentError("the device cache and the host memory overlap in memory")
+            raise ArgumentError("the device cache and the host memory overlap in memory; allocate them separately")
         with self._lock:
             if group.name in self._caches and not self._caches[group.name][0].is_released:
                 raise StateError(f"group {group.name!r} already has a cache; call release() first")
@@ -123,7 +123,7 @@ class TransferManager:
     ) -> TransferHandle:
         """Start a compiled transfer. Slices not submitted within `timeout` seconds are dropped."""
         if self._closed:
-            raise ClosedError("this TransferManager was closed")
+            raise ClosedError("this TransferManager was closed; create another one")
         if compiled.cache.is_released:
             raise ClosedError(f"the cache of group {compiled.cache.group.name!r} was released after compile()")
         keep = [*compiled.cache.holdings, compiled.host.keep()]

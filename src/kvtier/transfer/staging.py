@@ -63,7 +63,7 @@ class StagingRing:
         self._timed: deque[tuple[Event, Event, int]] = deque()
         """Begin, end and size of copies whose rate is not known yet."""
         self._rates: list[float] = []
-        """GB/s of finished copies."""
+        """Rates of finished copies in GB/s, since the last check."""
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:

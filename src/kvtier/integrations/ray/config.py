@@ -57,5 +57,5 @@ class RayConfig:
 
     @property
     def gpus(self) -> float:
-        """GPUs of a replica."""
+        """Number of GPUs that Ray reserves for a replica."""
         return self.replica_gpus or float(self.server.engine.device.startswith("cuda"))

@@ -1,7 +1,7 @@
 """Caches of transformers whose tokens PrefixCache records.
 
-A cache of transformers does not contain tokens. PrefixCache gets them from forward hooks. The caches here add three
-things: they detect reordered rows, they detect removed tokens, and they keep the states that sliding layers drop.
+A cache of transformers does not contain tokens. PrefixCache records the tokens in forward hooks. The caches here add
+three things: they detect reordered rows, they detect removed tokens, and they keep the states that sliding layers drop.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kvtier.memory.torch_types import from_torch
 
 # Keys of a configuration that do not change the KV.
 _UNRELATED = ("_name_or_path", "transformers_version", "architectures", "use_cache")
-_PROBE_ELEMENTS = 4
+_PROBE_ELEMENTS = 4  # sampled elements per tensor
 
 
 def base_model_of(model: Any) -> PreTrainedModel:

@@ -6,8 +6,8 @@ differ in the order of the axes in memory (L for layer, B, H, N for token, C):
     LBHNC, LBNHC    one piece per layer and block            BLHNC, BLNHC    one piece per block
     LHBNC, BHLNC    one piece per head: not supported        MLA             [block, 1, token, latent]
 
-The code derives the order from the strides of the views. It does not interpret the bytes of a page, but knows the axis
-of the heads.
+The code derives the order from the strides of the views. It finds the axis of the heads, but does not interpret the
+bytes of a page.
 """
 
 from __future__ import annotations

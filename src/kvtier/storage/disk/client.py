@@ -1,8 +1,8 @@
 """SlotClient: uses the slots of a folder that another process owns (owner.py).
 
 A client is connected to one owner. If the connection ends, every method raises ConnectionError, and the caller
-continues with the next owner (participant.py). A thread of the client may still be about to write to a slot. By then,
-an owner may have given the slot to another process. Locks prevent this:
+continues with the next owner (participant.py). A thread of the client may still be about to write to a slot that an
+owner has since given to another process. Locks prevent such a write:
 
     A client that writes to a slot:
         1. locks the slot,

@@ -37,7 +37,7 @@ VERSION = 1
 KEY_ID_BYTES = 16
 SUFFIX = ".key"
 _HEAD = struct.Struct("<8sH6x16s")
-_MAX_FILE_BYTES = 1 << 16
+_MAX_FILE_BYTES = 1 << 16  # more than any key file has; the rest of a longer file is not read
 
 
 @dataclass(frozen=True, slots=True)

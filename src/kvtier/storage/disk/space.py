@@ -298,7 +298,7 @@ class SlotAllocator:
                 done(place)
 
     def _give_back_late(self) -> None:
-        """Free those slots in `_late` to which no client is writing any more."""
+        """Free those slots in `_late` to which no client is writing."""
         for place in [*self._late]:
             if not self._segments[place.segment].is_locked(place.slot):
                 with self._lock:

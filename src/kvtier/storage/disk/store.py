@@ -186,7 +186,7 @@ class DiskStore:
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Delete objects. With Sync.WRITE, they stay deleted after a power failure.
 
-        If this process owns the folder and the breaker does not refuse the call, the objects cannot be found any more,
+        If this process owns the folder and the breaker does not refuse the call, the objects can no longer be found,
         even if the result is FAILED.
         """
         begin = self._meter.begin(keys)

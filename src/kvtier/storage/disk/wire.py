@@ -23,7 +23,7 @@ from kvtier.errors import FormatError
 
 SOCKET = "SOCKET"
 VERSION = 1
-MAX_MESSAGE_BYTES = 256 << 20
+MAX_MESSAGE_BYTES = 256 << 20  # a longer message is rejected before memory is allocated for it
 _HEAD = struct.Struct("<II")
 
 Values = Sequence[Any]

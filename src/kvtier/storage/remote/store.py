@@ -39,7 +39,7 @@ Arguments = ParamSpec("Arguments")
 Response = TypeVar("Response")
 Work = Callable[[Sequence[int], Batch, Scratch], None]
 """Handles the objects of one request, given their indices in the batch."""
-DEFAULT_RETRIES = 2
+DEFAULT_RETRIES = 2  # further attempts after a transient error
 _MIN_SHARE_BYTES = 1 << 20  # a batch is not split into requests with fewer bytes than this
 _MAX_READ_BYTES = 4 << 20
 """Size of a read request. In a larger request, values would leave the CPU cache before they are verified, and a late
