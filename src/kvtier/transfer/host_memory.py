@@ -5,6 +5,8 @@ slots  0 ........ num_ready ........ num_slots      num_ready only grows
        usable   |  not yet         |
 state  GROWING ──(last piece)──> READY          free() from any state ──> FREED
             └──(out of memory)──> STOPPED       the usable slots stay usable; `trouble` has the reason
+
+Lazy pageable memory is READY at once. Its pages become resident when they are first used.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class HostMemory:
         piece_bytes: int = PIECE_BYTES,
         huge_pages: bool = True,
         background: bool = True,
+        lazy: bool = False,
     ) -> None:
+        """With `lazy`, pageable memory is not touched. Pinned memory is never lazy."""
         if num_slots < 1 or piece_bytes < 1:
             raise ArgumentError(f"num_slots and piece_bytes must be positive, got {num_slots} and {piece_bytes}")
         self.group = group
@@ -66,6 +70,7 @@ class HostMemory:
         """Number of slots in a piece, which is pinned as a unit. No copy spans two pieces."""
         self.device = Placement.parse(device).require()
         self.placement: Placement = PINNED if self.device.is_device else CPU
+        self._is_lazy = lazy and not self.device.is_device
         self.trouble = ""
         """The reason for a problem: the memory stopped growing, or is not on the NUMA node of the GPU. Empty if there
         is no problem."""
@@ -80,7 +85,7 @@ class HostMemory:
         self.growth = GrowthState.GROWING
         self.num_ready = 0
         """Number of usable slots: 0 to num_ready - 1."""
-        if background:
+        if background and not self._is_lazy:
             grow = threading.Thread(
                 target=_grow, args=(weakref.ref(self),), name=f"kvtier-pin-{group.name}", daemon=True
             )
@@ -194,7 +199,8 @@ class HostMemory:
             self.trouble = source if node is None else self._memory.bind(node) or ""
 
     def _make_present(self, offset: int, nbytes: int) -> None:
-        self._memory.touch(offset, nbytes)
+        if not self._is_lazy:
+            self._memory.touch(offset, nbytes)
         if self.device.is_device:
             self._memory.pin(offset, nbytes, self.device)
 

@@ -57,11 +57,13 @@ class CacheController:
         sharding: Sharding | None = None,
         config: TransferConfig | None = None,
         layer_wise: bool = True,
+        lazy_host: bool = False,
         mover: Mover = run_path,
     ) -> None:
         """`namespace` is the fingerprint in the labels of stored blocks. `secret` is the key for the token digests in
         these labels. `layout` is the layout of this rank (see KVLayout.of_rank). With `layer_wise`, loads make layers
-        available one after another; otherwise loads use fewer, larger copies. `mover` executes copies.
+        available one after another; otherwise loads use fewer, larger copies. With `lazy_host`, pageable host memory
+        becomes resident when it is first used, instead of in the background. `mover` executes copies.
         """
         if len(caches) != len(layout.groups) or num_host_blocks < 1:
             raise ArgumentError(
@@ -73,7 +75,7 @@ class CacheController:
         self.layout = layout
         first = caches[0]
         self._device = Placement.parse(str(first.device)) if isinstance(first, torch.Tensor) else first.placement
-        self._layer_wise = layer_wise
+        self._layer_wise, self._lazy_host = layer_wise, lazy_host
         self.overlaps_compute = self._device.is_device
         """True if the caller may start and poll transfers while the device computes a step."""
         self._transfers = TransferManager(layout, self._device, config, mover=mover)
@@ -133,7 +135,7 @@ class CacheController:
         return min(host.num_ready for host in self._hosts)
 
     def _new_hosts(self, num_blocks: int) -> list[HostMemory]:
-        return [HostMemory(group, num_blocks, self._device) for group in self.layout.groups]
+        return [HostMemory(group, num_blocks, self._device, lazy=self._lazy_host) for group in self.layout.groups]
 
     def use_namespace(self, fingerprint: bytes) -> None:
         """Use another namespace in the labels of all blocks that are stored from now on."""

@@ -1,5 +1,6 @@
 """HostMemory grows in the background and can be freed at any time. The NUMA node is read from nvidia-smi or sysfs."""
 
+import ctypes
 import gc
 import os
 import threading
@@ -79,6 +80,15 @@ def test_host_memory_is_usable_while_it_grows(stuck):
     stuck.gate.release(2)
     assert host.wait_ready(timeout=60) == 5
     assert host.block(1).at(4799) == 9
+
+
+def test_lazy_host_memory_is_usable_at_once(stuck):
+    """The gate stays closed, so the test would fail if the memory were touched."""
+    host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes, lazy=True)
+    assert (host.num_ready, host.growth) == (5, GrowthState.READY)
+    assert not stuck.reached.is_set()
+    host.block(4).fill(9)
+    assert host.block(4).at(4799) == 9
 
 
 def test_host_memory_keeps_slots_when_growth_fails(stuck):
@@ -272,6 +282,20 @@ def test_node_of_gpu_falls_back_to_sysfs(tmp_path):
     assert host_pages.node_of_gpu("0000:9c:00.0", lambda _address: "", tmp_path) == (1, "sysfs")
     assert host_pages.node_of_gpu("0000:ff:00.0", lambda _address: "", tmp_path)[0] is None
     assert host_pages.node_of_gpu("0000:00:00.0", lambda _address: "", tmp_path)[0] is None
+
+
+def test_mapped_memory_touch_makes_all_pages_resident():
+    num_pages, first, stop = (40 << 20) // 4096, 3, (37 << 20) // 4096
+    memory = MappedMemory(num_pages * 4096)
+    resident = (ctypes.c_ubyte * num_pages)()
+
+    def num_resident():
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.pointer), ctypes.c_size_t(memory.nbytes), resident) == 0
+        return sum(each & 1 for each in resident[first:stop])
+
+    assert num_resident() == 0
+    memory.touch(first * 4096, (stop - first) * 4096)
+    assert num_resident() == stop - first
 
 
 def test_mapped_memory_bind_returns_the_reason_for_a_failure():

@@ -87,6 +87,7 @@ class PrefixTiers:
                 namespace=namespace.fingerprint,
                 secret=secret,
                 layer_wise=False,
+                lazy_host=True,
             )
         except BaseException:
             for store in stores.values():
