@@ -111,9 +111,9 @@ def make_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
 
 
 class PlainPool:
-    """A host pool for tests without SGLang.
+    """A host pool for tests without SGLang, with the attributes of SGLang's pools.
 
-    It has the same attributes; its memory is [2 (K, V), page, bytes per page].
+    The memory is [2 (K, V), page, bytes per page].
     """
 
     def __init__(self, layout: str = "page_first", *, num_pages: int = 16, page_size: int = 4, pieces: int = 2) -> None:

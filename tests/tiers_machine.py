@@ -1,6 +1,7 @@
 """State machine that runs a cache manager and a controller with real copies and faulty stores.
 
-It checks that no request reads wrong KV. The KV of a token depends only on the salt, the token and all earlier tokens.
+The machine checks that no request reads wrong KV. The KV of a token depends only on the salt, the token and all earlier
+tokens.
 """
 
 from __future__ import annotations

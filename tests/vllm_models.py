@@ -70,7 +70,7 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
-    """Write a LoRA adapter for the k and v projections. It changes the tokens that the tiny Llama generates."""
+    """Write a LoRA adapter for the k and v projections, which changes the tokens that the tiny Llama generates."""
     import torch
 
     draws = torch.Generator().manual_seed(seed)
@@ -92,7 +92,7 @@ def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
 
 
 AUDIO_TOKEN, AUDIO_TOKENS, SAMPLES = 500, 25, 16_000
-"""For one second of audio: its token in the prompt, the number of tokens that vLLM inserts, and of samples."""
+"""Token that stands for audio in a prompt, and per second of audio: inserted tokens, and samples."""
 
 
 def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:

@@ -192,7 +192,7 @@ def connectors(driver: Driver) -> list[Any]:
 
 
 def overwrite_cached_block(driver: Driver, target: int, source: int) -> None:
-    """Overwrite the KV of a device block in vLLM's prefix cache with the KV of another block in it."""
+    """Overwrite the KV of a device block in vLLM's prefix cache with the KV of another cached block."""
     cached = [each.block_id for each in driver.pool.blocks if each.block_hash is not None]
     for cache in driver.caches:
         cache[cached[target]] = cache[cached[source]]

@@ -406,7 +406,7 @@ class SteppedEngine:
     def schedule(self) -> bool:
         """Schedule a batch if there are requests and the queue of EngineCore has a free place.
 
-        Return True if it did.
+        Return True if a batch was scheduled.
         """
         if len(self.batches) > self.setup.is_async or not self.scheduler.has_requests():
             return False

@@ -41,7 +41,7 @@ class VllmError(Exception):
 def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
     """Return the vLLM setting that loads the kvtier connector, as a user writes it.
 
-    It lets saves hold more device blocks than the default, so that no save is skipped on a slow machine.
+    With this setting, saves may hold more device blocks than by default, so that no save is skipped on a slow machine.
     """
     policy = settings.pop("load_failure_policy", "recompute")
     extra = {"host_bytes": "64MiB", "max_saving_blocks": 64} | settings

@@ -56,9 +56,8 @@ async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str,
                     frames = await socket.recv_multipart()
                 if len(frames) < 3 or frames[-2] == _END:
                     return
-                _apply(
-                    feed, frames[-2], frames[-1], keys
-                )  # from the end, because vLLM sends no topic frame in a replay
+                # Count from the end, because vLLM sends no topic frame in a replay.
+                _apply(feed, frames[-2], frames[-1], keys)
         except TimeoutError:
             _log.warning("no replay of KV events from %s within %g s", address, _REPLAY_SECONDS)
 
