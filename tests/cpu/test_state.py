@@ -11,7 +11,7 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, Placement, copy
 from kvtier.memory.copy_plan import scan
 from kvtier.memory.native import native
-from kvtier.state import Permutation, RowMap, State, append, warp, warp_ragged
+from kvtier.state import Added, Permutation, RowMap, State, append, warp, warp_ragged
 from kvtier.state.warp import row_copies
 
 dtypes = st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.bfloat16])
@@ -291,6 +291,69 @@ def test_state_warp_moves_rows_and_swaps_front_and_back(placement):
     assert values(state.back) == [10, 20, 30, 40]
     state.swap()
     assert values(state.front) == [10, 20, 30, 40]
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=80)
+def test_state_append_matches_lists(placement, data):
+    """Rows in steps: some stay in part, some get elements, some are new. The oracle is a list per row."""
+    capacity, max_rows = 5, 8
+    state, functor = State((max_rows, capacity), "i32", placement), BatchCopy()
+    state.front.zero_()
+    state.back.zero_()
+    lists: list[list[int]] = []
+    for step in range(4):
+        index = data.draw(st.lists(st.integers(0, len(lists) + 1), max_size=max_rows))
+        if data.draw(st.booleans()):  # rows that keep their places, as in most steps
+            index = [*range(len(lists)), *index][: data.draw(st.integers(0, max_rows))]
+        perm, front = Permutation(index, len(lists)), state.front.data_ptr()
+        moves = any(row != at for at, row in enumerate(index) if row < len(lists))
+        source = 1 + np.arange(max_rows * capacity).reshape(max_rows, capacity) + 100 * step
+        added, after = Added([], [], []), []
+        for at, row in enumerate(index):
+            kept = lists[row] if row < len(lists) else []
+            first = data.draw(st.integers(0, len(kept)))
+            count = data.draw(st.integers(0, capacity - first))
+            if data.draw(st.booleans()) or row >= len(lists):
+                for column, value in zip(added, (at, first, count), strict=True):
+                    column.append(value)
+                kept = [*kept[:first], *source[at, first : first + count]]
+            after.append(kept)
+        given_rows = tensor(source.tolist(), placement)
+        assert state.append(perm, [len(row) for row in after], added, given_rows, functor) == moves
+        functor.run()
+        assert (state.front.data_ptr() == front) != moves
+        lists = after
+        assert [row[: len(kept)] for row, kept in zip(values(state.front), lists, strict=False)] == lists
+
+
+def test_state_append_copies_only_new_elements_of_rows_that_stay(placement):
+    state, functor = State((3, 4), "i32", placement), BatchCopy()
+    source = tensor([[1, 2, 3, 4]] * 3, placement)
+    state.append(Permutation([9, 9], 0), [2, 3], Added([0, 1], [0, 0], [2, 3]), source, functor)
+    assert functor.run().nbytes == 5 * 4
+    state.append(Permutation([0, 9], 2), [2, 1], Added([1], [0], [1]), source, functor)
+    assert functor.run().nbytes == 4
+    state.append(Permutation([1], 2), [1], Added([], [], []), source, functor)
+    assert functor.run().nbytes == 4, "one element of one row moves"
+    assert values(state.front)[0][0] == 1
+
+
+def test_state_append_with_invalid_rows_raises(placement):
+    state, functor, stay = State((3, 4), "i32", placement), BatchCopy(), Permutation.identity(2)
+    source = tensor([[0] * 4] * 3, placement)
+    for added in (Added([2], [0], [1]), Added([0], [2], [3]), Added([0], [-1], [1]), Added([-1], [0], [1])):
+        with pytest.raises(RangeError, match="exceed 2 rows of 4 elements"):
+            state.append(stay, [0, 0], added, source, functor)
+    with pytest.raises(RangeError, match="row 1 has 5 elements"):
+        state.append(Permutation([1, 0], 2), [1, 5], Added([], [], []), source, functor)
+    with pytest.raises(ArgumentError, match="sizes must contain 2"):
+        state.append(Permutation([1, 0], 2), [1], Added([], [], []), source, functor)
+    with pytest.raises(RangeError, match="the new order needs 4"):
+        state.append(Permutation([9] * 4, 0), [0] * 4, Added([], [], []), source, functor)
+    with pytest.raises(DTypeError, match="int64"):
+        state.append(stay, [0, 0], Added([], [], []), tensor([[0] * 4] * 3, placement, torch.int64), functor)
+    assert len(functor) == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])

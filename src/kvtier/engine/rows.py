@@ -1,7 +1,7 @@
 """DeviceRows: keeps the token, position, sampling parameters and block table of each row on the device.
 
     SETUP     host -> staging    rows that are new or that the host has changed, through the BatchCopy of the op
-    PREPARE   staging -> State   `warp` moves the rows that stay and takes the new rows from the staging memory
+    PREPARE   staging -> State   `warp` and `append` move the rows that stay, and add new rows and new blocks
     FORWARD   State -> State     the step writes the sampled token and the next position of each row
 
 A decode step without new rows, moved rows or new blocks copies nothing. Each phase has its own staging memory.
@@ -22,7 +22,7 @@ from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput
 from kvtier.engine.sampling import Resident
 from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
 from kvtier.scheduler import Row
-from kvtier.state import Permutation, State
+from kvtier.state import Added, Permutation, State
 
 # A head is an array with the token, the position and the sampling parameters (as in `Resident`) of a row.
 _TOKEN, _POSITION, _SAMPLING = 0, 1, slice(2, 6)
@@ -90,9 +90,11 @@ class _PhaseRows:
         self.tables = Staging((max_rows, max_blocks), "i32", placement)
         self.numbers = Staging((num_numbers,), "i64", placement)
         self.tokens = Staging((max_rows,), "i64", placement)
-        self.heads_perm = self.tables_perm = Permutation.identity(0)
-        self.added: tuple[list[int], list[int], list[int]] = [], [], []
-        """Blocks to add to the tables of rows that stay: the rows, the first indices and the numbers of blocks."""
+        self.heads_perm = self.perm = Permutation.identity(0)
+        self.sizes: list[int] = []
+        """Number of blocks of each row. Empty if no row moves."""
+        self.added = Added([], [], [])
+        """Blocks that the tables on the device lack."""
         self.rows: Sequence[RowInput] = ()
         self.num_resident = 0
         """Number of leading rows that read their token from the device."""
@@ -125,8 +127,8 @@ class DeviceRows:
         """Compare the rows of a batch with the rows on the device, and send the differences."""
         phase, before, after = self._phases[batch.phase], self._resident, {}
         is_new = batch.perm.is_new
-        new_heads, new_tables = [], []
-        phase.added, phase.num_resident = ([], [], []), 0
+        new_heads = []
+        phase.added, phase.num_resident = Added([], [], []), 0
         for at, (ticket, each) in enumerate(zip(batch.requests, rows, strict=True)):
             row, old = each.row, None if is_new[at] else before.get(ticket)
             phase.num_resident += each.is_resident and at == phase.num_resident
@@ -135,16 +137,17 @@ class DeviceRows:
                 new_heads.append(at)
             owner, table = row.request.allocation, each.inputs.block_table
             if old is None or old.owner is not owner:
-                phase.tables.host[at, : len(table)] = table
-                new_tables.append(at)
+                self._add_blocks(phase, at, table[:0], table)
             elif old.table is not table:
                 self._add_blocks(phase, at, old.table, table)
             position = row.stop if row.wants_token and not row.num_draft else _NO_POSITION
             after[ticket] = _Resident(position, owner, table)
         phase.heads_perm = _with_new(batch.perm, new_heads)
-        phase.tables_perm = _with_new(batch.perm, new_tables)
-        phase.rows = rows
-        self._send_tables(phase, new_tables, copy)
+        phase.perm, phase.rows = batch.perm, rows
+        phase.sizes = [] if batch.perm.is_identity else [len(each.inputs.block_table) for each in rows]
+        if phase.added.rows:
+            at = np.array(phase.added.rows) * phase.tables.host.shape[1] + np.array(phase.added.first)
+            phase.tables.send(copy, at, np.array(phase.added.count))
         if new_heads:
             phase.heads.send(copy, np.array(new_heads) * _NUM_COLUMNS, _NUM_COLUMNS)
         phase.layout = None
@@ -165,23 +168,14 @@ class DeviceRows:
             for column, number in zip(phase.added, (at, first, len(table) - first), strict=True):
                 column.append(number)
 
-    def _send_tables(self, phase: _PhaseRows, new: list[int], copy: BatchCopy) -> None:
-        width = phase.tables.host.shape[1]
-        rows, firsts, counts = phase.added
-        if new or rows:
-            at = np.array([*new, *rows]) * width + np.array([*[0] * len(new), *firsts])
-            lengths = [len(phase.rows[row].inputs.block_table) for row in new]
-            phase.tables.send(copy, at, np.array([*lengths, *counts]))
-
     # ---- PREPARE, FORWARD and UNPREP, in the order of the batches --------------------------------------------------
 
     def prepare(self, number: int, copy: BatchCopy) -> None:
         """Move the rows into the order of the batch, and add new rows and new blocks."""
         phase = self._phases[number]
         self._heads.warp(phase.heads_perm, copy, new=phase.heads.there)
-        self._tables.warp(phase.tables_perm, copy, new=phase.tables.there)
-        if phase.added[0]:
-            self._tables.write(phase.tables.there, *phase.added, copy)
+        if phase.sizes or phase.added.rows:
+            self._tables.append(phase.perm, phase.sizes, phase.added, phase.tables.there, copy)
 
     def batch(self, number: int) -> ForwardBatch:
         """Return the inputs of the model for a batch that is prepared."""

@@ -2,6 +2,6 @@
 
 from kvtier.state.permutation import Permutation
 from kvtier.state.state import RowMap, State
-from kvtier.state.warp import append, warp, warp_ragged
+from kvtier.state.warp import Added, append, warp, warp_ragged
 
-__all__ = ["Permutation", "RowMap", "State", "append", "warp", "warp_ragged"]
+__all__ = ["Added", "Permutation", "RowMap", "State", "append", "warp", "warp_ragged"]

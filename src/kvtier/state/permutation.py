@@ -70,6 +70,11 @@ class Permutation:
         return not np.count_nonzero(self.index != np.arange(self.size0))
 
     @property
+    def keeps_places(self) -> bool:
+        """True if every row that stays keeps its place. Rows may be new or dropped."""
+        return not np.count_nonzero(~self.is_new & (self.index != np.arange(len(self))))
+
+    @property
     def num_new(self) -> int:
         return int(np.count_nonzero(self.is_new))
 

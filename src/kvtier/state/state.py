@@ -12,7 +12,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.memory import Allocator, BatchCopy, Buffer, Placement
 from kvtier.memory.torch_types import AnyDType
 from kvtier.state.permutation import I64, Permutation
-from kvtier.state.warp import Rows, warp_rows
+from kvtier.state.warp import Added, Rows, append_rows, warp_rows
 
 
 class State:
@@ -63,29 +63,20 @@ class State:
         self.swap()
         return True
 
-    def write(self, source: torch.Tensor, rows: Any, first: Any, count: Any, copy: BatchCopy) -> None:
-        """Add the copies of elements [first[i], first[i] + count[i]) of row rows[i] from `source` to the front.
+    def append(self, perm: Permutation, sizes: Any, added: Added, source: torch.Tensor, copy: BatchCopy) -> bool:
+        """Move the rows to the new order and add elements behind those that each row keeps. Rows are partly filled.
 
-        `source` has the shape of the front. Use this method for rows that keep their place and change only in part.
+        Row i of the new order gets sizes[i] elements. Row added.rows[k] keeps the elements before added.first[k] and
+        gets the next added.count[k] elements from the same place of `source`. Other rows keep all elements. If all old
+        rows keep their places, the elements are added to the front, and `sizes` is not used. Otherwise call `swap` and
+        return True.
         """
-        out, given = self._front, Rows("the source", source)
-        out.must_match(given)
-        given.must_hold(out.num_rows, "the state")
-        at, lengths = np.array(rows, np.int64), np.array(count, np.int64)
-        element = out.tensor.element_size()
-        offsets = at * out.row_bytes + np.array(first, np.int64) * element
-        if len(at) and (
-            int(at.max()) >= out.num_rows or int((offsets % out.row_bytes + lengths * element).max()) > out.row_bytes
-        ):
-            raise RangeError(
-                f"rows {rows} from {first} with {count} elements exceed the state {tuple(out.tensor.shape)}"
-            )
-        copy.table(
-            np.stack((given.address + offsets, out.address + offsets, lengths * element)),
-            src_placement=given.placement,
-            dst_placement=out.placement,
-            keep=[given.holding, out.holding],
-        )
+        rows, given = np.array(added, np.int64).reshape(3, -1), Rows("the source", source)
+        moves = not perm.keeps_places
+        append_rows(self._front, perm, sizes, rows, given, self._back if moves else self._front, copy)
+        if moves:
+            self.swap()
+        return moves
 
 
 class RowMap:

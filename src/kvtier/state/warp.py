@@ -5,7 +5,8 @@ The names are from TurboMind. A name that ends in 0 stands for the old order, an
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,14 @@ from kvtier.memory.interop import hold_tensor
 from kvtier.memory.native import native
 from kvtier.memory.region import MemoryRef
 from kvtier.state.permutation import I64, Permutation, find_runs
+
+
+class Added(NamedTuple):
+    """Elements to add to rows: the rows, the first new element of each, and the number of new elements."""
+
+    rows: Any
+    first: Any
+    count: Any
 
 
 class Rows:
@@ -184,15 +193,41 @@ def append(
     return sizes
 
 
-def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64) -> None:
-    """Add a copy for each k: num_rows[k] rows, from row src_row[k] of `src` to row dst_row[k] of `dst`."""
-    addresses = src.address + src_row * src.row_bytes, dst.address + dst_row * dst.row_bytes
+def append_rows(old: Rows, perm: Permutation, sizes: Any, added: I64, source: Rows, out: Rows, copy: BatchCopy) -> None:
+    """Append elements to partly filled rows, see State.append. `out` is `old` if no row moves."""
+    source.must_match(out)
+    old.must_hold(perm.size0, "the old order")
+    for rows in (source, out):
+        rows.must_hold(len(perm), "the new order")
+    capacity = math.prod(out.row_kind[1])
+    element = out.row_bytes // max(1, capacity)
+    row, first, count = added
+    if len(row) and (added.min() < 0 or row.max() >= len(perm) or (first + count).max() > capacity):
+        raise RangeError(f"elements {added.tolist()} exceed {len(perm)} rows of {capacity} elements")
+    if out is not old:
+        kept = _whole_numbers("sizes", sizes, len(perm))
+        kept[row] = first
+        kept[perm.is_new] = 0
+        if len(kept) and int(kept.max()) > capacity:
+            raise RangeError(f"row {kept.argmax()} has {kept.max()} elements, but its capacity is {capacity}")
+        _add_parts(copy, old, np.where(perm.is_new, 0, perm.index), out, np.arange(len(perm)), 0, kept * element)
+    _add_parts(copy, source, row, out, row, first * element, count * element)
+
+
+def _add_parts(copy: BatchCopy, src: Rows, src_row: I64, dst: Rows, dst_row: I64, offset: Any, num_bytes: I64) -> None:
+    """Add a copy for each k: num_bytes[k] bytes from offset[k] on, from row src_row[k] of `src` to row dst_row[k]."""
+    addresses = (each.address + rows * each.row_bytes + offset for each, rows in ((src, src_row), (dst, dst_row)))
     copy.table(
-        np.stack((*addresses, num_rows * src.row_bytes)),
+        np.stack((*addresses, num_bytes)),
         src_placement=src.placement,
         dst_placement=dst.placement,
         keep=[src.holding, dst.holding],
     )
+
+
+def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64) -> None:
+    """Add a copy for each k: num_rows[k] rows, from row src_row[k] of `src` to row dst_row[k] of `dst`."""
+    _add_parts(copy, src, src_row, dst, dst_row, 0, num_rows * src.row_bytes)
 
 
 def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: BatchCopy) -> None:

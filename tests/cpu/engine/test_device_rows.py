@@ -11,13 +11,10 @@ from benchmarks.random_weights import random_weights
 from engine_helpers import finish, greedy
 from kvtier.batch import Timeline
 from kvtier.cache.config import CacheConfig
-from kvtier.engine import Model, SamplingParams
+from kvtier.engine import Model
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.runner import EngineRunner
-from kvtier.memory import BatchCopy
 from kvtier.scheduler import SchedulerConfig
-from kvtier.state import State
 
 SHAPE = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 61, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
 BLOCK = 16
@@ -55,30 +52,6 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     assert steps.count(0) >= 30
     tables = [copied[number] for number in changed[1:7]]
     assert max(tables) <= 2 * 4 * 2, "a new block is 4 bytes in staging memory and 4 bytes in the table"
-
-
-def test_runner_uses_state_and_batch_copy_while_it_answers(model, monkeypatch):
-    calls: Counter[str] = Counter()
-
-    def counted(owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def call(self, *args, **kwargs):
-            calls[f"{owner.__name__}.{name}"] += 1
-            return method(self, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(State, "warp")
-    counted(BatchCopy, "run")
-    runner = EngineRunner(make(model, 2))
-    try:
-        outputs = list(runner.stream([1, 2, 3], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)))
-    finally:
-        runner.close()
-    assert sum(len(output.token_ids) for output in outputs) == 20
-    assert calls["State.warp"] >= 2 * 20
-    assert calls["BatchCopy.run"] >= 20  # at least the tokens of each step
 
 
 def test_rows_follow_their_sequences_when_neighbours_end(model):
