@@ -93,8 +93,8 @@ class StoreError(KvtierError, RuntimeError):
 class StoreInUseError(StoreError):
     """Another process has locked the store's folder and does not share the store with this process.
 
-    The causes are: the other process runs an earlier version of kvtier, it runs on another machine, or it is blocked by
-    a disk that hangs.
+    Possible causes: the other process runs an earlier version of kvtier, runs on another machine, or is blocked by a
+    disk that hangs.
     """
 
 

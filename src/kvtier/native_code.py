@@ -31,10 +31,11 @@ _NO_COMPILER = "no C compiler found (looked for $CC, cc, gcc, clang)"
 
 @dataclass(frozen=True, slots=True)
 class Native(Generic[Code]):
-    """The compiled functions, or None and the reason why there are none."""
+    """The compiled functions, or None if there are none."""
 
     code: Code | None
     reason: str
+    """The library that contains the functions, or the reason why there are none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def _free_pinned(pointer: int, nbytes: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
-@functools.cache  # one allocator per placement, so that its counters include every Buffer that uses the default
+@functools.cache  # one allocator per placement, so that the counters include every Buffer that uses the default
 def default_allocator(placement: Placement) -> Allocator:
     """Return the allocator that is used if neither the caller nor the context specifies one."""
     placement.require()

@@ -81,7 +81,10 @@ class Buffer:
     def from_pointer(
         cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
-        """Return a Buffer at an address. The Buffer keeps `owner`, or else the caller must keep the memory alive."""
+        """Return a Buffer at an address.
+
+        The Buffer keeps `owner` alive. Without an owner, the caller must keep the memory alive.
+        """
         element, where = memory_type(dtype), Placement.parse(placement).require()
         size = operator.index(size)
         nbytes = element.nbytes(size)
@@ -339,7 +342,10 @@ class Buffer:
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:
-        """Return a torch tensor over this memory. u2 and u4 appear as bytes, fp4 as torch.float4_e2m1fn_x2."""
+        """Return a torch tensor over this memory, which must not be read-only.
+
+        Elements of u2 and u4 appear as bytes, and elements of fp4 as torch.float4_e2m1fn_x2.
+        """
         return self.bytes_tensor(write=True).view(torch_dtype(self.dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:

@@ -187,7 +187,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    Without this call, the first copy calibrates. Without a cache directory, each process calibrates at its first copy.
+    If this function was not called, the first copy calls it. Without a cache directory, each process calibrates again.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):

@@ -46,7 +46,10 @@ class Cascade:
     ) -> None:
         writable = [True] * len(stores) if writable is None else list(writable)
         if not stores or len(stores) != len(writable) or timeout_s <= 0:
-            raise ArgumentError(f"a Cascade needs {len(stores)=} >= 1 equal to {len(writable)=}, and {timeout_s=} > 0")
+            raise ArgumentError(
+                f"a Cascade needs at least one store, one value of `writable` per store and a positive timeout_s, got "
+                f"{len(stores)} stores, {len(writable)} values and {timeout_s=}"
+            )
         self._stores, self._timeout_s = tuple(stores), timeout_s
         self._writable = tuple(store for store, is_writable in zip(stores, writable, strict=True) if is_writable)
         self._meter = Meter("this Cascade")
@@ -62,7 +65,9 @@ class Cascade:
         return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Write to all writable stores. STORED means that one or more stores have the object; `reason` lists errors."""
+        """Write to all writable stores. STORED means that at least one store has the object. `reason` then lists the
+        errors of the other stores.
+        """
         begin = self._meter.begin([write.key for write in writes])
         results = self._in_parallel(lambda store: store.write, writes, timeout_s)
         outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]

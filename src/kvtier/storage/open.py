@@ -51,8 +51,8 @@ def open_store(
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
     `secret` encrypts objects on servers and disks with AES-GCM; `?secret=FILE` sets the secret for one URL. On a disk,
-    each tenant has its own key. A disk store with `num_shards` shards has one subfolder per shard; this call opens the
-    one of `shard`, with an equal share of the bytes. docs/stores.md lists the URL options.
+    each tenant has its own key. A disk store with `num_shards` shards has one subfolder per shard. This call opens the
+    subfolder of `shard`, which gets an equal share of the bytes. docs/stores.md lists the URL options.
 
     Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the server does not respond).
     """

@@ -109,7 +109,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Record:
-        """Return the record in 256 bytes; FormatError if they are invalid."""
+        """Decode the 256 bytes of a record. Raise FormatError if the bytes are invalid."""
         if len(data) != RECORD_BYTES:
             raise FormatError(f"a record has {RECORD_BYTES} bytes, got {len(data)}")
         magic, version, flags, token_bytes, sequence, segment, slot, *rest = _FIELDS.unpack_from(data)

@@ -51,7 +51,7 @@ class Scattered(Sequence[memoryview]):
         return int(self.sizes.sum())
 
     def is_aligned(self, alignment: int, address: int) -> bool:
-        """True if the addresses and sizes of all pieces are multiples of `alignment`. `address` is that of `memory`."""
+        """True if the addresses and sizes of all pieces are multiples of `alignment`. `memory` is at `address`."""
         return not (((self.offsets + address) | self.sizes) & (alignment - 1)).any()
 
     def __len__(self) -> int:

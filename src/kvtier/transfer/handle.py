@@ -131,7 +131,7 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report like `wait`. Unlike after `wait`, the manager's poll() still returns the report."""
+        """Wait for the report, and keep it for poll(). After `wait`, the manager's next submit() drops the report."""
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -149,7 +149,7 @@ class TransferHandle:
         return report
 
     def cancel(self) -> bool:
-        """Drop the slices that are not yet submitted. Submitted slices finish. False if no slice was dropped."""
+        """Drop the slices whose submission has not begun. The others finish. Return False if no slice was dropped."""
         error = CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved")
         return self._drop_rest(error, TransferStatus.CANCELLED)
 
@@ -163,7 +163,7 @@ class TransferHandle:
 
     @property
     def next_bytes(self) -> int | None:
-        """Size of the next slice to submit, or None if no slice is left."""
+        """Size of the next slice to claim, or None if no slice is left to claim."""
         with self._changed:
             self._expire()
             return None if self._is_claimed() else self.compiled.slices[self._next_slice].nbytes
@@ -205,7 +205,7 @@ class TransferHandle:
     # ---- completion ----
 
     def _is_claimed(self) -> bool:
-        """True if no slice is left to submit."""
+        """True if no slice is left to claim. A claimed slice may not be submitted yet."""
         return self._compiled is None or self._next_slice >= len(self._compiled.slices)
 
     def _all_submitted(self) -> bool:

@@ -124,7 +124,7 @@ class Lane:
         return in_flight[0][1] if used and used + wanted > limit else None
 
     def _can_start(self, transfer: TransferHandle) -> bool:
-        """True if the whole transfer can be submitted now without overtaking a queued transfer."""
+        """True if the whole transfer is within the limits and no queued transfer must go first."""
         if any(each.urgent or not transfer.urgent for each in self._queue):
             return False
         nbytes = transfer.compiled.nbytes

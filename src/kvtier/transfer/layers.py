@@ -42,8 +42,8 @@ class LayerDoneCounter:
         """Make later work on `stream` wait until this layer has arrived. Without `stream`, block the caller.
 
         Raises LayerSwapTimeoutError after `timeout` seconds. If blocks of the layer fail to arrive, a call without
-        `stream` raises TransferError. A call with `stream` cannot raise, because it returns earlier. In this case, only
-        the report of the transfer names the failed blocks.
+        `stream` raises TransferError. A call with `stream` does not raise TransferError, because it does not wait for
+        the blocks; only the report of the transfer then names the failed blocks.
         """
         group, deadline = self._group_of(layer), time.monotonic() + timeout
         event = self._submitted(group, layer, deadline, timeout)

@@ -88,7 +88,10 @@ def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_id
         device = BlockView.of(cache)
         hosted = BlockView.of(host, device.block_bytes)
     if device.block_bytes != hosted.block_bytes:
-        raise ArgumentError(f"blocks of {device.block_bytes} and of {hosted.block_bytes} bytes cannot be swapped")
+        raise ArgumentError(
+            f"a block of the cache has {device.block_bytes} bytes, but a block of the host memory has "
+            f"{hosted.block_bytes}; both must have the same size"
+        )
     on_device, on_host = check_moves(device_ids, host_ids, direction, device.num_blocks, hosted.num_blocks)
     sides = [device, hosted] if direction is Direction.D2H else [hosted, device]
     ids = [on_device, on_host] if direction is Direction.D2H else [on_host, on_device]

@@ -10,7 +10,7 @@ latent or an indexer, form a separate object. Rank 0 writes this object, and all
 
 An object contains the shard's part of each tensor, in the order of the tensors in the block. These parts are gathered
 before a write and scattered after a read. If a rank has one shard and no replicated tensors, the object is the rank's
-whole block, and neither is necessary.
+whole block, so nothing is gathered or scattered.
 """
 
 from __future__ import annotations

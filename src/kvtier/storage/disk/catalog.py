@@ -82,7 +82,7 @@ class Catalog:
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
     ) -> None:
-        """Add a segment. Its `occupied` slots are held until the caller publishes their objects."""
+        """Add a segment. Its `occupied` slots are held until the caller calls `publish` or `give_back` for each."""
         self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
         self.file_bytes += shape.file_bytes
         size = self._sizes.setdefault(shape.slot_bytes, _Size())
@@ -172,7 +172,7 @@ class Catalog:
         return entry
 
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
-        """Choose what to evict for a slot of this size. Return None if every object is held.
+        """Choose what to evict for a slot of this size. Return None if nothing can be evicted.
 
         The result is normally an object, which was removed from the index; the caller blanks and releases it. With
         `by_segment`, the result can also be the number of a segment, which the caller removes.

@@ -159,7 +159,7 @@ class TenantKeys:
             try:
                 if self._files.stamp(path) is not None:
                     return self._remember(self._read(path))
-            except FormatError:  # the file is damaged: a file of another secret would have another name
+            except FormatError:  # the file must be damaged, because with another secret it would have another name
                 self._files.unlink(path)
             self._create(path, tenant)
         return self._remember(self._read(path))

@@ -232,7 +232,7 @@ class SlotAllocator:
         self._wipe(self._publish(records))
 
     def _publish(self, records: Iterable[Record]) -> list[Entry]:
-        """Add written objects to the index. Return the objects that they replace. The caller must `_wipe` them."""
+        """Add written objects to the index. Return the outdated objects, which the caller must `_wipe`."""
         with self._lock:
             replaced = [self._catalog.publish(record) for record in records]
             going = [entry for entry in replaced if entry is not None]

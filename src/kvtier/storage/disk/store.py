@@ -65,7 +65,7 @@ Views = Sequence[memoryview]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Plan = Callable[[Slots, Batch, Sequence[Item]], list[Job]]
-_KEY_DELETED = ObjectResult(ObjectStatus.MISSING, reason="its key was deleted")
+_KEY_DELETED = ObjectResult(ObjectStatus.MISSING, reason="the encryption key of the object was deleted")
 
 
 class Sync(Enum):
@@ -97,8 +97,8 @@ class DiskStore:
     use the same settings.
 
     `max_bytes` limits the total size of all files. If processes use different values, the smallest one applies.
-    `direct` bypasses the page cache if the filesystem supports it: hot blocks are in the host tier already. Each of the
-    `num_threads` threads reads or writes one object at a time.
+    `direct` bypasses the page cache, which would only duplicate hot blocks of the host tier. It has no effect if the
+    filesystem does not support it. Each of the `num_threads` threads reads or writes one object at a time.
 
     `secret` (32 bytes) encrypts all objects, with one key per tenant. It needs the extra `crypto`. The keys are files
     in `key_folder`, by default the subfolder `keys`. Deleting a key file deletes the data of its tenant.
@@ -232,7 +232,7 @@ class DiskStore:
     def _flush(self) -> list[OSError]:
         """Flush everything and end the connections. Return the errors. This call hangs if the disk hangs."""
         slots = self._participant.owned or self._participant.client
-        errors = [] if slots is None else slots.sync_all()  # before `leave`, so that other processes wait less for us
+        errors = [] if slots is None else slots.sync_all()  # before `leave`, so that other processes wait less
         while not self._participant.leave(self._timeout_s):
             pass  # a request of another process hangs
         owned = self._participant.owned
@@ -469,7 +469,7 @@ class DiskStore:
     def _commit(self, batch: Batch, staged: _Staged) -> None:
         """Publish the objects of a batch. If the call has already returned, free their slots instead.
 
-        After the return, the caller may have changed the memory while it was being written.
+        Once the call has returned, the caller may change its memory, so the slots may contain changed bytes.
         """
         records = sorted(staged.records, key=lambda record: record.sequence)
         if batch.is_expired:

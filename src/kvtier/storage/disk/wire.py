@@ -1,8 +1,8 @@
 """Messages between the owner of a folder and the other processes that use it, over a Unix socket in the folder.
 
     message   size of the JSON, 4 bytes | size of the data, 4 bytes | JSON | data
-    request   JSON: [method, number, ..]
-    reply     JSON: [null, number, ..], or [errno, text] after an error
+    request   JSON: [method, argument, ..]
+    reply     JSON: [null, result, ..], or [errno, text] after an error. The method "release" has no reply.
 
 The data of a message are concatenated keys or records. The path of a Unix socket can have at most 107 bytes, but
 folders can have longer paths. Both sides therefore use the path /proc/self/fd/N/SOCKET, where N is a descriptor of the

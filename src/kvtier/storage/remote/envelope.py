@@ -30,7 +30,7 @@ Packed = tuple[Record, Parts]
 
 
 class Envelope:
-    """Packs and opens values. `ttl_s` is the lifetime of packed values; None: no expiry."""
+    """Packs and opens values. `ttl_s` is the lifetime of packed values, or None if they do not expire."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Envelope:
         return record, (memoryview(head), memoryview(body))
 
     def read_head(self, name: str, head: bytes | memoryview) -> Record:
-        """Return the record of a value; FormatError if the record is invalid or belongs to another name."""
+        """Return the record of a value. Raise FormatError if the record is invalid or belongs to another name."""
         if len(head) < self.head_bytes:
             raise FormatError(f"truncated: {len(head)} bytes, but the record needs {self.head_bytes}")
         head = head[: self.head_bytes]

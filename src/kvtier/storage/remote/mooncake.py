@@ -147,8 +147,10 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects by force, because a read leases its object (10 s by default), and the master does not delete a
-        leased object without force. A concurrent read may then get the bytes of a new object in the same memory."""
+        """Delete objects by force. Without force, the master keeps an object that was read in the last 10 s (default).
+
+        A concurrent read may then get the bytes of a new object in the same memory.
+        """
         codes = self._client.batch_remove(self._full(names), True)
         self._check(codes, (_OK, *_GONE))
         return [code == _OK for code in codes]

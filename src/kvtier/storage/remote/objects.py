@@ -39,7 +39,8 @@ def s3_store(
 ) -> ObjectStore:
     """Return a client for S3. Empty arguments default to the AWS_* variables.
 
-    `endpoint` is the http:// or https:// URL of a server other than Amazon's. Its URLs contain the bucket in the path.
+    `endpoint` is the http:// or https:// URL of a server other than Amazon's. Requests to this server name the bucket
+    in the path of the URL.
     """
     options = {
         "endpoint": endpoint,
@@ -57,8 +58,11 @@ def s3_store(
 
 
 def gcs_store(bucket: str, endpoint: str = "", credentials: str = "", *, timeout_s: float) -> ObjectStore:
-    """Return a client for Google Cloud Storage. `credentials` is the path of a service account file. The default is
-    GOOGLE_APPLICATION_CREDENTIALS. Machines in Google Cloud need no file."""
+    """Return a client for Google Cloud Storage.
+
+    `credentials` is the path of a service account file. The default is the path in GOOGLE_APPLICATION_CREDENTIALS.
+    Machines in Google Cloud need no file.
+    """
     options = {"base_url": endpoint, "application_credentials": credentials}
     return GCSStore(
         bucket,

@@ -49,7 +49,7 @@ class RedisBucket:
     """Strings on a Redis server. Raises BucketError if the server does not respond.
 
     With `is_cluster`, `host` is one of the nodes. `is_encrypted` enables TLS and verifies the server's certificate and
-    host name, with the system's certificates or with those in `ca_file`. `cert_file` and `key_file` identify the
+    host name, with the certificates of the system or of `ca_file`. `cert_file` and `key_file` identify the
     client. Names start with `prefix`; deployments that share a server need different prefixes.
     """
 
