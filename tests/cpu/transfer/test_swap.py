@@ -168,7 +168,7 @@ def test_swap_can_copy_one_source_to_two_destinations():
 
 def test_swap_of_mismatched_or_scattered_blocks_raises():
     cache = torch.zeros(4, 8, dtype=torch.uint8)
-    with pytest.raises(ArgumentError, match="8 and of 9"):
+    with pytest.raises(ArgumentError, match="cache has 8 bytes, but a block of the host memory has 9"):
         swap_cache_per_layer(cache, torch.zeros(4, 9, dtype=torch.uint8), [0], [0], "d2h")
     with pytest.raises(ArgumentError, match="contiguous"):
         swap_cache_per_layer(torch.zeros(4, 8, 2)[:, :, 0], cache, [0], [0], "d2h")
