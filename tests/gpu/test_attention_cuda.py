@@ -76,6 +76,42 @@ def test_paged_attention_kernel_matches_reference(dtype, mix, shape, block_token
         torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+LONG_MIXES = {
+    "first chunks": [(0, 300), (0, 129), (0, 64)],
+    "cached prefixes": [(700, 300), (17, 100), (1024, 512), (1, 65)],
+    "long and short": [(5, 1), (900, 1), (333, 200), (0, 9), (64, 130), (2047, 33)],
+}
+LONG_CASES = [(torch.bfloat16, mix, shape) for mix in LONG_MIXES for shape in (((32, 8), 128), ((6, 2), 64))]
+LONG_CASES += [(torch.float16, "cached prefixes", shape) for shape in (((4, 4), 128), ((5, 1), 64))]
+
+
+@pytest.mark.parametrize("kernel", ["tma", "cudnn", "flash"])
+@pytest.mark.parametrize(("dtype", "mix", "shape"), LONG_CASES, ids=str)
+def test_attention_of_long_chunks_matches_reference(kernel, dtype, mix, shape):
+    from kvtier.engine.ops_triton import TritonOps
+    from kvtier.engine.ops_triton_long import LongAttention
+
+    if kernel == "tma" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("TMA needs compute capability 9")
+    long = LongAttention(kernel, least_queries=64, least_keys=64, granule=128)
+    parts, cache, batch = paged(0, LONG_MIXES[mix], heads=shape[0], dim=shape[1], dtype=dtype)
+    assert long.takes(parts.q, batch)
+    expected = paged_attention(parts.q, cache, batch).flatten(1)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(TritonOps(long).attend(parts, cache, batch), expected, **tolerance)
+
+
+def test_gathered_keys_end_with_zeros_and_ignore_rest_of_table():
+    from kvtier.engine.ops_triton_long import gather
+
+    _, cache, batch = paged(3, [(100, 27), (0, 1)], dtype=torch.bfloat16)
+    table = batch.block_tables[0].clone()
+    keys, values = gather(cache, torch.cat([table, table.new_full((9,), 1 << 30)]), 127, 250)
+    expected = cache[table.long()].transpose(0, 1).flatten(1, 2)[:, :127]
+    assert torch.equal(torch.stack([keys[:127], values[:127]]), expected)
+    assert not torch.stack([keys[127:], values[127:]]).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_triton_ops_match_torch_ops(dtype):
     from kvtier.engine.ops_triton import TritonOps

@@ -18,12 +18,15 @@ from torch.nn.functional import linear
 
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.ops import Heads
+from kvtier.engine.ops_long import long_parts
+from kvtier.engine.ops_triton_long import LongAttention
 from kvtier.engine.weights import Linear
 
-# Number of queries and keys in a prefill tile. For head_dim 128, a tile fits into the registers of 8 warps.
-_QUERY_ROWS, _KEYS = 128, 64
+PrefillTile = tuple[int, int, int, int]  # query rows, keys, warps, and stages of the software pipeline
+# For head_dim 128, a tile fits into the registers of 8 warps.
+_TILE: PrefillTile = (128, 64, 8, 3)
 # Smaller tiles for float32. Triton unrolls float32 dots, and tiles of 128 x 64 would take minutes to compile.
-_QUERY_ROWS_F32, _KEYS_F32 = 32, 32
+_TILE_F32: PrefillTile = (32, 32, 4, 3)
 _SPLIT_KEYS = 64  # keys per iteration of the decode kernel
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum number of shares of a prefill tile, minimum keys per share
 
@@ -91,6 +94,9 @@ def _rotate_and_store(
 class TritonOps:
     """Fused Triton kernels. The default on CUDA."""
 
+    def __init__(self, long: LongAttention | None = None) -> None:
+        self._long = LongAttention.default() if long is None else long
+
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         return linear(x, w.weight, w.bias)
 
@@ -121,7 +127,16 @@ class TritonOps:
         )
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        return triton_paged_attention(heads.q, cache, batch).flatten(1)
+        q, long = heads.q, self._long
+        if long is None or not long.takes(q, batch):
+            return triton_paged_attention(q, cache, batch).flatten(1)
+        parts = [
+            long.attend(q[rows], cache, part.block_tables[0], part.contexts[0])
+            if is_long
+            else triton_paged_attention(q[rows], cache, part)
+            for rows, part, is_long in long_parts(batch, long.least_queries, long.least_keys)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -155,14 +170,14 @@ def _attend(
         block = tl.load(table + key // BLOCK_TOKENS).to(tl.int64)
     at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
     k = tl.load(at[None, :] + dim[:, None], mask=k_mask, other=0.0)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, k, input_precision="ieee")
     if MASKED:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     seen = new_top
     if MASKED:
         seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # avoids NaN if a row sees none of these keys
-    weights, kept = tl.exp2(scores - seen[:, None]), tl.exp2(top - seen)
+    weights, kept = tl.exp2(scores * scale - seen[:, None]), tl.exp2(top - seen)  # one multiply-add per score
     total = total * kept + tl.sum(weights, 1)
     v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=v_mask, other=0.0)
     sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
@@ -283,20 +298,25 @@ def _combine(
     tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
 
 
-def triton_paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
+def triton_paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch, tile: PrefillTile | None = None) -> Tensor:
     """Compute attention for q [tokens, heads, head_dim], with any row stride, over the paged cache of a layer."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch.is_decode:
         _run_decode(q, cache, batch, out)
     else:
-        _run_prefill(q, cache, batch, out)
+        _run_prefill(q, cache, batch, out, tile or _prefill_tile(q))
     return out
 
 
-def _run_prefill(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> None:
+def _prefill_tile(q: Tensor) -> PrefillTile:
+    if q.dtype == torch.float32:
+        return _TILE_F32
+    return _TILE if q.shape[2] > 64 else (*_TILE[:2], 4, 3)
+
+
+def _run_prefill(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor, tile: PrefillTile) -> None:
     kv_heads, group = cache.shape[3], q.shape[1] // cache.shape[3]
-    is_f32 = q.dtype == torch.float32
-    rows, keys = (_QUERY_ROWS_F32, _KEYS_F32) if is_f32 else (_QUERY_ROWS, _KEYS)
+    rows, keys, warps, stages = tile
     rows = max(rows, triton.next_power_of_2(group))
     tiles = [-(-length // (rows // group)) for length in batch.query_lens]
     splits = prefill_splits(sum(tiles) * kv_heads, max(batch.contexts), q.device)
@@ -308,8 +328,8 @@ def _run_prefill(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> 
         ROWS=rows,
         KEYS=keys,
         SPLITS=splits,
-        num_warps=8 if q.shape[2] > 64 and not is_f32 else 4,
-        num_stages=3,
+        num_warps=warps,
+        num_stages=stages,
         **sizes,
     )
     if splits > 1:
