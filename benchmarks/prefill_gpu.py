@@ -2,6 +2,7 @@
 
 python -m benchmarks.prefill_gpu                  every variant: use it to choose the constants of the kernels
 python -m benchmarks.prefill_gpu --only default   the model as it is by default, and the bars
+python -m benchmarks.prefill_gpu --kernels gluon  the experiment of prefill_gluon; a mistake in it can hang the GPU
 
 The attention is that of Llama-3-8B: 32 heads, 8 KV heads, head_dim 128, blocks of 16 tokens, bfloat16. Rates count the
 matrix products of visible keys only, and are compared with a bf16 matrix product of the same run.
@@ -38,6 +39,8 @@ CASES = (
     *((8192, 8192), (8192, 32768), (32768, 32768)),
 )
 PAGED = ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2))  # the first is the present tile
+KERNELS = ("paged", "tma", "cudnn", "flash")
+GLUON = ((64, 128, 2), (64, 64, 4))  # rows of a group, keys, stages
 TMA = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3))
 Attend = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
 
@@ -45,7 +48,7 @@ Attend = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
 class Variant(TritonOps):
     """The operations on CUDA with one variant of attention for every step."""
 
-    def __init__(self, name: str, tile: tuple[int, int, int, int] | None, granule: int = 512) -> None:
+    def __init__(self, name: str, tile: tuple[int, ...] | None, granule: int = 512) -> None:
         super().__init__()
         self.name = " ".join([name, *([] if tile is None else ["x".join(map(str, tile))])])
         self.kind = name
@@ -53,35 +56,39 @@ class Variant(TritonOps):
         if name in ("tma", "cudnn", "flash"):
             self._dense = LongAttention(name, 1, 1, granule=granule)  # type: ignore[arg-type]
             if tile is not None:
-                self._dense = dataclasses.replace(self._dense, tile=tile)
+                self._dense = dataclasses.replace(self._dense, tile=tile)  # type: ignore[arg-type]
 
     def attention(self, q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
         if self.kind == "paged":
-            return triton_paged_attention(q, cache, batch, self._tile)
+            return triton_paged_attention(q, cache, batch, self._tile)  # type: ignore[arg-type]
+        if self.kind == "gluon":
+            from benchmarks.prefill_gluon import gluon_attention
+
+            context = batch.contexts[0]
+            return gluon_attention(q, *gather(cache, batch.block_tables[0], context, context), *(self._tile or ()))
         return self._dense.attend(q, cache, batch.block_tables[0], batch.contexts[0])
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         return self.attention(heads.q, cache, batch).flatten(1)
 
 
-def variants() -> Iterator[Variant]:
-    yield from (Variant("paged", tile) for tile in PAGED)
-    yield from (Variant("tma", tile) for tile in TMA)
-    yield Variant("cudnn", None)
-    yield Variant("flash", None)
+def variants(kernels: Iterable[str]) -> Iterator[Variant]:
+    tiles: dict[str, Iterable[tuple[int, ...] | None]] = {"paged": PAGED, "tma": TMA, "gluon": GLUON}
+    return (Variant(kernel, tile) for kernel in kernels for tile in tiles.get(kernel, (None,)))
 
 
 def main() -> None:
     parser = arguments("Prefill with each attention kernel.")
     parser.add_argument("--only", choices=["attention", "default", "model"], help="one part of the benchmark")
+    parser.add_argument("--kernels", nargs="+", choices=[*KERNELS, "gluon"], default=KERNELS)
     options: argparse.Namespace = parser.parse_args()
     rate = matrix_rate()
     rows: list[Row] = []
     chosen: list[Variant] = []
     if options.only in (None, "attention"):
-        found = measure_attention(rate)
+        found = measure_attention(rate, options.kernels)
         rows += found
-        chosen = fastest(found)
+        chosen = fastest(found, options.kernels)
     bars: list[Bar] = []
     if options.only != "attention":
         model = Model(CONFIG, random_weights(CONFIG, DTYPE, DEVICE))
@@ -105,7 +112,7 @@ def matrix_rate() -> float:
     return rate
 
 
-def measure_attention(rate: float) -> list[Row]:
+def measure_attention(rate: float, kernels: Iterable[str]) -> list[Row]:
     """Check every variant against the reference, and measure it for every case. Returns one row per variant."""
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     longest = max(context for _, context in CASES)
@@ -122,7 +129,7 @@ def measure_attention(rate: float) -> list[Row]:
 
     expected = [paged_attention(*case(*each)) for each in CHECKS]
     rows: list[Row] = []
-    for variant in variants():
+    for variant in variants(kernels):
         row: dict[str, object] = {"attention, TFLOP/s": variant.name, "first s": 0.0, "error": float("nan")}
         row |= {f"{count}/{context}": float("nan") for count, context in CASES}
         started = time.perf_counter()
@@ -139,6 +146,9 @@ def measure_attention(rate: float) -> list[Row]:
         except Exception as error:  # an unsupported call: print it and go on
             print(f"{variant.name}: {type(error).__name__}: {str(error)[:300]}")
         rows.append(row)
+        print(
+            " ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()), flush=True
+        )
     print_table(rows)
     sizes = [8192, 32768] if longest >= 32768 else [longest]
     table_on_device = torch.tensor(table, dtype=torch.int32, device=DEVICE)
@@ -150,7 +160,7 @@ def measure_attention(rate: float) -> list[Row]:
     return rows
 
 
-def fastest(rows: Iterable[Row]) -> list[Variant]:
+def fastest(rows: Iterable[Row], kernels: Iterable[str]) -> list[Variant]:
     """Return the fastest correct variant of each kind by the sum of the times of all cases; at most 3."""
     by_name = {str(row["attention, TFLOP/s"]): row for row in rows}
 
@@ -163,7 +173,7 @@ def fastest(rows: Iterable[Row]) -> list[Variant]:
         return found if found == found else float("inf")
 
     kinds: dict[str, Variant] = {}
-    for variant in sorted(variants(), key=total):
+    for variant in sorted(variants(kernels), key=total):
         if total(variant) < float("inf"):
             kinds.setdefault(variant.kind, variant)
     return list(kinds.values())[:3]
