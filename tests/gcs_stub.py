@@ -27,7 +27,7 @@ class GcsStub(ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
         """Method and path of each request."""
         self.accepts: Callable[[str], bool] = lambda token: token == TOKEN
-        """True for a valid bearer token."""
+        """Returns True for a valid bearer token."""
         self.lock = threading.Lock()
 
 

@@ -3,8 +3,12 @@
 `python storage_crash.py FOLDER WORKLOAD` runs the parent process of the writers. The class Victim starts this process.
 
 The parent reads lines "go SEED SYNC". For each line, it forks a writer, because a fork is faster than a new Python
-process. The parent prints "pid N" when the writer has started and "dead" when the writer has ended. The writer prints
-"trying NUMBER VERSION .." before each write, and "stored NUMBER VERSION .." after each write that stored all objects.
+process. The parent prints "pid N" when the writer has started and "dead" when the writer has ended. The lines of the
+writer list the numbers and versions of objects:
+
+    trying NUMBER VERSION ..     before each write
+    stored NUMBER VERSION ..     after each write that stored all objects
+    dropping NUMBER VERSION ..   before each removal
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Versions:
 class PowerFailure:
     """Runs calls on a simulated disk until the power fails, just before the disk operation with number `at`.
 
-    `left` is the disk after the failure. `durable` maps the number of each object whose state was reported as durable
-    to its version, or to None if the object was removed.
+    `left` is the disk after the failure. `durable` contains the objects whose state was reported as durable: the
+    version by the number of the object, or None if the object was removed.
     """
 
     def __init__(

@@ -6,7 +6,8 @@ The parent reads lines from its standard input. For "start PLACE SEED SYNC", it 
 For "wait PLACE N", it waits until a killed worker has ended, and prints "dead PLACE". Each worker writes and removes
 only the objects of its own place, and reads objects of all places. The lines of a worker begin with its place:
 
-    trying, dropping, stored   as in storage_crash
+    trying, stored, dropping   as in storage_crash
+    dropped NUMBER 0           after each removal
     wrong TEXT ..              an error: a lost or changed object, a result that is not allowed, or a late call
     calls N SECONDS            the number of calls since the last such line, and the duration of the longest call
 """

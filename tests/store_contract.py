@@ -94,7 +94,7 @@ def test_memory_of_any_kind_and_alignment_is_accepted(store):
 def test_objects_of_several_pieces_are_read_back(store, sizes):
     """Reads and writes accept a list of buffers per object.
 
-    An object need not be read into buffers of the same sizes as those from which it was written.
+    A read may divide an object into buffers of other sizes than the write.
     """
     nbytes = sum(sizes)
     content = payload_of(3, nbytes)

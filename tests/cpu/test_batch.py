@@ -23,7 +23,7 @@ def begun_batch(phase=0, sequence=0, rows=2):
 # ---- ops ----
 
 
-def test_order_of_batch_ops_and_ops_of_executor_are_fixed():
+def test_batch_ops_and_executor_ops_have_a_fixed_order():
     assert [op.value for op in BatchOp] == ["add", "setup", "prepare", "forward", "unprep", "fetch", "update", "remove"]
     assert [op.name for op in BatchOp if op.side == "executor"] == ["PREPARE", "FORWARD", "UNPREP"]
 

@@ -762,7 +762,7 @@ def test_fill_with_non_number_raises(name, value):
 
 @dataclass(frozen=True)
 class Window:
-    """A Buffer, and the range of bits in the tested memory that it covers."""
+    """A Buffer, and the range of bits that the Buffer covers in the tested memory."""
 
     buffer: Buffer
     start: int

@@ -222,7 +222,7 @@ def test_plan_with_copies_simulates_the_routing_of_a_fleet(files, capsys):
     assert "one index becomes the bottleneck at" in shown
 
 
-def test_plan_with_copies_refuses_html_and_no_copies(files, tmp_path, capsys):
+def test_plan_with_zero_copies_or_copies_and_html_fails(files, tmp_path, capsys):
     options = ["plan", *files, "--ttft-p99", "500ms", "--copies"]
     assert main([*options, "1", "--html", str(tmp_path / "p.html")]) == 1
     assert "--copies has no HTML report" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_copy_of_gpu_memory_on_host_stream_raises():
     device = Buffer(4, "u8", "cuda:0")
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on cpu"):
         copy(device, Buffer(4, "u8"), stream=Stream("cpu"))
-    # a stream on pinned memory is a host stream: synchronizing it would not wait for the GPU
+    # a stream on pinned memory is a host stream, so synchronizing this stream would not wait for the GPU
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on pinned"):
         copy(device, Buffer(4, "u8", "pinned"), stream=Stream("pinned"))
     with context(stream=Stream("cpu")), pytest.raises(ArgumentError, match=r"cuda:0 .* stream on cpu"):

@@ -76,7 +76,7 @@ def test_transformers_guide_second_run_hits(tmp_path, monkeypatch, capsys):
 
 
 def test_sglang_guide_extra_config_is_accepted(tmp_path):
-    """Parse the settings from the command of the page in the form in which SGLang passes them."""
+    """Parse the settings in the command on the page. SGLang passes the settings in the same form."""
     (given,) = re.findall(
         r"--hicache-storage-backend-extra-config '(.*?)'", (ROOT / "docs" / "sglang.md").read_text(), re.S
     )

@@ -86,7 +86,7 @@ def test_probe_counts_answers_that_are_not_200(reply, failures):
     assert len(report.seconds) == 1
 
 
-def test_corrected_adds_gaps_of_tokens_delayed_by_long_gap():
+def test_corrected_gaps_include_tokens_delayed_by_long_gap():
     assert corrected([0.1, 0.35], 0.1) == pytest.approx([0.1, 0.35, 0.25, 0.15, 0.05])
     assert np.percentile(corrected([0.1] * 100 + [10.0], 0.1), 99) > 9
 

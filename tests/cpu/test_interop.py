@@ -728,7 +728,7 @@ class OnlyCudaInterfaceOf:
 
 
 @needs_gpu
-def test_cuda_array_interface_names_context_stream():
+def test_cuda_array_interface_has_handle_of_context_stream():
     buffer, stream = Buffer(8, "f32", "cuda:0"), Stream("cuda:0")
     with context(stream=stream):
         assert buffer.__cuda_array_interface__["stream"] == stream.handle

@@ -421,7 +421,7 @@ def test_native_accepts_compiler_with_arguments(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "/dev/null"])
-def test_native_reason_names_compiler_that_failed(monkeypatch, tmp_path, compiler):
+def test_native_reason_contains_compiler_that_failed(monkeypatch, tmp_path, compiler):
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
     assert loaded.code is None
     assert f"compiling with {compiler} failed" in loaded.reason
@@ -442,7 +442,7 @@ def test_native_reason_says_that_no_compiler_was_found(monkeypatch, tmp_path):
     assert "no C compiler found (looked for $CC, cc, gcc, clang)" in loaded.reason
 
 
-def test_native_reason_names_unusable_cache_directory(monkeypatch):
+def test_native_reason_contains_unusable_cache_directory(monkeypatch):
     loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
     assert loaded.code is None
     assert NOT_A_FOLDER in loaded.reason

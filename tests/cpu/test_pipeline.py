@@ -1,4 +1,4 @@
-"""The pipeline: order of ops and rows, life cycle of requests, failures, and random runs with a reference count."""
+"""The pipeline: order of ops and rows, life cycle of requests, failures, and random runs compared with host counts."""
 
 import json
 import threading

@@ -81,7 +81,8 @@ def test_engine_variant_equals_torch(monkeypatch, variant: Variant):
 def test_best_supported_variant_is_chosen_at_run_time(monkeypatch):
     amx, v4_vnni, v4, v3_vnni, v3, _ = X86_VARIANTS
     names = []
-    monkeypatch.setattr(engine, "EngineNative", lambda path: path)  # do not load it: this processor may lack features
+    # do not load the library, because this processor may lack some of the features
+    monkeypatch.setattr(engine, "EngineNative", lambda path: path)
     vnni = (v4_vnni.needs, v3_vnni.needs)
     for present in (amx.needs, *vnni, v4.needs, v4.needs - {"avx512vl"}, v3.needs - {"fma"}, frozenset()):
         names.append(loaded_with(monkeypatch, present | {"sse2"}).reason.rpartition("(")[2].rstrip(")"))

@@ -296,7 +296,7 @@ def test_state_warp_moves_rows_and_swaps_front_and_back(placement):
 @given(data=st.data())
 @settings(deadline=None, max_examples=80)
 def test_state_append_matches_lists(placement, data):
-    """Rows in steps: some stay in part, some get elements, some are new. The oracle is a list per row."""
+    """In each step, some rows lose elements, some get elements, and some are new. The oracle is a list per row."""
     capacity, max_rows = 5, 8
     state, functor = State((max_rows, capacity), "i32", placement), BatchCopy()
     state.front.zero_()

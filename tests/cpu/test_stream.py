@@ -466,7 +466,7 @@ def test_stream_on_missing_gpu_raises():
 
 @dataclasses.dataclass
 class Place:
-    """Models a position in a stream: its current end, or the position of an event."""
+    """The model of a position in a stream: the current end of the stream, or the position of an event."""
 
     completed: frozenset[int] = frozenset()
     """Tasks that must have run before this position is reached."""
@@ -482,8 +482,8 @@ class Place:
 class StreamsMachine(RuleBasedStateMachine):
     """Drives up to three streams from one thread, so that the model can predict order and errors.
 
-    In the model, each task knows the tasks and gates before it. When it runs, it checks that all
-    these tasks have run and that all these gates are open. Then it appends its number to the log.
+    The model records for each task the tasks and gates before this task. A running task checks that all these tasks
+    have run and that all these gates are open, and then appends its number to the log.
     """
 
     def __init__(self) -> None:

@@ -147,7 +147,7 @@ def test_dtypes_compare_by_value():
     assert dt.null not in dt.ALL
 
 
-def test_error_without_ml_dtypes_names_package_and_dtype():
+def test_error_without_ml_dtypes_contains_package_and_dtype():
     code = """
 import sys
 sys.modules["ml_dtypes"] = None

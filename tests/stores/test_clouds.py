@@ -59,7 +59,7 @@ def test_azure_missing_container_raises(azure_url):
         open_store(azure_url("absent"))
 
 
-def test_gcs_requests_have_token_prefix_and_condition(gcs, gcs_url):
+def test_gcs_requests_have_prefix_condition_and_token(gcs, gcs_url):
     with contextlib.closing(open_store(gcs_url)) as store:
         assert put(store, 1).ok
         assert put(store, 1)[0].reason == "already stored"

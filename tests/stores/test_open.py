@@ -140,7 +140,7 @@ def test_open_store_on_hanging_server_raises_after_deadline(scheme, request):
         ("mooncake://m", "mooncake", "mooncake"),
     ],
 )
-def test_error_without_extra_contains_name_of_extra(url, module, extra, monkeypatch):
+def test_missing_extra_raises_error_with_name_of_extra(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     for name in (
         f"{module}.store",
@@ -153,7 +153,7 @@ def test_error_without_extra_contains_name_of_extra(url, module, extra, monkeypa
         open_store(url)
 
 
-def test_error_without_crypto_extra_contains_name_of_extra(monkeypatch):
+def test_missing_crypto_extra_raises_error_with_its_name(monkeypatch):
     pytest.importorskip("redis")
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[crypto\]'"):

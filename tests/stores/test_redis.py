@@ -226,7 +226,7 @@ def test_redis_cluster_spreads_objects_over_nodes(cluster_ports):
         assert all(get(store, n, 1000)[1] == payload_of(n, 1000) for n in range(60))
 
 
-def test_error_from_redis_cluster_node_names_cluster_option(cluster_ports):
+def test_redis_cluster_url_without_option_fails_with_advice(cluster_ports):
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}")) as store:
         reasons = {outcome.reason for outcome in put(store, *range(20), nbytes=100) if not outcome.ok}
         assert any("cluster=yes" in reason for reason in reasons), reasons

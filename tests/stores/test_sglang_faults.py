@@ -25,7 +25,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_pages_faulty_server_is_a_miss_until_it_recovers(name, redis_port):
+def test_pages_of_faulty_server_are_misses_until_it_recovers(name, redis_port):
     """No call raises, no damaged byte reaches the pool, and all pages are found again when the fault ends."""
     with contextlib.closing(Proxy(redis_port)) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}?prefix={uuid.uuid4().hex}:&retries=0&timeout=1s"

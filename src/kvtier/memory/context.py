@@ -48,8 +48,8 @@ def context(
 def current_stream(placement: Placement) -> Stream | None:
     """Return the stream for work on memory at `placement`.
 
-    This is the stream of the context. If the context has no stream, work on a GPU uses torch's current stream, and work
-    on the host runs immediately (None).
+    This is the stream of the context. If the context has no stream, the result is torch's current stream for work on a
+    GPU, and None for work on the host, which then runs immediately.
     """
     return choose_stream(None, placement)
 

@@ -111,7 +111,7 @@ def fill_pieces(table: I64, _capacity: int, block: U32) -> int:
 
 @functools.cache
 def gather_kernels(placement: Placement) -> GatherKernels:
-    """Return the kernels for a GPU, compiled on first use. UnavailableError states the reason of a failure."""
+    """Return the kernels for a GPU, compiled on first use. Raise UnavailableError with the reason if that fails."""
     large = driver_version() >= _LARGE_VERSION and torch.cuda.get_device_capability(placement.torch)[0] >= 7
     limits = {"small": _SMALL_PARAMETERS, **({"large": _LARGE_PARAMETERS} if large else {})}
     forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the header, bytes per piece

@@ -45,7 +45,7 @@ class MemoryRef:
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
-        """Record in torch's pool that work on `stream` uses the memory. False if the memory is not from the pool."""
+        """Record in torch's pool that work on `stream` uses the memory. Return False if it is not from the pool."""
         if not (self._pooled and isinstance(self.owner, torch.Tensor)):
             return False
         self.owner.record_stream(stream.native)  # the pool waits for that work, the host does not

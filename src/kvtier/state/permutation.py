@@ -71,7 +71,7 @@ class Permutation:
 
     @property
     def keeps_places(self) -> bool:
-        """True if every row that stays keeps its place. Rows may be new or dropped."""
+        """True if every row that stays keeps its place. Other rows may be new or dropped."""
         return not np.count_nonzero(~self.is_new & (self.index != np.arange(len(self))))
 
     @property

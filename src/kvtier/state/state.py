@@ -64,9 +64,9 @@ class State:
         return True
 
     def append(self, perm: Permutation, sizes: Any, added: Added, source: torch.Tensor, copy: BatchCopy) -> bool:
-        """Move the rows to the new order and add elements behind those that each row keeps. Rows are partly filled.
+        """Move partly filled rows to the new order, and add elements to some of them.
 
-        Row i of the new order gets sizes[i] elements. Row added.rows[k] keeps the elements before added.first[k] and
+        Row i of the new order gets sizes[i] elements. Row added.rows[k] keeps its first added.first[k] elements and
         gets the next added.count[k] elements from the same place of `source`. Other rows keep all elements. If all old
         rows keep their places, the elements are added to the front, and `sizes` is not used. Otherwise call `swap` and
         return True.

@@ -20,7 +20,7 @@ from kvtier.state.permutation import I64, Permutation, find_runs
 
 
 class Added(NamedTuple):
-    """Elements to add to rows: the rows, the first new element of each, and the number of new elements."""
+    """Elements to add: numbers of the rows, index of the first new element in each row, and number of new elements."""
 
     rows: Any
     first: Any
@@ -215,7 +215,7 @@ def append_rows(old: Rows, perm: Permutation, sizes: Any, added: I64, source: Ro
 
 
 def _add_parts(copy: BatchCopy, src: Rows, src_row: I64, dst: Rows, dst_row: I64, offset: Any, num_bytes: I64) -> None:
-    """Add a copy for each k: num_bytes[k] bytes from offset[k] on, from row src_row[k] of `src` to row dst_row[k]."""
+    """Add a copy for each k: num_bytes[k] bytes at offset[k] of row src_row[k], to offset[k] of row dst_row[k]."""
     addresses = (each.address + rows * each.row_bytes + offset for each, rows in ((src, src_row), (dst, dst_row)))
     copy.table(
         np.stack((*addresses, num_bytes)),

@@ -1,6 +1,7 @@
 """Calls to a store: threads, deadline, results and the circuit breaker.
 
-A failing store delays its callers by one deadline at most. Batch returns in time, and Breaker then refuses new calls.
+A failing store delays its callers by one deadline at most: a Batch ends at its deadline, and the Breaker then refuses
+new calls.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, and set the results. If the call has returned, return False without
-        effect."""
+        """Run `act`, which must be short, and set the results. Only return False if the call has already returned."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -176,7 +176,10 @@ class CallRunner:
             thread.start()
 
     def run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[ObjectResult]:
-        """Return the results of `count` objects. `plan` settles objects that need no I/O and returns the other jobs."""
+        """Return the results of `count` objects.
+
+        `plan` settles the objects that need no I/O and returns jobs for the other objects.
+        """
         refusal = self._breaker.refusal()
         if refusal:
             return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count

@@ -28,7 +28,7 @@ from kvtier.storage.store import (
 
 @dataclass(slots=True, eq=False)
 class MemoryObject:
-    """A stored object. The payload includes the token ids. It is mutable, so that tests can damage it."""
+    """A stored object. The payload includes the token ids, and is mutable, so that tests can damage it."""
 
     record: Record
     payload: bytearray

@@ -317,7 +317,7 @@ def _open_remote(
 
 
 def _secret(options: _UrlOptions, default: bytes | None) -> bytes | None:
-    """Read the file of the option `secret`."""
+    """Return the secret in the file that the option `secret` names, or else the default."""
     file = options.text("secret")
     try:
         return Path(file).read_bytes() if file else default
@@ -342,7 +342,7 @@ def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ShardStores:
-    """Stores for the shards of one rank: one store for all shards, or one store per shard, from shard `first` on."""
+    """Stores for the shards of one rank: one store for all shards, or one store per shard, beginning with `first`."""
 
     stores: tuple[Store, ...]
     first: int = 0

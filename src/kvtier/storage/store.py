@@ -33,7 +33,7 @@ class Scattered(Sequence[memoryview]):
     """Memory of an object that consists of many pieces of one buffer. Faster to process than a list of pieces."""
 
     def __init__(self, memory: memoryview, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        """Piece i has `sizes[i]` bytes at `offsets[i]` of `memory`. Raise ArgumentError if it is outside the memory."""
+        """Piece i has `sizes[i]` bytes at `offsets[i]` of `memory`. Raise ArgumentError if a piece is outside of it."""
         self.memory = view_of(memory)
         self.offsets, self.sizes = offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)
         is_inside = self.offsets.shape == self.sizes.shape and self.offsets.ndim == 1 and len(self.offsets)

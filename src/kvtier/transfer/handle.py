@@ -69,7 +69,7 @@ class TransferReport:
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """(device id, host id) of each block that arrived. Computed on demand, as an engine needs only `failures`."""
+        """(device id, host id) of each block that arrived. Computed on demand, because engines need only `failures`."""
         lost = {(failure.device_id, failure.host_id) for failure in self.failures}
         pairs = zip(self.device_ids.tolist(), self.host_ids.tolist(), strict=True)
         return tuple(pair for pair in pairs if pair not in lost)

@@ -27,7 +27,7 @@ class LayerDoneCounter:
             counter.wait(layer, stream)      # the stream waits, the host does not
             compute(layer)
 
-    The caller gets the counter of an urgent load after the load is submitted, so wait() does not block. For a load that
+    An urgent load is normally submitted before the caller gets the counter, so wait() does not block. For a load that
     is still queued, wait() blocks until the load is submitted.
     """
 

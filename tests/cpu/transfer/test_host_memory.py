@@ -83,7 +83,7 @@ def test_host_memory_is_usable_while_it_grows(stuck):
 
 
 def test_lazy_host_memory_is_usable_at_once(stuck):
-    """The gate stays closed, so the test would fail if the memory were touched."""
+    """The gate stays closed, so the test would hang if the memory were touched."""
     host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes, lazy=True)
     assert (host.num_ready, host.growth) == (5, GrowthState.READY)
     assert not stuck.reached.is_set()
@@ -202,7 +202,7 @@ def test_host_memory_slots_and_view_contain_the_blocks():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Patch the condition of host memory, to report waiting threads, and its clock, which only the test advances."""
+    """Give host memory a condition that reports waiting threads, and a clock that only the test advances."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     names = SimpleNamespace(Condition=WatchedCondition, Thread=threading.Thread)
     monkeypatch.setattr("kvtier.transfer.host_memory.threading", names)

@@ -130,7 +130,7 @@ def test_sort_moves_copies_the_ids():
     st.integers(0, 1),
     st.sampled_from(Direction),
 )
-def test_native_block_copies_equal_those_of_numpy(host, random, run, near_gap, far_gap, direction):
+def test_native_and_numpy_block_copies_are_equal(host, random, run, near_gap, far_gap, direction):
     device = (
         sorted(random.sample(range(40), len(host))) if random.random() < 0.5 else random.sample(range(40), len(host))
     )

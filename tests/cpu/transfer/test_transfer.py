@@ -375,7 +375,7 @@ def test_poll_only_urgent_keeps_bulk_reports_for_later(device):
         assert [report.id for report in manager.poll()] == [save.id]
 
 
-def test_waited_transfers_need_no_poll(device):
+def test_waited_transfers_are_forgotten_without_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         for _ in range(20):

@@ -771,7 +771,7 @@ def test_slot_is_not_overwritten_while_it_is_read(open_store):
 
 
 def test_each_concurrent_removal_is_synced_before_its_report(open_store):
-    """The second removal syncs the table before the first removal erases its record.
+    """The second removal syncs the table before the first removal has erased the record of its object.
 
     Therefore the first removal must sync the table again.
     """

@@ -192,7 +192,7 @@ def test_restored_key_finds_no_objects_of_deleted_key(reopen, folder):
     assert get(reopen(), 1)[0].status is ObjectStatus.MISSING
 
 
-def test_damaged_key_file_misses_and_is_replaced(reopen, folder):
+def test_damaged_key_file_causes_miss_and_is_replaced(reopen, folder):
     put(reopen(), 1)
     flip(key_files(folder)[0], 60)
     store = reopen()

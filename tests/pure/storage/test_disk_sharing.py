@@ -118,7 +118,7 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
     assert (result.status, "No such file" in result.reason) == (ObjectStatus.FAILED, True)
 
 
-def test_client_after_deletion_of_socket_fails_by_name(folder):
+def test_client_fails_with_reason_after_deletion_of_socket(folder):
     """The owner still runs and keeps the folder locked, but the client cannot connect to it without the socket.
 
     The client can neither use the folder nor take it over. It must not retry all the time.
@@ -135,7 +135,7 @@ def test_client_after_deletion_of_socket_fails_by_name(folder):
 
 
 def test_owner_of_deleted_folder_changes_no_new_folder(folder):
-    """The segments and the socket in the new folder have the same names as those in the deleted one."""
+    """The segments and the socket have the same names in the new folder as in the deleted folder."""
     old = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, **SMALL)
     put(old, 1)

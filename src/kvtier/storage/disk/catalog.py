@@ -82,7 +82,7 @@ class Catalog:
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
     ) -> None:
-        """Add a segment. Its `occupied` slots are held until the caller calls `publish` or `give_back` for each."""
+        """Add a segment. Its `occupied` slots are held until the caller publishes them or gives them back."""
         self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
         self.file_bytes += shape.file_bytes
         size = self._sizes.setdefault(shape.slot_bytes, _Size())

@@ -48,7 +48,7 @@ class SlotClient:
     def __init__(
         self, folder: str, files: Files, keys: TenantKeys | None, *, max_bytes: int, direct: bool, timeout_s: float
     ) -> None:
-        """Connect to the owner. Raise OSError if there is none, or StoreError if it has other settings."""
+        """Connect to the owner. Raise OSError if there is no owner, or StoreError if the owner has other settings."""
         self._folder, self._files, self.keys, self._direct = folder, files, keys, direct
         self._slot_bytes: dict[int, int] = {}
         self.is_lost = False

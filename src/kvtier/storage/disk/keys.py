@@ -13,9 +13,9 @@
     44 32 + n  encrypted: key of the tenant, and name of the tenant with n bytes
      -     16  tag, which also authenticates the first 32 bytes
 
-Deleting a file makes everything that the tenant stored unreadable at once, even for a running store. The next write of
-the tenant creates a new key with a new id. A file is complete when it gets its name, and it never changes. Several
-processes can therefore use one folder.
+Deleting a file makes all data of the tenant unreadable at once, even for a running store. The next write of the tenant
+creates a new key with a new id. A file is complete when it gets its name, and it never changes. Several processes can
+therefore use one folder.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ records in a segment of version 2 are sealed.
     216     36  zeros
     252      4  CRC-32 of the first 252 bytes
 
-The slot contains payload and token ids, encrypted together. Their size does not change, because the tag is in the
-record. With a tag after the payload, an object that exactly fills a slot would need a larger one.
+The slot contains payload and token ids, encrypted together. Encryption does not change their size, because the tag is
+in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
 The checksum in the record covers only the first 4096 bytes of the payload. It distinguishes versions of an object.
 A reader of the disk sees the sizes of slots, times, and which objects have the same key id, but no block keys.

@@ -107,7 +107,7 @@ class SlotAllocator:
         self._trim()
 
     def limit(self, max_bytes: int) -> None:
-        """Lower the size limit of the folder to the limit of another process, if that is smaller."""
+        """Lower the size limit of the folder to `max_bytes`, the limit of another process. Ignore a larger limit."""
         with self._growth:
             if max_bytes < self._max_bytes:
                 self._max_bytes = max_bytes

@@ -147,7 +147,7 @@ class RedisBucket:
             node.connection_pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
-        """Drop all connections, even those of hanging calls."""
+        """Drop all connections, even the connections of hanging calls."""
         for node in self._nodes():
             node.connection_pool.disconnect()
 

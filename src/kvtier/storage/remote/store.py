@@ -67,7 +67,9 @@ class RemoteStore:
         breaker: Breaker | None = None,
     ) -> None:
         if num_threads < 1 or timeout_s <= 0 or num_retries < 0:
-            raise ArgumentError(f"a RemoteStore needs positive {num_threads=} and {timeout_s=}, {num_retries=} >= 0")
+            raise ArgumentError(
+                f"a RemoteStore needs positive {num_threads=} and {timeout_s=}, and {num_retries=} of at least 0"
+            )
         self._bucket, self._where, self._timeout_s = bucket, where, timeout_s
         self._envelope = envelope or Envelope()
         self._num_retries, self._first_wait_s = num_retries, first_wait_s
