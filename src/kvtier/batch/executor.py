@@ -61,7 +61,7 @@ class Streams:
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for the stream of a side after a failure. Ignore its errors, which may belong to another batch."""
+        """Wait for the stream of a side after a failure. Ignore its errors, because they may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()
@@ -74,7 +74,7 @@ class Streams:
 
 @contextlib.contextmanager
 def _current(stream: Stream | None) -> Iterator[None]:
-    """Make `stream` the current stream of kvtier and, on a GPU, also of torch. Modules use both."""
+    """Make `stream` the current stream of kvtier and, on a GPU, of torch too, because modules use both libraries."""
     if stream is None:
         yield
         return

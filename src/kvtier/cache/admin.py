@@ -24,7 +24,7 @@ class CacheAdmin:
         return tiers[name]
 
     def save(self, chain: Chain) -> None:
-        """Queue copies of a prompt's blocks and of their descendants to lower tiers. Ignore the write policy."""
+        """Queue a prompt's blocks and their descendants for copies to lower tiers, whatever the write policy is."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
         below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []

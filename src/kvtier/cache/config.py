@@ -152,7 +152,8 @@ class StoreConfig:
     """Maximum number of blocks in flight from the store."""
     max_known: int = 1 << 22
     """Maximum number of recorded keys. A key takes about 150 bytes. Keys that the store has evicted stay recorded. If
-    the store is not shared, kvtier's engine lowers this limit to four times the number of blocks that fit in it."""
+    the store is not shared, kvtier's engine lowers this limit to four times the number of blocks that fit in the
+    store."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):

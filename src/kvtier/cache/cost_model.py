@@ -65,7 +65,7 @@ class OnlineLeastSquares:
             self._add_samples()
 
     def predict(self, amounts: Sequence[float]) -> float | None:
-        """Return the expected seconds, or None before the first sample. The fit may not include the newest samples."""
+        """Return the expected seconds, or None before the first sample. The fit can lack the newest samples."""
         if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):
             self._add_samples()
         if not self._num_samples:

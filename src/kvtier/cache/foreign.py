@@ -40,7 +40,8 @@ class SavePoint:
     num_blocks: int = 0
     """Number of leading blocks of the chain that are on the host or in flight to the host."""
     node: Node | None = None
-    """Node with the last of these blocks. The request has no lease on the node, so the host may evict the blocks."""
+    """Node with the last of the `num_blocks` blocks. The request has no lease on the node, so the host may evict the
+    blocks."""
     is_over: bool = False
     """True if no more blocks of the request are saved.
 
@@ -58,7 +59,7 @@ class ForeignDevice:
     def load(self, allocation: Allocation, first: int, blocks: I32, prefetch: Prefetch | None = None) -> int:
         """Plan a copy of the matched blocks [first, first + len(blocks)) to device blocks. Return the transfer id.
 
-        The transfer holds another lease, so the allocation may end before the transfer.
+        The transfer holds a lease of its own, so the allocation may end before the transfer.
         """
         lease, stop = allocation.lease, first + len(blocks)
         if not 0 <= first < stop <= lease.num_matched:
@@ -80,11 +81,11 @@ class ForeignDevice:
         now: float = 0.0,
         retention: Retention = _KEEP,
     ) -> dict[int, I32]:
-        """Plan copies to the host of those blocks [0, stop) of the chain that the host lacks.
+        """Plan saves of the blocks in [0, stop) of the chain that the host lacks.
 
         `table` contains the device block of each block of the chain. The engine has dropped the first `num_dropped`
-        device blocks, because they are outside a sliding window. If the host lacks one of them, nothing more is saved
-        for this request.
+        device blocks, because they are outside a sliding window. If the host lacks one of these blocks, nothing more is
+        saved for this request.
 
         Return the device blocks that each transfer reads, by transfer id, and update `point`. The first call for a
         point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since the
@@ -119,7 +120,7 @@ class ForeignDevice:
         return 1 in block_states(lease, self._host, 0, num_blocks).translate(IS_ABSENT)
 
     def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
-        """Start copies of blocks in the path that are absent on the host.
+        """Start copies of the leased blocks that are absent on the host.
 
         Return the transfers, and the number of leading blocks that are now on the host or in flight to the host.
         """

@@ -283,7 +283,7 @@ class CacheManager:
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
         """Record that a session has ended. The eviction policy then expects no further use of its blocks.
 
-        Return the number of blocks that were last used by the last request of the session.
+        Return the number of blocks whose last use was the last request of the session.
         """
         return self.tree.close(salt, session_id, now=now)
 
@@ -411,7 +411,10 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block. Return b"" without a host tier: all blocks are READY then."""
+        """Return the device state of each matched block.
+
+        Without a host tier, return b"", because every block is then READY.
+        """
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)

@@ -34,7 +34,7 @@ class CacheMetrics:
         self._room = new.gauge("kvtier_cache_blocks", "Capacity of a memory tier.", ("tier",))
         self._evicted = new.counter("kvtier_cache_evicted_blocks_total", "Blocks evicted to make room.", ("tier",))
         self._duplicates = new.counter(
-            "kvtier_cache_duplicates_evicted_total", "Blocks evicted from the host that the device also held."
+            "kvtier_cache_duplicates_evicted_total", "Blocks that the host evicted because the device held them too."
         ).of()
         self._late = new.counter(
             "kvtier_cache_saved_late_blocks_total", "Blocks saved because the device was about to evict them."

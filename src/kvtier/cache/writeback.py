@@ -82,7 +82,7 @@ class WritebackQueue:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
-        """Queue the blocks of a finished request if the policy is write_back. The blocks can then be evicted."""
+        """Queue the blocks of a finished request if the policy is write_back, because they can now be evicted."""
         if self._config.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self.jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
@@ -137,8 +137,8 @@ class HostWriter:
 
     In an inclusive host tier, a copy may take the slot of any host block. In an exclusive host tier (`ahead_share` is
     above 0), a copy of a block that stays on the device is worth less than a block that only the host holds. Such a
-    tier copies blocks early only while it has free slots. Other blocks are copied when the device is about to evict
-    them.
+    tier receives early copies only while it has free slots. All other blocks are copied when the device is about to
+    evict them.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class HostWriter:
         has_stores: bool = False,
         is_early: bool = False,
     ) -> None:
-        """With `is_early`, even a full exclusive host tier saves blocks early, so that stores get them early."""
+        """With `is_early`, blocks are saved early even to a full exclusive host tier, so that stores get them early."""
         self._tree, self._device, self._host, self._transfers = tree, device, host, transfers
         self._ahead_share, self._is_early = ahead_share, is_early
         self._needs_keys = has_stores and not is_early

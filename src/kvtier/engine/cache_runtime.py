@@ -166,8 +166,7 @@ class CacheRuntime:
         clock: Callable[[], float],
     ) -> None:
         """`groups` are the cache groups of this rank. Every other rank has one group, whose blocks are as large as
-        those
-        of groups[0]."""
+        the blocks of groups[0]."""
         self._manager = manager
         self._admin = CacheAdmin(manager)
         self._groups = groups
@@ -177,7 +176,7 @@ class CacheRuntime:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.failed: set[int] = set()
-        """Ids of transfers that failed on one rank and have not yet finished on all ranks."""
+        """Ids of transfers that failed on at least one rank and have not yet finished on all ranks."""
         self.is_asleep = False
         self.finish_steps: Callable[[], object] | None = None
         """Function of the engine that finishes the steps in flight. It must run before requests are paused."""
@@ -319,7 +318,7 @@ class CacheRuntime:
             self._drain()
 
     def save_all(self) -> None:
-        """Copy all blocks in memory to the lowest tier, so that they survive a restart."""
+        """Copy all blocks in memory to every lower tier, so that blocks in persistent stores survive a restart."""
         for _ in range(2):  # first to the host, then from the host to the stores
             self._admin.save_all()
             self._drain_saves()
@@ -428,7 +427,7 @@ class CacheRuntime:
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
         wanted, free = num_blocks * block_bytes, free_bytes(device)
-        if tier == "device":  # an old device cache, unlike an old host cache, is freed before the new allocation
+        if tier == "device":  # the old device cache is freed before the new allocation, the old host cache after it
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(

@@ -225,13 +225,13 @@ class Engine:
     def close_session(self, session_id: str, *, salt: bytes = b"") -> int:
         """Record that no further request of a session is expected.
 
-        The learned policy uses this hint, and other policies ignore it. Return the number of blocks that were last used
-        by the last request of the session.
+        The learned policy uses this hint, and other policies ignore it. Return the number of blocks whose last use was
+        the last request of the session.
         """
         return self.scheduler.close_session(session_id, salt, self._clock())
 
     def chain(self, prompt: str | Sequence[int], *, salt: bytes = b"") -> Chain:
-        """Return the block keys of a prompt."""
+        """Return the chain of a prompt: its tokens and the keys of its blocks."""
         return Chain(self.manager.namespace, self._tokens(prompt), salt=salt)
 
     # ---- internals -------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Engine:
         )
 
     def _start_step(self, step: Step) -> list[Output]:
-        """Submit a step to the pipeline. If that fails, finish the steps before it and end the requests of the step."""
+        """Submit a step to the pipeline. After an error, finish the earlier steps and end the requests of this step."""
         run = StepRun(step, self.tiers.begin_step(step.plan, step.loads), {})
         tickets, resident = [], []
         for row in step.rows:

@@ -53,7 +53,7 @@ class PackedWeight:
 
     @property
     def is_integer(self) -> bool:
-        """True if products round their input."""
+        """True if products with this matrix round their input."""
         return self.kind.endswith("integer")
 
 
@@ -216,15 +216,15 @@ def _group_columns(elements: _U8) -> _U8:
 
 @functools.cache  # compile and load once per process
 def native() -> Native[EngineNative]:
-    """Return the kernels for this processor, or those that KVTIER_CPU_ISA names.
+    """Return the kernels for this processor, or the kernels that KVTIER_CPU_ISA names.
 
-    Raises ArgumentError if that name is unknown, and UnavailableError if its kernels cannot run here.
+    Raises ArgumentError if KVTIER_CPU_ISA is unknown, and UnavailableError if the named kernels cannot run here.
     """
     isa = os.environ.get("KVTIER_CPU_ISA")
     if not isa:
         return load(SOURCE, EngineNative)
     if isa not in _VARIANT_OF:
-        raise ArgumentError(f"KVTIER_CPU_ISA is {isa!r}; it can be {', '.join(_VARIANT_OF)}, or unset for the best one")
+        raise ArgumentError(f"KVTIER_CPU_ISA is {isa!r}; use {', '.join(_VARIANT_OF)}, or unset it")
     if missing := missing_features(isa):
         raise UnavailableError(
             f"KVTIER_CPU_ISA={isa} needs a processor with {', '.join(sorted(missing))}; unset it to use the best "

@@ -100,7 +100,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: boo
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention for one token, without a mask. Query heads that share a KV head are queries of that head."""
+    """Compute attention for one token, without a mask. Query heads that share a KV head become queries of that head."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])

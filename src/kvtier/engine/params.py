@@ -127,7 +127,9 @@ class SamplingParams:
         if self.n > 1 and self.is_greedy:
             raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
         if self.constraint is not None and (self.min_tokens or self.ignore_eos):
-            raise ArgumentError("min_tokens and ignore_eos are not allowed with a constraint: it ends the output")
+            raise ArgumentError(
+                "min_tokens and ignore_eos are not allowed with a constraint, because the constraint ends the output"
+            )
 
     def _check_restrictions(self) -> None:
         sizes = {"logit_bias": MAX_BIASES, "allowed_token_ids": MAX_ALLOWED_TOKENS, "bad_words": _MAX_BAD_WORDS}

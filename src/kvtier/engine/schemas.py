@@ -63,7 +63,7 @@ def to_lark(text: str) -> str:
 
     try:
         return any_to_lark(text)
-    except Exception as error:  # the converter raises bare Exception and RecursionError; its text quotes the grammar
+    except Exception as error:  # report only the type, because the text of the error quotes the grammar
         raise ArgumentError(f"the grammar is neither Lark nor GBNF: {type(error).__name__}") from error
 
 

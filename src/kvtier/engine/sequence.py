@@ -28,7 +28,7 @@ class StopChecker:
         """The stop string that was found first."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Add text. Returns the text that can be released, and True if a stop string was found at its end."""
+        """Add text. Returns the text that can be released, and True if a stop string ends the output."""
         if not self._stops:
             return piece, False
         text = self._held + piece

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Proposer(Protocol):
     """Drafts tokens. If it drafts with models, `models` lists them.
 
-    The engine keeps a cache group for each of these models. In every step, it computes the new tokens with them too.
+    The engine keeps a cache group for each of these models. In every step, these models also compute the new tokens.
     """
 
     num_tokens: int

@@ -253,7 +253,7 @@ class Chain:
         return self.labels[block * width : (block + 1 if stop is None else stop) * width]
 
     def tail(self, block: int, max_tokens: int) -> bytes:
-        """Return the token bytes of a block, but of at most `max_tokens` tokens. The block may be partly filled."""
+        """Return the token bytes of at most `max_tokens` leading tokens of a block. The block may be partly filled."""
         first = block * self.label_bytes
         stop = first + min(max_tokens * TOKEN_BYTES, self.label_bytes)
         tail = self.labels[first:stop]
@@ -267,7 +267,8 @@ class Chain:
     def label_view(self, block: int, stop: int) -> memoryview:
         """Return the token bytes of blocks [block, stop).
 
-        Return a view if they are most of `labels`. Otherwise return a copy, which does not keep all of `labels` alive.
+        Return a view if these bytes are most of `labels`. Otherwise return a copy, which does not keep all of `labels`
+        alive.
         """
         width = self.label_bytes
         if 4 * (stop - block) * width >= 3 * len(self.labels):

@@ -16,7 +16,7 @@ from kvtier.index.tree import RadixTree
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease] | None = None) -> None:
-    """Raise StateError if an invariant is violated. If `leases` lists all open leases, check their counts too."""
+    """Raise StateError if an invariant is violated. Pass all open leases to check the lease counts too."""
     nodes = list(tree.nodes())
     for node in nodes:
         _check_shape(node, tree.namespace.block_tokens * 4, tree.with_keys)

@@ -92,7 +92,7 @@ class Busiest:
     """
 
     ENOUGH = 32  # count at which a key gets a number; fewer observations would be mostly noise
-    PERIOD = 4096  # keys that are counted between two halvings; this also limits the number of counts
+    PERIOD = 4096  # keys that are counted between two halvings; this also limits the size of the dict of counts
 
     def __init__(self) -> None:
         self._counts: dict[object, int] = {}

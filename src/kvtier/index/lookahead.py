@@ -6,8 +6,8 @@
       └── used again ──┴───────────┘
 
 The queue contains the nodes that will be evicted next. A node leaves the queue while it is leased. If the lease counts
-as a use, the node returns to the policy. Otherwise, for example after the transfer that saved it, it returns to the
-queue.
+as a use, the node returns to the policy. Otherwise, for example after the transfer that saved the node, it returns to
+the queue.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Lookahead:
 
     def pull(self, num_blocks: int) -> list[Node]:
         """Move victims of the policy to the queue until the queue has `num_blocks` blocks. Return the new nodes."""
-        for node in self.queue:  # update the first node only: blocks are evicted from no other node of the queue
+        for node in self.queue:  # blocks are evicted only from the first node of the queue
             self._count(node)
             break
         pulled: list[Node] = []
@@ -76,7 +76,9 @@ class Lookahead:
     def check(self) -> None:
         """Raise StateError if the queue has a node that cannot be evicted, or if blocks are counted wrongly."""
         if self.num_blocks != sum(self.queue.values()):
-            raise StateError(f"{self.num_blocks} next victims counted, but the queue has {sum(self.queue.values())}")
+            raise StateError(
+                f"{self.num_blocks} blocks counted in the queue, but its nodes have {sum(self.queue.values())}"
+            )
         for node, count in self.queue.items():
             held = node.held[self._tier]
             if node.leases or not node.attached or held is None or held.num_held > count:

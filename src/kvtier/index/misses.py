@@ -29,7 +29,8 @@ class MissReason(Enum):
 class Miss:
     """First block that did not match, and the reason. `time` is the logical time of the block's removal.
 
-    If the learned policy evicted the block, `cell` is its class and `value` its value. Otherwise `cell` is -1.
+    If the learned policy evicted the block, `cell` is the class of the block and `value` is the estimate that led to
+    the eviction. Otherwise `cell` is -1.
     """
 
     block: int

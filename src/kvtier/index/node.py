@@ -31,8 +31,8 @@ class BlockState(IntEnum):
 # Plain numbers for hot paths, because access to an enum member takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate. READ_MORE adds a reader and READ_FEWER removes one. The other tables map the states that
-# their name describes to 1, and all other states to 0.
+# Tables for bytes.translate. READ_MORE adds a reader and READ_FEWER removes one. Each of the other tables
+# contains 1 for the states that its name describes, and 0 for all other states.
 READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
 READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
@@ -97,9 +97,9 @@ class Node:
 
     All blocks of a node have the same leases and access statistics. If they begin to differ, the node is split.
 
-    `key` contains the token bytes and extras of the first block. The parent's `children` uses the same bytes object as
-    its key, so that the hash is computed only once. `leases` counts the leases that end at this node or at one of its
-    descendants. `below[t]` counts the children whose subtrees have blocks in tier t.
+    `key` contains the token bytes and extras of the first block. The dict `children` of the parent uses the same bytes
+    object as the key of this node, so that the hash is computed only once. `leases` counts the leases that end at this
+    node or at one of its descendants. `below[t]` counts the children whose subtrees have blocks in tier t.
     """
 
     parent: Node | None
@@ -132,7 +132,7 @@ class Node:
         return len(self.labels) // self.num_blocks
 
     def label(self, block: int) -> memoryview:
-        """Return the token bytes of a block without extras. The first block of the node has index 0."""
+        """Return the token bytes of a block, without its extras. The first block of the node has index 0."""
         width = self.label_bytes
         return self.labels[block * width : (block + 1) * width]
 
@@ -142,7 +142,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks that at least one tier has in a state of `table`, which is READABLE or IS_HELD."""
+        """Count the leading blocks whose state in at least one tier is in `table`, which is READABLE or IS_HELD."""
         union = 0
         for held in self.held:
             if held is not None:

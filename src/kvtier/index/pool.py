@@ -82,7 +82,7 @@ class BlockPool:
         return np.concatenate(runs) if runs else np.empty(0, np.int32)
 
     def allocate(self, n: int) -> Slots | Shortage:
-        """Allocate n slots, or return a Shortage. If there is a free run of 2n slots, the slots are contiguous."""
+        """Allocate n slots, or return a Shortage. If there is a free run of 2n slots, the result is contiguous."""
         if n < 0:
             raise RangeError(f"{self.tier}: cannot allocate {n} slots")
         if n > self.num_free:

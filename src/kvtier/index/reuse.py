@@ -59,9 +59,10 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """By class: the lowest value that later rises by the factor NOISE or more. Infinity if no value does."""
+        """By class: the lowest value that later rises by the factor NOISE or more. Infinity if no value rises so
+        much."""
         self.rises_until: list[float] = []
-        """By class: the age after which its value no longer rises."""
+        """By class: the age after which the value no longer rises."""
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:

@@ -185,7 +185,7 @@ class Tier:
         """Return runs of a node's blocks that the faster tier also holds, with at most `max_blocks` blocks in total.
 
         The runs start at the beginning of the node. The faster tier evicts the end of a node first, so this tier keeps
-        the copies of the last blocks longest. If all duplicates are returned, the node is removed from the list.
+        the copies of the last blocks longest. If all duplicates are returned, the node is removed from `duplicates`.
         """
         both = self.duplicate_mask(node)
         runs, first = [], both.find(1)
@@ -206,7 +206,7 @@ class Tier:
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose next victims until their blocks and the free slots are about `num_blocks`. Return the new victims."""
+        """Choose next victims until they and the free slots have about `num_blocks` slots. Return the new victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():

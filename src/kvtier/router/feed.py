@@ -5,7 +5,7 @@
     LIVE --later batch: the batches in between are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
     GAP  --`restart`, because no replay has them---------------> LIVE
-    any  --older number with a newer time: replica restarted---> index cleared, LIVE if it is batch 0, else LATE
+    any  --older number with a newer time: replica restarted---> index cleared, LIVE after batch 0, else LATE
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
@@ -82,7 +82,7 @@ class ReplicaFeed:
         return self.state
 
     def restart(self) -> FeedState:
-        """Forget the replica and continue with the next batch. Call it if a replay lacks the missing batches.
+        """Forget the replica and continue with the next batch. Call this method if a replay lacks the missing batches.
 
         The index then lacks the replica's blocks until later events report them again.
         """

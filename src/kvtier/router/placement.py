@@ -6,8 +6,8 @@ A hash table in numpy. Each bucket has 8 places. If the bucket of a block is ful
     masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, all bits for a shared block
 
 A lookup compares a prompt with all places of its buckets in one call, so a prompt of 512 blocks takes about as long as
-one of 100. A dict of Python ints takes 110 bytes per block before the masks; this table takes 62 to 87 bytes with 64
-replicas and four tiers.
+one of 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four
+tiers, this table takes 62 to 87 bytes.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class PlacementIndex:
 
 
 def _count_bits(masks: U64) -> I64:
-    """Return, for each bit, the number of rows of `masks` [row, word] that have it.
+    """Return, for each bit, the number of rows of `masks` [row, word] in which the bit is set.
 
     One addition of 64-bit words adds eight counters of 8 bits each. A counter would overflow after 255 rows.
     """

@@ -87,7 +87,7 @@ class ReplicaCosts:
 
 
 def median_costs(costs: Sequence[ReplicaCosts]) -> ReplicaCosts:
-    """Return the median of each cost. Replicas of one kind use it, so that a wrong fit of one replica has no effect."""
+    """Return the median of each cost. Replicas of one kind use the medians, so that one wrong fit has no effect."""
     return ReplicaCosts(*(statistics.median(getattr(each, name) for each in costs) for name in ReplicaCosts.__slots__))
 
 
@@ -98,7 +98,7 @@ def _block_seconds(model: CostModel, link: tuple[Route, str]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Block size of the fleet and the largest number of replicas, which sets the size of the index."""
+    """Settings of a Router. All replicas have the same block size. `max_replicas` sets the size of the index."""
 
     block_tokens: int = 16
     max_replicas: int = 64
@@ -118,7 +118,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """Chosen replica, and the estimate for it. Pass it to `Router.on_first_token` and `Router.on_finish`."""
+    """Chosen replica, with its estimate. Pass the decision to `Router.on_first_token` and `Router.on_finish`."""
 
     id: int
     """Number of the decision, unique within the router."""
@@ -135,7 +135,7 @@ class RouteDecision:
 
 
 class Router:
-    """Replicas, their blocks and their queues. All methods except `check` mutate it. Not thread-safe.
+    """Replicas, their blocks and their queues. All methods except `check` may change this state. Not thread-safe.
 
     Blocks of a prompt that was sent to a replica count as `expected` there until the request ends, so that prompts with
     the same prefix are sent to the same replica even before its first event arrives.
@@ -198,7 +198,7 @@ class Router:
         )
 
     def route(self, hashes: U64, num_tokens: int, *, without: frozenset[str] = frozenset()) -> RouteDecision | None:
-        """Choose a replica for a prompt, except the replicas in `without`. `hashes` are the hashes of its full blocks.
+        """Choose a replica that is not in `without`. `hashes` are the hashes of the prompt's full blocks.
 
         Return None if no replica is left.
         """
@@ -236,7 +236,7 @@ class Router:
             self._add_waiting(decision.number, -_nanoseconds(decision))
 
     def on_finish(self, decision: RouteDecision) -> None:
-        """End a finished or failed request. Its blocks no longer count as expected: events report cached blocks."""
+        """End a request. Its blocks no longer count as expected, because events report the cached blocks."""
         self.on_first_token(decision)
         if len(decision.expected) and self._names[decision.number] == decision.replica:
             self.index.remove(decision.number, EXPECTED, decision.expected)
@@ -281,7 +281,7 @@ class Router:
         return start
 
     def _num_duplicates(self, counts: Counts) -> F64:
-        """Return, for each replica, the number of prompt tokens that another replica has cached but it has not."""
+        """Return, for each replica, the number of prompt tokens that it lacks and another replica has cached."""
         held = counts.sum(axis=0)
         lacking: F64 = (held.max() - held) * float(self.config.block_tokens)
         return lacking

@@ -166,8 +166,8 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     """True if the row includes the last known token, so that the next token is sampled. The row of a request whose
     previous row is in flight starts with the token that the previous row samples."""
     loads: tuple[int, ...] = ()
-    """Ids of the request's loads in flight. Each layer of the step waits for its own blocks. The caller applies
-    the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
+    """Ids of the request's loads in flight. Each layer of the step waits for its own part of the loads. The caller
+    applies the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:

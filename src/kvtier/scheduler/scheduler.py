@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, and the times of their start
-        self._updated_at = -math.inf  # when the last results arrived; the device begins the next step then
+        self._updated_at = -math.inf  # time of the last results, when the device begins the next step
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -92,7 +92,7 @@ class Scheduler:
         if len(self._steps) == MAX_IN_FLIGHT:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
-        # Add no rows while a step with loads is in flight. If one of its loads fails, the result of the row must be
+        # Add no rows while a step with loads is in flight. If one of its loads fails, the result of its row must be
         # ignored. A new load of the same blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
@@ -173,7 +173,7 @@ class Scheduler:
         self._free_leaving(now)
 
     def _take_oldest(self, step: Step) -> float:
-        """Remove a step and its rows from those in flight. Return the time of its start."""
+        """Record that the oldest step and its rows are no longer in flight. Return the start time of the step."""
         if not self._steps or step is not self._steps[0][0]:
             raise StateError("call update(), fail() or discard() once for each step, in the order of schedule()")
         _, began = self._steps.pop(0)
@@ -365,7 +365,7 @@ class Scheduler:
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
-        """End all prefetches, or those whose end could resolve `shortage`. Return True if a prefetch was ended."""
+        """End all prefetches, or only prefetches whose end could resolve `shortage`. Return True if there were any."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         if request is not None and shortage is not None:
             prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]

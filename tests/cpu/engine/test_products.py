@@ -244,7 +244,7 @@ def test_draw_of_every_isa_equals_best(code):
 
 def test_unknown_isa_raises(monkeypatch):
     monkeypatch.setenv("KVTIER_CPU_ISA", "sse9")
-    with pytest.raises(ArgumentError, match=r"'sse9'; it can be avx2, avx2_vnni, avx512, avx512_vnni, amx"):
+    with pytest.raises(ArgumentError, match=r"'sse9'; use avx2, avx2_vnni, avx512, avx512_vnni, amx"):
         native.__wrapped__()
 
 

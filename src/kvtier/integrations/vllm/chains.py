@@ -39,7 +39,7 @@ class ChainBuilder:
         return chain
 
     def _extras(self, request: Any) -> dict[int, bytes]:
-        """Return a digest for each block of the prompt with media or prompt embeddings, by block number."""
+        """Return a digest for each prompt block that contains media or prompt embeddings, by block number."""
         block_tokens, extras, item = self.namespace.block_tokens, {}, 0
         for block in range(request.num_prompt_tokens // block_tokens + 1):
             first = block * block_tokens

@@ -83,14 +83,14 @@ class ConnectorConfig:
     """`memory`: a cache reset drops the blocks in host memory. `weights`: a reset means that the weights may have
     changed. Earlier blocks in host memory and in stores are then never used again."""
     save_generated: bool = True
-    """Save the blocks of completions, not only those of prompts."""
+    """Save the blocks of completions too, and not only the blocks of prompts."""
     max_saving_blocks: int = 0
     """Maximum number of device blocks that saves hold; 0 for a quarter of vLLM's blocks, but at least 256. If a request
     ends while the limit is reached, its remaining blocks are not saved."""
     allow_fail_policy: bool = False
     """Start even if vLLM fails requests whose load failed (kv_load_failure_policy=fail)."""
     verify_loads: bool = False
-    """Read every loaded block back and compare its checksum with that of the saved block. For debugging."""
+    """Read every loaded block back and compare its checksum with the checksum of the saved block. For debugging."""
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep") or self.on_reset not in ("memory", "weights"):

@@ -1,7 +1,7 @@
 """KvtierConnector: vLLM's connector interface. Each method calls the scheduler side or the worker side.
 
-The order of the calls and their requirements are those of vLLM 0.32 (docs/vllm.md). An exception in a call would stop
-vLLM for all requests. Failed loads, saves and store calls are therefore reported as values, not as exceptions.
+vLLM 0.32 defines the order and the requirements of the calls (docs/vllm.md). An exception in a call would stop vLLM for
+all requests. Failed loads, saves and store calls are therefore reported as values, not as exceptions.
 """
 
 from __future__ import annotations
@@ -367,13 +367,13 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
 
 
 def _is_supported(spec: Any) -> bool:
-    """Return True if vLLM keeps the KV of a block in one device block, and never overwrites it before it is freed."""
+    """Return True if vLLM keeps the KV of a block in one device block, and overwrites no block that is in use."""
     kinds = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
     return isinstance(spec, kinds) and not hasattr(spec, "rswa_window")
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Return True if vLLM may free device blocks of a running request that are outside the windows of all layers."""
+    """Return True if vLLM may free device blocks outside the windows of all layers while their request runs."""
     groups = kv_cache_config.kv_cache_groups
     return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 

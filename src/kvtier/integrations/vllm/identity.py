@@ -20,8 +20,7 @@ _UNRELATED = ("_name_or_path", "transformers_version", "_commit_hash", "architec
 def namespace_of(
     config: ConnectorConfig, vllm_config: Any, group: CacheGroup, num_shards: int, page_format: str
 ) -> Namespace:
-    """Return the namespace of a rank's cache group. All ranks and all engines that share blocks have the same
-    namespace.
+    """Return the namespace of a cache group. All ranks and all engines that share blocks have the same namespace.
 
     `num_shards` is the number of ranks that hold different heads. `page_format` describes the order of the bytes in a
     page: attention backend, layout, instruction set. Raise ArgumentError if a store is persistent and the revision of

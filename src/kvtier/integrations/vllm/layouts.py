@@ -26,9 +26,9 @@ def device_cache_of(
     views: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int, *, has_heads: bool
 ) -> tuple[DeviceCache, list[torch.Tensor]]:
     """Return a cache of these layers, in this order, and their pages [block, ...].
-    Layers that share a tensor count as one layer.
 
-    `has_heads` is False if every rank stores the same data, as with multi-head latent attention (MLA).
+    Layers that share a tensor count as one layer. `has_heads` is False if every rank stores the same data, as with
+    multi-head latent attention (MLA).
     """
     layers: list[torch.Tensor] = []
     specs: list[LayerSpec] = []

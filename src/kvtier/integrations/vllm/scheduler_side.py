@@ -338,12 +338,12 @@ class SchedulerSide:
             tracked.saves.add(number)
 
     def _num_savable(self, tracked: TrackedRequest, num_full: int) -> int:
-        """Return how many of a request's first full blocks the settings allow to save."""
+        """Return how many of a request's leading full blocks may be saved with these settings."""
         num_prompt = tracked.request.num_prompt_tokens // self._block_tokens
         return num_full if self._config.save_generated else min(num_full, num_prompt)
 
     def _num_dropped(self, table: Sequence[int]) -> int:
-        """Return the number of leading null blocks. vLLM has dropped these blocks: they are outside the window."""
+        """Return the number of leading null blocks, which vLLM has dropped because they are outside the window."""
         null, count = self._pool.null_block.block_id, 0
         while count < len(table) and table[count] == null:
             count += 1
@@ -356,7 +356,8 @@ class SchedulerSide:
         tracked.saves.discard(number)
         if 0 in done.arrived:
             tracked.saved = SavePoint()  # the next save copies every missing block
-        # vLLM evicts blocks in the order of their release. Release the end of the prefix first: it is the least useful.
+        # vLLM evicts blocks in the order of their release. Release the end of the prefix first, which is the least
+        # useful.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def _on_loaded(self, done: PendingTransfer) -> None:

@@ -3,11 +3,10 @@
     vLLM's step     handle_preemptions   bind_..    forward   start_load_kv   wait_for_save   get_transfer_results
     WorkerSide      begin_step           start_early          start_loads     start_others    poll
 
-Loads wait for the work that was queued before the step, because earlier kernels may still use their target blocks. They
-run during the forward pass. On a GPU, loads start after the forward pass is launched. On a CPU, the launch returns only
-at the end of the forward pass, so loads start before it.
-Saves wait for the forward pass, which writes their source blocks. Only `poll` blocks the caller, and only in a step
-without tokens.
+Loads wait for the work that was queued before the step, because earlier kernels may still use the target blocks. Loads
+run during the forward pass. On a GPU, they start after the forward pass is launched. On a CPU, the launch returns only
+at the end of the forward pass, so loads start before it. Saves wait for the forward pass, which writes their source
+blocks. Only `poll` blocks the caller, and only in a step without tokens.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class WorkerSide:
         stores: Mapping[str, Store | ShardStores] | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """Open the stores of `config`, unless `stores` are given. `mover` executes copies; tests inject failures."""
+        """Open the stores of `config`, unless `stores` are given. `mover` executes copies and can inject failures."""
         self.namespace, self._group = namespace, cache.group
         num_blocks = config.host_bytes // sharding.num_ranks // self._group.slot_bytes
         if num_blocks < 1:
