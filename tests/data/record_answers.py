@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.engine import LLM, SamplingParams
-from kvtier.engine.schemas import SchemaCompiler
+from kvtier.engine.schemas import Grammar, SchemaCompiler
 from kvtier.server.tool_schemas import arguments_schema, calls_schema
 
 FILE = Path(__file__).with_name("answers.jsonl")
@@ -71,7 +71,7 @@ def cases(compiler: SchemaCompiler) -> Iterator[Case]:
     for number, question in enumerate(QUESTIONS):
 
         def params(seed: int, schema: str = "", number: int = number) -> SamplingParams:
-            constraint = compiler.constraint(schema) if schema else None
+            constraint = compiler.constraint(Grammar("json", schema)) if schema else None
             temperature = 0.0 if seed == 0 else 0.9
             return SamplingParams(temperature, seed=100 * number + seed, max_tokens=TOKENS, constraint=constraint)
 
