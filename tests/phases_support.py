@@ -63,7 +63,7 @@ class CacheReader(Model):
         return self._table[hidden].clone()
 
     def expected(self, number: int) -> Answer:
-        """Return the answer of an engine with one phase and without a cache that runs only this case."""
+        """Run only this case, on an engine with one phase and without prefix caching. Return the answer."""
         if number not in self._answers:
             engine = Engine(self, config=EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False), graph_sizes=()))
             name = engine.add(*CASES[number])
@@ -231,7 +231,7 @@ class Life:
 
 
 def check_lives(model: CacheReader, phases: int, num_lives: int, num_steps: int) -> Counter[str]:
-    """Run engines one after the other for `num_steps` steps each. Return what has happened."""
+    """Run engines one after the other for `num_steps` steps each. Return the number of events by name."""
     seen: Counter[str] = Counter()
     for seed in range(num_lives):
         life = Life(model, seed, phases)

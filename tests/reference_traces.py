@@ -1,6 +1,6 @@
 """Traces with known hit rates.
 
-They are the trace in tests/data and, if KVTIER_TRACE contains its path, the Mooncake conversation trace.
+One trace is in tests/data. The other one is the Mooncake conversation trace, if KVTIER_TRACE contains its path.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def expected_shares(logits: list[float], params: SamplingParams) -> dict[int, fl
 
 
 def check_draws(params: SamplingParams, vocab: int, device: str) -> None:
-    """Draw NUM_DRAWS tokens and compare their counts with the expected ones."""
+    """Draw NUM_DRAWS tokens and compare the count of each token with the expected count."""
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, vocab).astype(np.float32))
     request = RequestSampler(params, PROMPT)
     for token in OUTPUT:

@@ -14,7 +14,7 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""Result of a row whose loads failed. The scheduler must ignore it. The simulated model never samples token 77."""
+"""Result of a row whose loads failed, which the scheduler must ignore. The simulated model never samples token 77."""
 
 
 class Inputs(NamedTuple):

@@ -92,7 +92,8 @@ def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
 
 
 AUDIO_TOKEN, AUDIO_TOKENS, SAMPLES = 500, 25, 16_000
-"""Token that stands for audio in a prompt, and per second of audio: inserted tokens, and samples."""
+"""Id of the token that stands for audio in a prompt, number of tokens inserted per second of audio, and number of
+samples per second of audio."""
 
 
 def make_qwen2_audio(folder: Path, seed: int = 0) -> Path:

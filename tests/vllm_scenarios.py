@@ -132,8 +132,8 @@ def poison_free_blocks(driver: Driver) -> None:
     """Fill a device block with poison when vLLM discards its content.
 
     vLLM discards the content when it frees a block that is not in its prefix cache, or assigns the block to another
-    request. If a save holds no reference to its block, it saves poison. If a request runs before its load, it reads
-    poison.
+    request. If a save holds no reference to its block, it saves poison. If a request runs before its load has ended, it
+    reads poison.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
@@ -186,7 +186,7 @@ def check_idle(driver: Driver) -> None:
 
 
 def connectors(driver: Driver) -> list[Any]:
-    """Return kvtier's connectors in the scheduler, including those inside a MultiConnector."""
+    """Return kvtier's connectors in the scheduler, including connectors inside a MultiConnector."""
     top = driver.scheduler.connector
     return [each for each in getattr(top, "_connectors", [top]) if hasattr(each, "make_worker")]
 
@@ -233,7 +233,7 @@ def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
 
 
 def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, has_run: bool) -> None:
-    """Abort a request that loads, after a reset of the connector. Its device blocks are empty and must not be saved.
+    """Reset the connector while a request loads, then abort the request. Its empty device blocks must not be saved.
 
     With `has_run`, the request was computed and preempted before, and it loads its own blocks again.
     """
@@ -313,7 +313,7 @@ def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) 
     name = driver.add(prompt, max_tokens=40)
     driver.step_until(lambda: driver.state(name) == "RUNNING", "the request runs")
     driver.step()
-    if running:  # vLLM preempts the request, and the saves must not hold device blocks then
+    if running:  # vLLM can preempt the request only while no save holds device blocks
         faults.saves_may_run.set()
         driver.step_until(lambda: not connectors(driver)[0].scheduler.num_held_blocks, "the saves have ended")
     driver.reset(connector=True, running=running)
@@ -338,7 +338,7 @@ def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps
 def sleep(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> bool:
     """Put the engine to sleep while requests run, then wake it up. Drop the answers. Return True if it slept.
 
-    On a CPU, vLLM keeps its memory during sleep. It empties its own cache and the connector's, as on a GPU.
+    On a CPU, vLLM keeps its memory during sleep. As on a GPU, it empties its own cache and the cache of the connector.
     """
     for prompt in prompts:
         driver.add(prompt, max_tokens=30)
@@ -492,7 +492,10 @@ def ask_with_images(driver: Driver, prompt: Sequence[int], pixels: int, seeds: S
 
 
 def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_examples: int) -> tuple[int, int]:
-    """Check that block keys of random requests are equal if and only if vLLM's hashes are. Return both counts."""
+    """Check that block keys of random requests are equal if and only if vLLM's hashes are equal.
+
+    Return the number of pairs of equal blocks, and the number of pairs of different blocks.
+    """
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
     from vllm.utils.hashing import sha256

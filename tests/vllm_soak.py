@@ -3,7 +3,8 @@
     python -m vllm_soak --seconds 600
 
 Every round must end without requests, references to device blocks, leases or transfers. Each round compares the bytes
-of all loaded blocks, and the tokens with those of vLLM alone. The memory of the process must not grow.
+of all loaded blocks with the computed bytes, and the tokens with the tokens of vLLM alone. The memory of the process
+must not grow.
 """
 
 from __future__ import annotations

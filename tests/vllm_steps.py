@@ -4,7 +4,8 @@
     SimulatedWorker    a rank: device and host memory, a memory store, and transfers that the test ends
 
 The KV of a position is a digest of the salt and of all tokens up to the position. In each step, every rank checks the
-KV of every position that it reads. After a wrong load, save or block reference, the first read fails the test.
+KV of every position that it reads. If a load, a save or a block reference is wrong, the first read of a wrong position
+fails the test.
 """
 
 from __future__ import annotations
@@ -380,7 +381,7 @@ class SteppedEngine:
         return self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
-        """Reset vLLM's prefix cache, and kvtier's too if `is_deep`. With `preempts`, preempt running requests first.
+        """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
 
         vLLM cannot preempt while saves hold device blocks. In this case, `preempts` has no effect.
         """
@@ -590,7 +591,7 @@ class SteppedEngine:
         assert pool.get_num_free_blocks() == len(pool.blocks) - 1
 
     def totals(self) -> Counter[str]:
-        """Return counts of events. A test checks with them that it covered the events."""
+        """Return the number of events by name, so that a test can check which events occurred."""
         for route, stats in self.side.manager.transfers.counts.items():
             self.counts[route.value] += stats.num_blocks
             self.counts[f"{route.value} failed"] += stats.num_failed

@@ -43,8 +43,9 @@ SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 12
 BLOCK_SIZES = (16, 4, 64)
 
 # Every case compiles new kernels, because data type, heads, head size, block size and number of splits are compile-time
-# constants. bfloat16 is tested with every mix and shape, float16 with few, and float32 with one shape per mix, because
-# float32 products are unrolled and take much longer to compile, most of all with a head size of 128 in a prefill.
+# constants. bfloat16 is tested with every mix and shape, float16 with few cases, and float32 with one shape per mix,
+# because float32 products are unrolled and take much longer to compile, most of all with a head size of 128 in a
+# prefill.
 FEW = [
     ("one prompt", SHAPES[1], 16),
     ("one prompt", SHAPES[5], 4),

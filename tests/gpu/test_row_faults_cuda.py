@@ -33,7 +33,7 @@ def model():
 @pytest.mark.filterwarnings("ignore:.*(proposer failed|no draft)")
 @pytest.mark.parametrize("stage", STAGES)
 def test_row_fault_on_cuda_ends_only_the_faulty_request(model, stage, monkeypatch):
-    """With TritonOps, logits depend on the batch by up to 1e-3, which changes some random tokens."""
+    """With TritonOps, logits would differ by up to 1e-3 between batches, which would change some random tokens."""
     exact = Model(TINY, model.weights, TorchOps())
     check_row_faults(exact, stage, monkeypatch, exact=False)
 

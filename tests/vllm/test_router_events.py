@@ -1,4 +1,4 @@
-"""The router reads messages of vLLM's publisher. Its own block hashes are converted by the tokens in the events."""
+"""The router reads messages of vLLM's publisher. It computes kvtier's block hashes from the tokens in the events."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_failed_load_with_sliding_window_restarts_request(model, is_async):
 def test_abort_during_load_saves_no_incomplete_block(model, is_async):
     """vLLM counts the blocks of a load as computed before they arrive.
 
-    After a reset, the host has no copy of them, so that the connector could save them although they are incomplete.
+    After a reset, the host has no copy of these blocks, so the connector could save them although they are incomplete.
     """
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, num_device_blocks=40))
     prompt, worker = [*range(30)], engine.workers[0]

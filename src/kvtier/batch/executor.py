@@ -61,7 +61,7 @@ class Streams:
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for the stream of a side after a failure. Ignore its errors, because they may belong to another batch."""
+        """Wait for the stream of a side after a failure. Ignore its errors, which may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()

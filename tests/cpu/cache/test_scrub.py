@@ -136,7 +136,7 @@ def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_b
     assert list(quiet.scrubber._new) == [0, 1, 2, 3][num_verified:]
 
 
-def test_scrubber_without_pause_verifies_bytes_of_100_ms(monkeypatch):
+def test_scrubber_without_pause_has_a_byte_limit_per_round(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     memory = ScrubbedMemory()
     memory.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself

@@ -443,7 +443,7 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """Load the chain to the device, and check the loaded blocks on every rank. Return their number."""
+        """Load the chain to the device, and check the loaded blocks on every rank. Return the number of blocks."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         allocation = self.manager.match(self.chain, prefetch=fetch)

@@ -55,7 +55,7 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
 
 
 def test_rows_follow_their_sequences_when_neighbours_end(model):
-    """Sequences end at different steps, so that the rows of the others move."""
+    """Sequences end at different steps, so that the rows of the remaining sequences move."""
     prompts = [[number + 1] * (3 * number + 1) for number in range(8)]
     engine = make(model, 1)
     expected = []

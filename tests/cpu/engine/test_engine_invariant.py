@@ -27,7 +27,7 @@ def model(checkpoint, request):
 
 
 def record_alone(recorder: Recorder, prompt, params):
-    """Run a request alone, in one chunk and without a cache, to record the expected logits. Return its tokens."""
+    """Run a request alone, in one chunk and without a cache, to record the expected logits. Return the tokens."""
     engine, _ = recorded(recorder, 64, 4, max_step_tokens=256, prefix_caching=False, recorder=recorder)
     name = engine.add(prompt, params)
     return finish(engine)[name].tokens

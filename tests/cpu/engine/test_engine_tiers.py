@@ -70,7 +70,7 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
 
 
 def poll_while_collecting(engine: Engine) -> None:
-    """Poll transfers until no copy is in flight before each step is collected, as on a GPU."""
+    """Before each step is collected, poll transfers until no copy is in flight, as on a GPU."""
     collect = engine._pipeline.collect
 
     def polled():
@@ -81,7 +81,7 @@ def poll_while_collecting(engine: Engine) -> None:
     engine._pipeline.collect = polled
 
 
-def test_poll_while_waiting_polls_until_copies_end(model):
+def test_poll_while_waiting_returns_true_only_during_copies(model):
     engine = make(model, 40, None)
     assert not engine.tiers.poll_while_waiting()  # there are no lower tiers
     engine.close()
@@ -112,7 +112,7 @@ def test_poll_while_waiting_ignores_store_transfers(model, tmp_path):
     engine.close()
 
 
-def test_step_submits_loads_before_compute_and_saves_after(model):
+def test_step_submits_loads_before_and_saves_after_compute(model):
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -275,7 +275,7 @@ def test_disk_and_restart_never_change_an_answer(
 
 
 def test_recorded_keys_are_limited_by_the_capacity_of_the_store(model, tmp_path):
-    """The store evicts without notice, so that its capacity has to limit the keys."""
+    """The store evicts without notice. Without a limit, the keys of evicted blocks would stay recorded."""
     store = DiskStore(tmp_path, 1 << 16, segment_bytes=1 << 14, min_free_bytes=0)
     engine = make(model, 16, HostConfig(100), disk=StoreConfig("disk"), stores={"disk": store})
     most = 4 * (1 << 16) // engine.groups[0].block_bytes

@@ -174,7 +174,7 @@ class Scripted:
         return LayerWaits([], CPU)
 
 
-def test_arrived_is_false_after_load_failed_on_one_rank():
+def test_have_succeeded_is_false_after_load_failed_on_one_rank():
     namespace, controller = Namespace("model", block_tokens=BLOCK), Scripted()
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), always_load=True), num_ranks=2)
     scheduler = Scheduler(manager, SchedulerConfig())

@@ -94,7 +94,7 @@ def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undef
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Return the inputs that integer products compute with: multiples of a scale per block of 32 columns."""
+    """Round inputs as integer products do: to multiples of a scale that is chosen for each block of 32 columns."""
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(-1, keepdims=True)
     inverse = np.divide(MOST, most, out=np.zeros_like(most), where=most > 1e-30)
@@ -105,7 +105,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (80, 160), (208, 576)])
-def test_integer_product_equals_product_of_rounded(code, kind, shape, threads):
+def test_integer_product_equals_product_of_rounded_input(code, kind, shape, threads):
     torch.set_num_threads(threads)
     raw, exact = stored_as(kind, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
     packed, weight = pack(kind, raw, integer=True), exact.double().numpy()
@@ -232,7 +232,7 @@ def test_decode_attention_of_every_isa_equals_torch(code, heads, kv_heads, dim):
         torch.testing.assert_close(actual[row], expected[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_draw_of_every_isa_equals_best(code):
+def test_draw_of_every_isa_equals_draw_of_best_isa(code):
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(0, 3, (64, 1024)).astype(np.float32))
     params = np.zeros(64, SAMPLING_ROW)

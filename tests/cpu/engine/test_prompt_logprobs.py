@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts equal those of transformers, with and without cached blocks."""
+"""kvtier and transformers compute the same log-probabilities of prompts, with and without cached blocks."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_prompt_logprobs_have_ranks_and_alternatives(llama):
         np.testing.assert_allclose([value for _, value in score.top], top.values.numpy(), atol=1e-4)
 
 
-def test_prompt_logprobs_in_mixed_batches_equal_those_alone(llama):
+def test_prompt_logprobs_in_mixed_batches_equal_transformers(llama):
     """Requests with scores, without scores, with drafts and with several samples share steps and cached blocks."""
     model, oracle = llama
     given = prompts(2, 30, 12, 25, 30, 9, 1, shared=[20, 20, 20, 20, 0, 0])

@@ -101,7 +101,7 @@ class OddTokens:
         assert token_id % 2
 
 
-def test_restrictions_with_drafts_and_samples_equal_those_alone(model):
+def test_restrictions_hold_with_drafts_and_several_samples(model):
     """Drafts, penalties, a constraint and several samples do not change which tokens the restrictions allow."""
     given = prompts(1, 12, 12, 12, 12)
     repeated = [prompt * 3 for prompt in given]

@@ -175,7 +175,7 @@ def splitmix(state):
     number=st.integers(0, 1 << 40),
 )
 @settings(max_examples=200, deadline=None)
-def test_uniforms_are_those_of_splitmix(seed, index, num_prompt, number):
+def test_uniforms_equal_the_splitmix_reference(seed, index, num_prompt, number):
     request = RequestSampler(SamplingParams(seed=seed), [0] * num_prompt, index=index)
     keys, positions = torch.tensor([int(request.resident[0])]), torch.tensor([num_prompt + number])
     state = splitmix(splitmix(seed) + index) + number * 0x9E3779B97F4A7C15

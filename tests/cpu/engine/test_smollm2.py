@@ -58,7 +58,7 @@ def oracle():
     return peer.eval()
 
 
-def test_smollm2_weights_equal_those_in_the_file(model, oracle):
+def test_smollm2_weights_equal_the_weights_in_the_file(model, oracle):
     state, weights = oracle.state_dict(), model.weights
     assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
     for index in (0, 17, 29):

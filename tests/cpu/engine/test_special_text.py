@@ -86,7 +86,7 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
     if kind not in (
         "ascii",
         "inspected",
-    ):  # the output of these templates contains or depends on the marks around user text
+    ):  # the output of these templates contains the marks in user text, or depends on them
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 
 

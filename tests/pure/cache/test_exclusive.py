@@ -24,7 +24,7 @@ def num_saved(lab: Lab) -> int:
     return lab.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks
 
 
-def test_exclusive_host_holds_more_prompts_than_inclusive_host():
+def test_exclusive_tiers_hold_more_blocks_than_inclusive_tiers():
     num_held = {}
     for exclusive in (True, False):
         lab = Lab(16, host=HostConfig(16, exclusive=exclusive, ahead_share=0.25))

@@ -296,9 +296,9 @@ def test_cost_model_tries_slow_link_again():
 
 
 def test_each_trial_of_slow_link_allows_one_load():
-    """A trial must not make the model forget its other samples.
+    """A trial must not make the model forget the samples before the trial.
 
-    With the trial as its only sample, the model would allow loads of other numbers of blocks.
+    With the trial as the only sample, the model would also allow loads of other numbers of blocks.
     """
     model, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):

@@ -138,7 +138,7 @@ def test_learned_heaps_stay_small_under_repeated_use():
     assert all(len(queue.young) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
 
 
-def test_learned_loop_larger_than_cache_beats_lru():
+def test_learned_policy_beats_lru_on_loop_larger_than_cache():
     hits = {}
     for policy in ("lru", "learned"):
         tree, hits[policy] = tree_of(60, policy=policy), 0
@@ -210,7 +210,7 @@ def test_busiest_assigns_numbers_only_to_frequent_keys():
     assert busiest.known("a") == 0
 
 
-def test_cells_beyond_limit_share_an_unlabelled_class():
+def test_classes_beyond_the_limit_map_to_plain_classes():
     cells = Cells()
     numbers = {cells.number(uses, (new, 0, f, a, 0, 0)) for uses in range(5) for new in range(4) for f in range(4)
                for a in range(8)}  # fmt: skip

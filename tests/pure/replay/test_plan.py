@@ -1,4 +1,4 @@
-"""The deployments that the planner simulates, the one that it chooses, and the text of its advice."""
+"""The deployments that the planner simulates, the deployment that it chooses, and the text of its advice."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def test_unreachable_target_reports_nearest_setup(found):
 
 
 def test_plan_does_not_choose_setup_that_refuses_requests():
-    """Refused requests have no TTFT. If such a setup could be chosen, its percentiles would omit the longest
-    prompts."""
+    """Refused requests have no TTFT, so the percentiles of a setup that refuses requests omit the longest prompts."""
     longest = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)

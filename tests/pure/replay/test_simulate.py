@@ -1,4 +1,4 @@
-"""Simulated times equal manual calculations, hits equal those of a plain LRU cache, and totals are consistent."""
+"""Simulated times equal manual calculations, a plain LRU cache has the same hits, and totals are consistent."""
 
 from __future__ import annotations
 

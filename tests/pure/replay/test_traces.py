@@ -1,4 +1,4 @@
-"""Trace files, logs, synthetic traces and routing. Hit rates of the index equal those of a plain LRU cache."""
+"""Trace files, logs, synthetic traces and routing. The index and a plain LRU cache have the same hits."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def store_earlier_result(self, data, replica, tier):
         """Removals and rebuilds can invalidate the slots of an earlier lookup.
 
-        Using them must not change other blocks.
+        Using such slots must not change other blocks.
         """
         if self.found:
             replica %= self.num_replicas
@@ -143,7 +143,7 @@ def test_second_removal_of_block_keeps_new_block_in_its_slot():
 
 
 def test_store_with_an_outdated_lookup_adds_a_block_once():
-    """After the lookup, another block takes the slot of the block, and the block is added again in another slot."""
+    """After the lookup of block 5, another block takes its slot, and block 5 is added again in another slot."""
     index = PlacementIndex(1, 1)
     buckets = index._buckets(as_array(range(1000)))
     other = int(np.flatnonzero(buckets == buckets[5])[-1])

@@ -196,7 +196,7 @@ def test_router_machine_keeps_queues_and_index_consistent():
     run_state_machine_as_test(RouterMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
-def test_steps_of_one_length_are_no_measured_costs():
+def test_measured_costs_are_none_for_steps_of_one_length():
     model = CostModel()
     assert ReplicaCosts.measured(model, 16) is None
     for _ in range(20):
@@ -209,6 +209,6 @@ def test_steps_of_one_length_are_no_measured_costs():
     assert ReplicaCosts.measured(model, 16).token_seconds == pytest.approx(1e-3, rel=0.1)
 
 
-def test_median_costs_ignore_an_odd_fit():
+def test_median_costs_ignore_one_wrong_fit():
     usual, odd = ReplicaCosts(0.1, 1e-3, 0.0, 0.01, 0.1), ReplicaCosts(0.0, 1e-6, 0.0, 0.0, 0.0)
     assert median_costs([usual, odd, usual]) == usual

@@ -516,7 +516,7 @@ def test_early_start_waits_while_other_request_has_work():
 
 
 def test_early_start_allocates_slots_for_all_its_tokens():
-    """The request was admitted with slots for the rest of one step. When it runs alone, it computes more tokens."""
+    """The request was admitted with slots for few tokens. When it runs alone, it computes more tokens in a step."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     created = request(scheduler, "again", [1] * 8 + [3] * 5, 2)

@@ -199,7 +199,7 @@ def test_last_token_in_flight_gets_no_further_row():
     assert not second.rows
 
 
-def test_waiting_row_leaves_out_every_other_step():
+def test_request_that_waits_for_token_skips_every_other_step():
     scheduler, device = make(20, max_step_tokens=16), Device()
     request(scheduler, "grammar", [1, 2], 4, waits_for_token=True)
     request(scheduler, "plain", [1, 2], 8)
@@ -214,7 +214,7 @@ def test_waiting_row_leaves_out_every_other_step():
     assert names == [["grammar", "plain"], ["plain"]] * 3 + [["grammar", "plain"]]
 
 
-def test_late_stop_discards_token_and_keeps_blocks_until_then():
+def test_late_stop_discards_token_and_frees_blocks_after_it():
     scheduler, device = make(), Device()
     (created,), ((first, sent), (second, later)) = _two_steps(scheduler, device, new=9)
     scheduler.update(first, device.compute(first, sent, {"a"}), 2.0)
