@@ -27,7 +27,7 @@ Run 'kvtier COMMAND --help' for the options of a command.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # show characters that the locale cannot encode as \\u escapes
+        if isinstance(stream, io.TextIOWrapper):  # print \u escapes for characters that the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         try:

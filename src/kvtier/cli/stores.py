@@ -1,5 +1,8 @@
-"""Commands on stores: `inspect` lists the contents, `verify` reads and verifies every object, `keys` lists the tenants
-of an encrypted disk tier and deletes their keys."""
+"""Commands on stores.
+
+`inspect` lists the contents. `verify` reads and verifies every object. `keys` lists the tenants of an encrypted disk
+tier, or deletes the key of a tenant.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `AnswerParser` is a state machine over the text of one answer:
 
     START --<think>--> REASONING --</think>--> START
-    START, TAIL --{--> CALL                 calls without tags (Llama 3), at the start of the answer only
+    START, TAIL --{--> CALL                 calls without tags (Llama 3), at the start of the answer or after a call
     START --any other text--> CONTENT --<tool_call>--> CALL --end of the object--> TAIL --</tool_call>--> START
     CALL --not a call--> CONTENT            the text of the call becomes content
     LIST --{--> CALL --end of the object--> LIST        tool_choice "required": the grammar allows only a list of calls
@@ -23,7 +23,7 @@ from typing import Literal
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
-_ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen; Llama 3
+_ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write "arguments", Llama 3 writes "parameters"
 _MAX_NAME = 256  # limit in characters for each key and value of a call, except for its arguments
 CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
 
@@ -262,7 +262,7 @@ class AnswerParser:
 
     @property
     def ends_with_calls(self) -> bool:
-        """True if the answer has a tool call and the last call is complete. A stop text can end an answer in a call."""
+        """True if the answer has a tool call and the last call is complete. A stop text can cut off the last call."""
         if self._syntax.calls == "arguments":
             return _is_json("".join(self._arguments))
         return self.num_calls > 0 and not self._is_open_call
@@ -397,7 +397,7 @@ class AnswerParser:
         self._scanner, self._raw, self._is_open_call = _CallScanner(), "", False
 
     def _tail(self) -> bool:
-        """Skip the text between the end of a call and the closing tag. Calls without tags have separators instead."""
+        """Skip the text between the end of a call and the closing tag, or the separators between calls without tags."""
         if self._syntax.calls == "bare":
             self._may_be_bare = True
             self._go(self._text.lstrip(_SPACE + ";,"), self._tail)

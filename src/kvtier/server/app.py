@@ -202,7 +202,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
 
 @contextmanager
 def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace field names in errors, which name fields of the chat request. The client sent fields of another API."""
+    """Replace names of chat fields in errors by the names of the fields that the client sent to another API."""
     try:
         yield
     except ApiError as error:

@@ -328,7 +328,7 @@ def _restriction(prepared: _Prepared) -> str | None:
 
 
 def _event(job: HttpJob, outputs: list[Output], opened: set[int]) -> bytes:
-    """Return the events for new outputs. The first event of a choice is an opening event. Updates `opened`."""
+    """Return the events for new outputs. A choice that is not in `opened` is opened first, and added to `opened`."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
         if index in opened and not job.options.continuous_usage_stats:

@@ -12,16 +12,17 @@ from kvtier.server.config import Limits
 
 Connection = TypeVar("Connection")
 SURPLUS = 16
-"""Number of additional connections above each limit. They may request /health only."""
-# File descriptors for other purposes. The event loop, the listener, the engine's socket, logs and model files use 19
-# in an idle front end (2026-11-16). The rest is for sockets of workers and for connections that are being closed.
+"""Number of additional connections above each limit. They may request only probes such as /health."""
+# File descriptors that connections must not use. The event loop, the listener, the engine's socket, logs and model
+# files use 19 in an idle front end (2026-11-16). The rest is for sockets of workers and for connections that are being
+# closed.
 _RESERVED_DESCRIPTORS = 80
 
 
 class Place(enum.Enum):
     NORMAL = enum.auto()
     HEALTH_ONLY = enum.auto()
-    """A limit is reached; this connection may request /health only."""
+    """A limit is reached. This connection may request only probes such as /health."""
     REFUSED = enum.auto()
 
 

@@ -103,9 +103,8 @@ class EngineLink(Protocol):
     ) -> contextlib.AbstractContextManager[None]:
         """Run a job's requests and put their outputs into `mailbox`.
 
-        At the end of the with statement, requests that have not finished are cancelled.
-
-        After `deadline`, a value of time.monotonic(), `mailbox.take` raises TimeoutError.
+        At the end of the with statement, requests that have not finished are cancelled. After `deadline`, a value of
+        time.monotonic(), `mailbox.take` raises TimeoutError.
         """
         ...
 

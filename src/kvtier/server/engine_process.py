@@ -284,7 +284,7 @@ class EngineServer:
                 self._channel.send(Reply(id, error=failure))
 
     def _take(self, output: Output | None) -> None:
-        """Collect an output, on the engine thread. The first output of a step schedules `_flush` for its end."""
+        """Collect an output, on the engine thread. The first output of a step schedules `_flush` for the step's end."""
         if output is None:  # the request finished, or the engine failed
             return
         if not self._outputs:

@@ -37,7 +37,7 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-MAX_FIELDS = 64  # limit for objects with known fields; the largest model has 57 fields
+MAX_FIELDS = 64  # limit for objects with known fields; the largest request has 57 fields
 _MAX_PROMPTS = 128  # maximum number of prompts in a body; `Limits.answers` is checked later
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100

@@ -167,10 +167,10 @@ class UnsupportedFieldError(Exception):
 def split(
     body: Mapping[str, Any], known: Collection[str], place: str = "", table: Mapping[str, ApiField] = FIELDS
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the model.
+    """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the body's class.
 
     Fields of other endpoints and unknown fields are among the returned fields, so that validation rejects them. A
-    field of the model is returned even if it is ignored, so that its type is checked.
+    field in `known` is returned even if it is ignored, so that its type is checked.
     """
     kept, ignored = dict(body), []
     for name, value in body.items():

@@ -26,7 +26,7 @@ class AnswerGrammar(NamedTuple):
     """Path of the part of the field that contains the grammar."""
 
     def error(self, error: ApiError) -> ApiError:
-        """Return a copy of an error in the grammar that names the request field."""
+        """Return a copy of an error in the grammar. The copy names the request field."""
         return ApiError(error.status, f"{self.field}: {error.message}", self.param, error.code)
 
 

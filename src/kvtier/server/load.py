@@ -1,4 +1,4 @@
-"""Load generator for `kvtier bench`: streaming clients, some of which disconnect early. Uses only asyncio for speed."""
+"""Fast load generator for `kvtier bench`: streaming clients without an HTTP library. Some of them disconnect early."""
 
 from __future__ import annotations
 

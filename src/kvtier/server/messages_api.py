@@ -34,7 +34,7 @@ from kvtier.server.field_types import (
 from kvtier.server.protocol import ChatRequest
 
 _MAX_BLOCKS = 4096  # maximum number of content blocks in a message
-# Field of the chat request -> the field of this API that is translated into it. Errors name the field of this API.
+# Field of the chat request -> the field of this API from which it is translated. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "output_config.format.schema",
@@ -126,7 +126,7 @@ class Turn(Loose):
         return self
 
     def chat_messages(self) -> list[dict[str, Any]]:
-        """Return the messages of the chat request. Tool results become messages of their own."""
+        """Return the turn as messages of a chat request. Each tool result becomes a separate message."""
         if self.role == "assistant":
             return [self._assistant()]
         messages: list[dict[str, Any]] = []
@@ -236,7 +236,7 @@ class CountTokensRequest(Strict):
 
     @property
     def skipped(self) -> list[str]:
-        """Types of tools that are skipped."""
+        """Skipped tools, each as `tools.` and its type."""
         return [f"tools.{tool.type}" for tool in self.tools or () if tool.is_skipped]
 
     def without_prompt(self) -> Self:

@@ -100,7 +100,8 @@ class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
     Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects admin
-    requests from other machines, and all requests from pages of other sites. Forwards disconnects to the app.
+    requests from other machines, and all requests from pages of other sites. Passes `receive` on unchanged, so that the
+    app detects disconnects.
     """
 
     def __init__(
@@ -206,4 +207,5 @@ def _reject_cross_site(headers: dict[str, str], allowed: frozenset[str]) -> None
     is_cross_origin = origin is not None and origin.partition("://")[2] != host
     is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
     if not is_local or ((is_cross_origin or is_cross_site) and origin not in allowed):
-        raise ApiError(403, "this server has no API keys and accepts requests from this machine only")
+        message = "this server has no API keys and accepts requests from this machine only"
+        raise ApiError(403, f"{message}, and from web pages of other sites only with --allow-origin")

@@ -98,7 +98,11 @@ class Preparation:
         self._compiler: schemas.SchemaCompiler | None = None
 
     def prepare(self, model: type[BaseModel], data: bytes | bytearray, max_tokens: int) -> Prepared[Any]:
-        """Validate a body and tokenize its prompts. Prompts of more than `max_tokens` tokens are rejected."""
+        """Validate a body and tokenize its prompts.
+
+        A prompt for the engine must have fewer than `max_tokens` tokens. A text to tokenize is rejected only if it is
+        far longer.
+        """
         body, ignored = _validate(model, data)
         if isinstance(body, TokenizeRequest | DetokenizeRequest) and body.model is not None:
             self._check_model(body.model)
@@ -378,7 +382,7 @@ def _from_validation(error: ValidationError, known: Collection[str], body: Any =
     """Convert an error of pydantic. The message does not quote the input, because it may be a prompt.
 
     If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
-    to the type that fits best, so that only this one is converted. Errors of validators for the whole body have no
+    to the type that fits best, so that only this error is converted. Errors of validators for the whole body have no
     path, but their message starts with the name of a field. `known` has the names of all fields. If `body` is None, the
     paths of pydantic are used as they are.
     """

@@ -60,7 +60,7 @@ class PromptReport:
         return list(self.prompt(index))
 
     def tokens(self, index: int, scores: Sequence[PromptLogprobs]) -> list[ScoredToken]:
-        """Return the next tokens of a prompt. The first call for a choice adds the tokens without a score."""
+        """Return the next tokens of a prompt. The first call for a choice starts with the tokens without a score."""
         prompt, begin = self.prompt(index), self._num_shown[index]
         first = [] if begin else [ScoredToken(token, None) for token in prompt[: self._first_scored]]
         begin += len(first)

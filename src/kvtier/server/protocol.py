@@ -1,4 +1,4 @@
-"""Bodies of chat and text completions: OpenAI's fields and kvtier's additions. fields.py rejects unknown fields."""
+"""Bodies of chat and text completions: fields of OpenAI, vLLM and kvtier. fields.py also lists refused fields."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     continue_final_message: bool | None = None
     """True if the answer continues the last message, which is the assistant's."""
     enable_thinking: bool | None = None
-    """Short form of a variable in chat_template_kwargs."""
+    """Variable of the chat template. The same variable in chat_template_kwargs has precedence."""
     parse_special: bool = False
     """True if the text of a special token in messages, tools or chat_template_kwargs is parsed as that token."""
 

@@ -68,7 +68,7 @@ _SAME_FIELDS = (
 )
 """Fields that chat requests have under the same name."""
 _LOGPROBS = "message.output_text.logprobs"
-# Field of the chat request -> the field of this API that is translated into it. Errors name the field of this API.
+# Field of the chat request -> the field of this API from which it is translated. Errors name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "text.format.schema",
@@ -113,7 +113,7 @@ class MessageItem(Loose):
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and not last.get("tool_calls"):
-            last["content"] = text  # this message was created for the reasoning before it
+            last["content"] = text  # `last` was created by the ReasoningItem before this message and has no text yet
         elif role == "system" and len(messages) == 1 and last["role"] == role:
             last["content"] += "\n\n" + text
         else:
@@ -129,7 +129,7 @@ class FunctionCallItem(Loose):
     arguments: Text
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Add the call to the assistant's message before it, or to a new message if there is none."""
+        """Add the call to the last message if it is the assistant's, otherwise to a new message."""
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": self.name, "arguments": self.arguments}
@@ -284,7 +284,7 @@ class ResponsesRequest(Strict):
 
     @property
     def skipped(self) -> list[str]:
-        """Types of tools that are skipped."""
+        """Skipped tools, each as `tools.` and its type."""
         return [f"tools.{tool.type}" for tool in self.tools or () if tool.type != "function"]
 
     def without_prompt(self) -> Self:

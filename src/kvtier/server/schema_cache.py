@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 _MAX_CHECKS = 64  # per tenant
 _MAX_COMPILED = 16  # per tenant; a compiled schema takes up to several megabytes
-# A check that timed out is repeated after this time, because the machine may have been busy.
+# The result of a check that timed out is kept for this time only, because the machine may have been busy.
 _RETRY_SECONDS = 300.0
 _NICE = 19  # because a large schema takes seconds to compile and the engine's own threads need the cores
 
@@ -123,7 +123,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: Grammar, tenant: bytes) -> Compilation:
-        """Return the cached compilation of a schema, or start one. Callbacks may run on the compiling thread."""
+        """Return the cached compilation of a schema, or start one. Its callbacks may run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

@@ -52,11 +52,11 @@ def add_probes(app: FastAPI, heartbeat: Heartbeat, admission: Admission) -> None
 
 
 def add_aliases(app: FastAPI, engine: Heartbeat, admission: Admission) -> None:
-    """Add control endpoints under the names of vLLM, whose arguments are in the URL."""
+    """Add control endpoints with vLLM's names and with arguments in the URL."""
 
     @app.post("/sleep", name="vllm_sleep", openapi_extra=_query("level", *_LEVELS))
     async def vllm_sleep(request: Request) -> dict[str, Any]:
-        """Free device memory, like /control/sleep. Both levels of vLLM keep the weights for /wake_up."""
+        """Free device memory, like /control/sleep. The weights stay in memory at both of vLLM's levels."""
         level = request.query_params.get("level", "1")
         if level not in _LEVELS:
             raise ApiError(400, f"level must be {' or '.join(_LEVELS)}", "level")

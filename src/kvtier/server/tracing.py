@@ -156,7 +156,7 @@ def _usage(record: RequestRecord, model: str) -> dict[str, AttributeValue]:
 
 
 def _explained(explanation: Explanation) -> dict[str, AttributeValue]:
-    """Return the explain record as attributes."""
+    """Return the explanation of a request as attributes."""
     return {
         "kvtier.state": explanation.state,
         "kvtier.prompt_tokens": explanation.num_prompt_tokens,

@@ -111,6 +111,6 @@ class VllmMetrics:
         self._totals["external_prefix_cache_hits"].raise_to(below)
         for state, value in {"awake": not snapshot["asleep"], "discard_all": snapshot["asleep"]}.items():
             self._asleep.of(*self._labels, state).set(float(value))
-        for series in self._config.series.values():  # the number of blocks changes with /control/resize
+        for series in self._config.series.values():  # /control/resize changes a label, the number of blocks
             series.set(0.0)
         self._config.of(*self._labels, self._block_tokens, str(num_blocks)).set(1.0)

@@ -90,8 +90,9 @@ class _Process:
 class WorkerPool:
     """Up to `size` processes, started on demand.
 
-    One tenant never uses all processes. In a server without tenants, calls to one function never use all processes.
-    Each pair of tenant and function name has its own queue. The queues take turns, and each turn runs one call.
+    If there are several processes, one tenant never uses all of them. In a server without tenants, calls to one
+    function never use all of them. Each pair of tenant and function name has its own queue. The queues take turns, and
+    each turn runs one call.
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:

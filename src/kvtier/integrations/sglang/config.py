@@ -34,7 +34,7 @@ class HiCacheSettings:
     """Timeout of a lookup. Reads and writes have `gib_timeout_s` more for each GiB."""
     gib_timeout_s: float = 4.0
     secret_file: str = ""
-    """File with a secret key. Stored objects contain digests of page hashes that are computed with this key."""
+    """File with the secret key of the digests in stored objects. The digests are computed from page hashes."""
 
     def __post_init__(self) -> None:
         if not self.store:
@@ -54,7 +54,7 @@ class HiCacheSettings:
             raise ArgumentError(f"unknown setting {', '.join(unknown)} of the backend; known: {', '.join(known)}")
         store = values.get("store", ())
         if not isinstance(store, str) and not isinstance(store, Sequence):
-            raise ArgumentError(f"`store` is a URL or a list of URLs, got {store!r}")
+            raise ArgumentError(f"`store` must be a URL or a list of URLs, got {store!r}")
         values["store"] = (store,) if isinstance(store, str) else tuple(store)
         return cls(**values)
 

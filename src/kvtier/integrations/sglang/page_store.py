@@ -31,7 +31,7 @@ from kvtier.storage.store import num_bytes
 logger = logging.getLogger("kvtier.sglang")
 
 Value = TypeVar("Value")
-_CLEAR_SECONDS = 60.0  # `clear` begins no further page after this time
+_CLEAR_SECONDS = 60.0  # `clear` begins no further part of the list of stored objects after this time
 _STORE_SHARE = 0.9
 """Share of a deadline that the store may use. The rest of the time is needed to copy the last page and to wake the
 waiting thread. With a load of 20 on 2 cores, that took 20 ms of a deadline of 1 s (EPYC, 2026-11-18)."""

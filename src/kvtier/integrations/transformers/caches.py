@@ -23,7 +23,7 @@ class RecentStates:
 
     def __init__(self, sliding: Sequence[int]) -> None:
         self.is_valid = True
-        """False if rows were reordered or tokens removed, so that blocks can no longer be saved."""
+        """False after `stop`, for example because rows were reordered. Blocks can then no longer be saved."""
         self.start = 0
         self._pieces: dict[int, list[Pair]] = {layer: [] for layer in sliding}
 
@@ -72,7 +72,7 @@ class PrefixDynamicCache(DynamicCache):
         super().__init__(config=config)
         self.recent = RecentStates(_sliding_layers(self))
         self.hit_tokens: tuple[int, ...] = ()
-        """Tokens of each row that were loaded instead of computed."""
+        """Number of tokens in each row that were loaded instead of computed."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -119,7 +119,7 @@ class PrefixStaticCache(StaticCache):
         self.max_length = max_length
         self.recent = RecentStates(_sliding_layers(self))
         self.hit_tokens: tuple[int, ...] = ()
-        """Tokens of each row that were loaded instead of computed."""
+        """Number of tokens in each row that were loaded instead of computed."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Identity of a model's KV. It decides which models can share blocks and which models cannot be cached."""
+"""Identity of a model's KV, which determines the models that can share blocks. Rejects models that cannot be cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.index import Namespace
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
 from kvtier.memory.torch_types import from_torch
 
-# Keys of a configuration that do not change the KV.
+# Settings in a model's configuration that do not change the KV.
 _UNRELATED = ("_name_or_path", "transformers_version", "architectures", "use_cache")
 _PROBE_ELEMENTS = 4  # sampled elements per tensor
 
@@ -60,7 +60,7 @@ def layout_of_model(model: PreTrainedModel, block_tokens: int) -> KVLayout:
     """Return the layout of a model's KV.
 
     The model computes one token to find the layout, because not every configuration describes it. All layers are in one
-    group. Blocks contain all tokens of sliding-window layers too, so that a cache can be filled with a prefix of any
+    group. Blocks also contain all tokens of sliding-window layers, so that a cache can be filled with a prefix of any
     length.
     """
     cache = DynamicCache(config=model.config)

@@ -27,7 +27,7 @@ from kvtier.integrations.transformers.tokens import Ids, RecordedRow, RecordedRo
 from kvtier.storage.open import parse_bytes
 
 CLOSE_SECONDS = 60.0
-"""Longest wait for writes to the store in `close`."""
+"""Longest wait for writes to the store in `close`, and by default in `flush`."""
 
 
 class PrefixCache:
@@ -168,7 +168,7 @@ class PrefixCache:
 
     @property
     def stats(self) -> CacheStats:
-        """Blocks and hits of host memory, and keys of the store."""
+        """Statistics of the cache, including the blocks and hits of host memory and of the store."""
         with self._lock:
             return self._tiers.stats
 

@@ -66,7 +66,7 @@ class RecordedRows:
                 f"num_return_sequences must be passed to `begin` too"
             )
         if past >= length:
-            if ids is not None and ids.shape[1] > 1:  # not for one token: reading its position would wait for the GPU
+            if ids is not None and ids.shape[1] > 1:  # one token is not checked, because that would wait for the GPU
                 is_token = np.ones((num_rows, ids.shape[1]), bool)
                 self._check_positions(past, ids.shape[1], positions, is_token)
             return ids is not None and past == self.num_columns

@@ -56,8 +56,8 @@ class History {
 
 const wayOf = (transfer) => `${transfer.source} → ${transfer.target}`;
 
-/** Return the share of a tier's blocks in use, or null without a limit. Used bytes may include space that a store has
-    reserved in advance. */
+/** Return the share of a tier's blocks in use, or null without a limit. Blocks are counted, because used bytes may
+    include space that a store has reserved. */
 function fillOf(tier) {
   return tier.num_blocks ? Math.min(1, tier.num_used / tier.num_blocks) : null;
 }
