@@ -57,9 +57,9 @@ class Router:
         """Parent, tokens and extra keys of each block, by medium and hash."""
 
     def receive(self, *, milliseconds: int = 0, loses=lambda: False) -> None:
-        """Apply all messages that have arrived, except those for which `loses` returns True.
+        """Apply all messages that have arrived, except messages for which `loses` returns True.
 
-        Then request missing messages.
+        If a sequence number is missing, request the missing messages.
         """
         while self._socket.poll(milliseconds):
             _, number, payload = self._socket.recv_multipart()

@@ -76,7 +76,7 @@ class Fleet:
         serve.run(fleet_app(config), name=APPLICATION)
 
     def kill_worker(self) -> None:
-        """Kill the raylet of the other node with SIGKILL."""
+        """Kill the raylet of the worker node with SIGKILL."""
         self.worker.kill_raylet(check_alive=False)
 
     def add_worker(self) -> None:

@@ -113,7 +113,7 @@ def make_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
 class PlainPool:
     """A host pool for tests without SGLang, with the attributes of SGLang's pools.
 
-    The memory is [2 (K, V), page, bytes per page].
+    The memory has the shape [pieces, pages, bytes per piece]. By default, the pieces of a page are K and V.
     """
 
     def __init__(self, layout: str = "page_first", *, num_pages: int = 16, page_size: int = 4, pieces: int = 2) -> None:

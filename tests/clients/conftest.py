@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("KVTIER_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 # The model answers with one sentence. If a tool call is forced, it answers with the first valid call. Each byte of a
-# prompt is one token, so that the tool descriptions of some clients need a long context.
+# prompt is one token, so the tool descriptions of some clients need a long context.
 _MAKE_SCRIPTED = """
 import json, sys
 from pathlib import Path

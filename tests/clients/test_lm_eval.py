@@ -21,7 +21,7 @@ QUESTIONS = [
 CHOICES = [" yes", " no", " maybe not"]
 
 
-def test_lm_eval_scores_equal_those_of_transformers(
+def test_lm_eval_scores_equal_scores_of_transformers(
     random_server, random_model, transformers_scores, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))

@@ -22,7 +22,7 @@ def fleet(cluster):
 
 @pytest.fixture(scope="module")
 def answer(tiny_model):
-    """Return the answers of a single engine in this process, which all replicas must return."""
+    """Return a function that computes the expected answer of a replica with an engine in this process."""
     from kvtier.engine.llm import LLM
     from kvtier.engine.params import SamplingParams
 
@@ -40,7 +40,7 @@ def answer(tiny_model):
 
 
 def assert_right(load, answer):
-    """Assert that complete answers are those of one engine, and that all other requests were refused with 503."""
+    """Assert that complete answers equal the answers of one engine. All other requests must get 503 or be lost."""
     assert [prompt for prompt, text in load.answers if text != answer(prompt, load.max_tokens)] == []
     assert [error for error in load.errors if not is_lost(error)] == []
 
@@ -74,13 +74,13 @@ def test_closed_stream_cancels_the_request(fleet):
         wait_until(lambda: fleet.state()["running"] == 0 and fleet.state()["in_flight"] == 0, "cancelled request")
 
 
-def test_unknown_model_gets_error_of_one_server(fleet):
+def test_unknown_model_of_a_fleet_is_404(fleet):
     with fleet.client() as client, pytest.raises(openai.NotFoundError, match="unknown model"):
         client.completions.create(model="other", prompt="a")
 
 
 @pytest.mark.ray_ci
-def test_killed_replica_under_load_loses_no_request(fleet, answer):
+def test_killed_replica_loses_only_streams_that_have_begun(fleet, answer):
     """A request may be lost if its stream has begun. All other requests are retried."""
     load = Load(fleet)
     with load.running():
@@ -107,7 +107,7 @@ def test_killed_engine_process_is_replaced(fleet, answer):
     assert_right(load, answer)
 
 
-def test_killed_raylet_under_load_loses_no_request(fleet, answer):
+def test_replicas_of_killed_raylet_move_to_the_other_node(fleet, answer):
     load = Load(fleet)
     with load.running():
         wait_until(lambda: WORKER in {each["node"] for each in fleet.wait_for_replicas(3)}, "replica on the other node")

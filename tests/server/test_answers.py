@@ -93,7 +93,7 @@ def test_parser_returns_same_parts_for_random_splits(number, cuts):
 
 LINES = (Path(__file__).parents[1] / "data" / "answers.jsonl").read_text().strip().split("\n")
 RECORDED = [json.loads(line) for line in LINES]
-"""Answers of SmolLM2 that tests/data/record_answers.py recorded. Each one is a list of the pieces from the engine."""
+"""Answers of SmolLM2 that tests/data/record_answers.py recorded, each in the pieces that the engine returned."""
 
 
 def merged(syntax, pieces):

@@ -193,7 +193,7 @@ def test_invalid_prompt_is_400(server, prompt):
         *("nan", "infinity", "deep-objects", "deep-lists", "nul-bytes"),
     ],
 )
-def test_body_that_is_not_a_json_object_is_400(server, data):
+def test_malformed_body_is_400(server, data):
     refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
 
 
@@ -239,7 +239,7 @@ def test_error_for_deeply_nested_json_names_the_field(server, field):
         data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
-    inside = 1 if field == "messages" else 0  # the depth of a message is limited, and one level of it contains DEEP
+    inside = 1 if field == "messages" else 0  # the limit applies to the tool call, and DEEP begins one level below it
     for depth in (101, 300, 900):
         error = refused(send(depth))
         assert error["param"].split(".")[0] == field

@@ -54,7 +54,7 @@ def test_chat_stream_pieces_join_to_the_whole_answer(server, llm):
     assert all(chunk.usage is None for chunk in chunks)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == llm.chat(HELLO, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)).text
-    assert len(chunks) > 2  # on loaded cores, one chunk contains several tokens
+    assert len(chunks) > 2  # on busy cores, one chunk may contain several tokens
 
 
 def test_stream_consists_of_server_sent_events(server):

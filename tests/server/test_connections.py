@@ -373,7 +373,7 @@ class _Evictable:
 class TableMachine(RuleBasedStateMachine):
     """Compares the table with a plain list.
 
-    The table evicts only idle connections. Among those of one address, it evicts the oldest first.
+    The table evicts only idle connections. Among the idle connections of one address, it evicts the oldest first.
     """
 
     def __init__(self) -> None:

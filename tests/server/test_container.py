@@ -70,7 +70,7 @@ def container(tiny_model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("has_prebuilt", [True, False], ids=["prebuilt", "without"])
-def test_hardened_container_serves_with_or_without_prebuilt(container, tmp_path, has_prebuilt):
+def test_hardened_container_serves_without_prebuilt_code_too(container, tmp_path, has_prebuilt):
     variables = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1", "KVTIER_CACHE_DIR": "", "XDG_CACHE_HOME": ""}
     variables["KVTIER_NATIVE_DIR"] = "/mnt/native" if has_prebuilt else ""
     arguments = ["--model", "/mnt/model", "--disk", "/mnt/data/kv", "--disk-bytes", "64MiB", "--host-blocks", "64"]

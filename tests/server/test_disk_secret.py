@@ -1,4 +1,4 @@
-"""`kvtier serve --disk-secret` keeps one key per tenant. After a key is deleted, the server misses its blocks."""
+"""`kvtier serve --disk-secret` keeps one key per tenant. Blocks encrypted with a deleted key are cache misses."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_echo_logprobs_of_cached_prompt_equal_transformers(server, oracle):
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_prompt_logprobs_start_uses_cache_before_that_token(server, oracle):
+def test_prompt_logprobs_start_uses_cache_for_earlier_tokens(server, oracle):
     tokens = tokens_of(server, text_of())
     whole = complete(server, prompt=tokens, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     body = complete(server, prompt=tokens, prompt_logprobs=2, prompt_logprobs_start=100)
@@ -86,7 +86,7 @@ def test_echo_of_n_answers_repeats_prompt_in_each(server):
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_streamed_echo_equals_echo_in_one_response(server, logprobs, max_tokens):
+def test_streamed_echo_equals_echo_in_whole_response(server, logprobs, max_tokens):
     fields = {"prompt": text_of(), "echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
     whole = complete(server, **fields)
     body = {"model": server.model, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
@@ -129,7 +129,7 @@ def test_chat_prompt_logprobs_are_in_the_response(server, oracle):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_streamed_token_ids_equal_those_of_one_response(server, path):
+def test_streamed_token_ids_equal_token_ids_of_whole_response(server, path):
     prompt = {"messages": [{"role": "user", "content": "Hé"}]} if path == CHAT else {"prompt": "Hé"}
     fields = {"model": server.model, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **prompt}
     whole = server.post(path, fields | {"ignore_eos": True}).json()

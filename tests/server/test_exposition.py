@@ -104,7 +104,7 @@ def test_page_has_metrics_of_both_processes_and_of_the_gc():
     assert len(families["python_gc_collections"].samples) == 3
 
 
-def test_page_after_engine_exit_lacks_engine_process():
+def test_page_after_engine_exit_lacks_metrics_of_the_engine():
     exposition = Exposition(lambda: 2**22 + 1)  # above the highest process id
     assert not [family for family in parse_text(exposition.encode("")[0].decode()) if "engine" in family.name]
 

@@ -1,4 +1,4 @@
-"""Request fields of OpenAI and vLLM are honoured, ignored and listed in a header, or rejected with their name."""
+"""A request field of OpenAI or vLLM is honoured, or ignored and listed in a header, or rejected with its name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_table_has_every_field_of_the_openai_client(api):
 
 
 @pytest.mark.parametrize(("path", "model"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
-def test_honoured_fields_equal_fields_of_the_model(path, model):
+def test_honoured_fields_are_fields_of_the_request_class(path, model):
     honoured = {name for name in of_kind("honoured", path) if "." not in name}
     assert honoured == {name for name in model.model_fields if FIELDS[name].kind == "honoured"}
     assert {*model.model_fields} <= {*FIELDS}
@@ -98,7 +98,7 @@ def test_field_of_other_endpoint_is_400(server):
     assert send(server, TEXT, tools=[]).json()["error"]["param"] == "tools"
 
 
-def test_too_many_ignored_fields_are_400(server):
+def test_body_with_too_many_fields_is_400(server):
     unknown = {f"field{number}": 1 for number in range(70)}
     answer = send(server, CHAT, verbosity="low", **unknown)
     assert answer.status_code == 400

@@ -307,7 +307,7 @@ def test_large_message_is_prepared_in_a_worker_process(server):
     assert error["param"] == "tools.0"
 
 
-def test_message_key_is_accepted_in_both_headers(start):
+def test_api_key_is_accepted_in_x_api_key_and_authorization(start):
     server = start("--host", "127.0.0.1", env={"KVTIER_API_KEY": "key-of-a-tenant"})
     for headers in ({"x-api-key": "key-of-a-tenant"}, {"authorization": "Bearer key-of-a-tenant"}):
         answer = server.post(PATH, headers=headers, json=body_of(server, max_tokens=1))
@@ -317,7 +317,7 @@ def test_message_key_is_accepted_in_both_headers(start):
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
 
 
-def test_field_table_of_messages_has_the_fields_of_the_model():
+def test_honoured_fields_are_fields_of_messages_request():
     honoured = {name for name, field in MESSAGES_FIELDS.items() if field.kind == "honoured"}
     assert honoured == {*MessagesRequest.model_fields}
     assert {*CountTokensRequest.model_fields} <= honoured

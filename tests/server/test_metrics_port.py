@@ -106,7 +106,7 @@ def test_metrics_port_negotiates_openmetrics(guarded):
     assert {"python_gc_collections_total", "kvtier_engine_gc_collections_total"} < names
 
 
-def test_metrics_port_serves_nothing_else(guarded):
+def test_metrics_port_serves_only_get_metrics(guarded):
     _, address = guarded
     for path in ("/", "/state", "/v1/models", "/health", "/metrics/"):
         assert get(address + path).status_code == 404, path

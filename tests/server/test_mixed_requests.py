@@ -1,7 +1,4 @@
-"""Send random requests and control calls to a server with small tiers.
-
-Its answers equal those of an uncached server.
-"""
+"""A server with small tiers gets random requests and control calls. It answers like a server without cache hits."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_request_id_of_a_response_is_returned_and_explained(server):
     assert server.get("/control/explain/my-response").json()["request_id"] == answer.json()["id"]
 
 
-def test_field_table_of_responses_has_the_fields_of_the_model():
+def test_honoured_fields_are_fields_of_responses_request():
     honoured = {name for name, field in RESPONSES_FIELDS.items() if field.kind == "honoured"}
     assert honoured | {"include"} == {*ResponsesRequest.model_fields}
 

@@ -1,4 +1,4 @@
-"""Probes, aliases of vLLM's endpoints, request ids, names of the model, CORS and the options of /tokenize."""
+"""Probes, endpoints with vLLM's names, request ids, names of the model, CORS and the options of /tokenize."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def without_ids(found):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.5, "seed": 3}])
-def test_named_tool_choice_forces_one_call_of_that_function(server, options):
+def test_named_tool_choice_forces_one_call_of_the_named_tool(server, options):
     whole, streamed = ask(server, tool_choice=NAMED, **options), ask(server, tool_choice=NAMED, stream=True, **options)
     reason, content, _, [(_, name, arguments)] = parts(whole)
     assert (reason, content, name) == ("tool_calls", "", "weather")

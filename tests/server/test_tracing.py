@@ -60,7 +60,7 @@ class Collector:
                     self.spans[span.trace_id.hex()].append(span)
 
     def trace(self, trace_id: str) -> tuple[object, list]:
-        """Return the server span of a trace and its children, in the order of their start."""
+        """Return the server span of a trace, and the other spans in the order in which they arrived."""
         deadline = time.monotonic() + 60
         while not (roots := [span for span in self.spans[trace_id] if span.name == "kvtier.request"]):
             assert time.monotonic() < deadline, f"the trace did not arrive: {self.spans}"
@@ -83,7 +83,7 @@ def collector():
 
 @pytest.fixture(scope="module")
 def traced(tiny_model, collector, tmp_path_factory):
-    """Start a server with three tiers that sends its traces to a collector."""
+    """Yield a server that has three tiers and sends its traces to a collector."""
     folder = tmp_path_factory.mktemp("traced")
     options = ("--model", str(tiny_model), "--threads", "1", "--otlp-traces-endpoint", collector.endpoint)
     tiers = ("--blocks", "64", "--host-blocks", "64", "--disk", str(folder / "kv"), "--always-load")

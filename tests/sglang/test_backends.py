@@ -165,7 +165,7 @@ class Trio:
 
 @pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_backend_random_calls_equal_sglang_backends(kvtier, tmp_path, layout, is_mla):
+def test_random_calls_return_the_results_of_sglang_backends(kvtier, tmp_path, layout, is_mla):
     """Compare all results and all bytes of all pools over random calls of the v0, v1 and v2 interfaces."""
     for seed in range(2 * SOAK):
         trio = Trio(
@@ -175,7 +175,7 @@ def test_backend_random_calls_equal_sglang_backends(kvtier, tmp_path, layout, is
         for _ in range(150):
             trio.random.choice((*calls, trio.lookup_v2, trio.refill, trio.clear))()
             trio.same_bytes()
-        assert not trio.ours.pages.errors.keys() - {"ArgumentError"}  # from wrong numbers of indices
+        assert not trio.ours.pages.errors.keys() - {"ArgumentError"}  # caused by wrong numbers of indices
 
 
 def test_backend_with_other_settings_never_hits(kvtier):

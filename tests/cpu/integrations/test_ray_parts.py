@@ -72,7 +72,7 @@ def test_pickled_ticket_is_empty():
     assert len(copy.hashes) == copy.num_tokens == 0
 
 
-def test_merged_replies_add_counts_and_rows():
+def test_merged_replies_add_counts_and_merge_rows_by_name():
     one = {"asleep": False, "running": 1, "tiers": [{"name": "device", "num_used": 3, "block_bytes": 8}], "ghost": None}
     two = {
         "asleep": True,
@@ -88,7 +88,7 @@ def test_merged_replies_add_counts_and_rows():
     }
 
 
-def test_fleet_options_of_serve_config_file_are_those_of_serve():
+def test_ray_serve_config_file_accepts_options_of_kvtier_serve():
     config = fleet_config_of(
         {"replicas": 3, "max_replicas": 5, "blocks": 64, "tenants": [{"name": "t", "key": "12345678"}]}
     )
@@ -115,7 +115,7 @@ def publisher():
 
 
 def store(publisher, tokens):
-    """Publish the blocks of a prompt. Return its hashes."""
+    """Publish the blocks of a prompt. Return the hashes of the blocks."""
     chain = Chain(NAMESPACE, tokens)
     publisher(BlocksStored("device", NAMESPACE.root_key(), chain.keys(), chain.labels, True, b"", b""))
     return hashes_of(chain.keys())

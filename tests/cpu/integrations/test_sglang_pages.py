@@ -71,7 +71,7 @@ def test_pages_of_failing_store_are_missing():
 
 
 def test_pages_calls_to_hanging_store_end_before_deadline():
-    """Each call ends with time to spare before its deadline. Even a write does, although it calls the store twice."""
+    """Each call ends within 91 % of its deadline. A write calls the store twice within this time."""
     clock = Clock()
     hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
     pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)
@@ -85,7 +85,7 @@ def test_pages_calls_to_hanging_store_end_before_deadline():
 
 
 def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
-    """A read that hangs in the kernel returns at its deadline. When the disk answers later, the pool is not changed."""
+    """While the disk hangs, `get` returns at its deadline. When the disk answers later, the pool is not changed."""
     disk, gate = SimulatedDisk(), threading.Event()
     store = DiskStore(
         tmp_path, 1 << 22, files=disk, min_free_bytes=0, segment_bytes=1 << 20, breaker=Breaker(retry_s=60)
@@ -105,7 +105,7 @@ def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
     assert not pool.kv_buffer.any()
 
 
-def test_pages_with_slow_objects_are_missing_alone():
+def test_only_pages_with_slow_objects_are_missing():
     """Only the pages that the store does not return in time are missing."""
     store = MemoryStore(1 << 22)
     pages = make_pages(store)

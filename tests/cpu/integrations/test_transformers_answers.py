@@ -16,7 +16,7 @@ CASES = 4 * SOAK
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefix_cache_random_cases_equal_generate(kind, block_tokens, tmp_path):
+def test_generate_with_prefix_cache_equals_generate_without(kind, block_tokens, tmp_path):
     """Compare tokens for shared prefixes, padding, sampling, static caches, crops and second turns."""
     model = shared_model(kind)
     with PrefixCache(

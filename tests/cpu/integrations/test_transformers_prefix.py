@@ -121,8 +121,8 @@ def test_begin_mask_of_other_type_hits(kind):
         assert prefix.begin(IDS, torch.ones_like(IDS, dtype=kind)).hit_tokens == (28,)
 
 
-def test_forward_continuation_of_other_text_is_refused():
-    """transformers cuts the input to fit the cache, and would give a wrong answer."""
+def test_forward_second_use_of_a_cache_is_refused():
+    """If a used cache gets a prompt again, transformers cuts the prompt to fit the cache, and the answer is wrong."""
     model = shared_model("llama")
     with open_prefix(model) as prefix:
         cache = prefix.begin(IDS)
@@ -185,7 +185,7 @@ def test_forward_beams_over_a_shared_cache_are_refused():
 
 
 def test_forward_repeated_prefix_is_refused():
-    """Before version 5.20, transformers sends the whole prompt to a filled cache if prefill_chunk_size is set."""
+    """Versions of transformers before 5.20 send the whole prompt to a filled cache if prefill_chunk_size is set."""
     model = shared_model("llama")
     with open_prefix(model) as prefix, torch.no_grad():
         prefix.generate(IDS, max_new_tokens=1)
@@ -348,7 +348,7 @@ def test_prefix_cache_is_read_from_disk_by_other_process(tmp_path):
     assert printed[0][1] == printed[1][1]
 
 
-def test_begin_damaged_store_is_a_miss(tmp_path):
+def test_begin_damaged_blocks_on_disk_shorten_the_hit(tmp_path):
     """Flipped bytes on disk shorten the hit, but do not change the answer."""
     model = shared_model("llama")
     saved(model, tmp_path)

@@ -47,7 +47,7 @@ class Engine:
         self.step({})
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]] | None = None) -> None:
-        """Plan a step, and report all its probes as absent."""
+        """Plan a step, and report the keys of all its probes as absent."""
         state = SimpleNamespace(get_block_ids=lambda name: ((tables or {})[name],))
         output = SimpleNamespace(
             preempted_req_ids=(),
@@ -99,10 +99,7 @@ class Engine:
 
 
 def test_saves_are_skipped_while_store_writes_host_blocks():
-    """Host blocks cannot be evicted while a store writes them.
-
-    Therefore a slow store leaves no free slots for new saves.
-    """
+    """A slow store leaves no free slots for new saves, because host blocks cannot be evicted while it writes them."""
     engine = Engine(num_host=16)
     engine.answer("first", 0)
     engine.answer("second", 1)
@@ -125,7 +122,7 @@ def test_skipped_blocks_are_saved_with_next_request():
 
 
 @pytest.mark.parametrize(("save_generated", "num_skipped"), [(True, 2), (False, 0)])
-def test_skipped_blocks_do_not_include_unwanted_blocks(save_generated, num_skipped):
+def test_skipped_blocks_exclude_blocks_that_need_no_save(save_generated, num_skipped):
     engine = Engine(num_host=NUM_PROMPT_BLOCKS, save_generated=save_generated)
     engine.answer("only", 0)
     assert engine.side.num_skipped_blocks == num_skipped

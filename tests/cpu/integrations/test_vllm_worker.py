@@ -166,8 +166,8 @@ def test_worker_save_reads_what_the_forward_pass_wrote(layout, device):
 
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_worker_load_runs_beside_the_forward_pass(layout, device):
-    """A load waits for kernels that were queued before its step, and not for those of its step."""
+def test_worker_load_runs_during_the_forward_pass(layout, device):
+    """A load waits for kernels that were queued before its step, but not for the kernels of its step."""
     worker, views, _ = make_worker(layout, device)
     run(worker, step_of(1, transfer_of(1, Route.DEVICE_TO_HOST, [3], [7])))
     saved = {name: view[3].clone() for name, view in views.items()}
