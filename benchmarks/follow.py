@@ -7,6 +7,7 @@ are not in the log. The run must therefore be recorded with `partial_scan=0`, wh
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ class ReplayDiff:
     tokens_from: dict[str, dict[str, int]]
     num_steps: int
     steps: tuple[tuple[Work, float], ...]
-    """Steps without a wait for a load; costs are fitted to these."""
+    """Steps without a wait for a load; costs are fitted to these. The time of a step begins with the result of the step
+    before it, if that step was in flight."""
     outcomes: tuple[tuple[str, int, float], ...]
     """Route, bytes and seconds of every transfer that succeeded."""
 
@@ -102,8 +104,8 @@ class _Follower:
         self._requests: dict[str, Request] = {}
         self._tokens: dict[str, list[int]] = {}
         self._keys = self._keys_of_names(namespace)
-        self._step: Step | None = None
-        self._began = 0.0
+        self._in_flight: deque[tuple[Step, float]] = deque()  # oldest first, with the times of schedule()
+        self._updated_at = 0.0
         self._routes: dict[int, str] = {}
         self._steps: list[tuple[Work, float]] = []
         self._transfers: list[tuple[str, int, float]] = []
@@ -115,7 +117,8 @@ class _Follower:
             "step": self._schedule,
             "report": self._report,
             "update": self._update,
-            "fail": self._fail,
+            "fail": lambda event: self._scheduler.fail(self._oldest()[0], event["t"]),
+            "discard": lambda event: self._scheduler.discard(self._oldest()[0], event["t"]),
             "cancel": lambda event: self._cancel(event["id"], event["t"]),
         }
         for event in self._log.events:
@@ -144,10 +147,10 @@ class _Follower:
     def _schedule(self, event: dict[str, Any]) -> None:
         for name, _, _, num_draft in event["rows"]:
             self._requests[name].draft = (0,) * num_draft
-        self._began = event["t"]
-        self._step = self._scheduler.schedule(self._began)
+        step = self._scheduler.schedule(event["t"])
+        self._in_flight.append((step, event["t"]))
         self._num_steps += 1
-        decisions = describe(self._step)
+        decisions = describe(step)
         for what in ("rows", "transfers", "probes"):
             if decisions[what] != event[what]:
                 raise StateError(
@@ -177,21 +180,20 @@ class _Follower:
         return b"".join(self._keys.get(number, b"") for number in numbers)
 
     def _update(self, event: dict[str, Any]) -> None:
-        step = self._step
-        if step is None:
-            raise StateError("an update without a step in the log")
+        step, began = self._oldest()
         results = []
         for row, (count, finished) in zip(step.rows, event["results"], strict=True):
             place = row.request.chain.num_tokens
             results.append(RowResult(tuple(self._tokens[row.request.id][place : place + count]), finished))
         if step.rows and not step.loads:
-            self._steps.append((Work.of(step), event["t"] - self._began))
+            self._steps.append((Work.of(step), event["t"] - max(began, self._updated_at)))
+        self._updated_at = event["t"]
         self._scheduler.update(step, results, event["t"])
 
-    def _fail(self, event: dict[str, Any]) -> None:
-        if self._step is None:
-            raise StateError("a failure without a step in the log")
-        self._scheduler.fail(self._step, event["t"])
+    def _oldest(self) -> tuple[Step, float]:
+        if not self._in_flight:
+            raise StateError("the log has the result of a step that is not in flight")
+        return self._in_flight.popleft()
 
     def _cancel(self, name: str, now: float) -> None:
         self._scheduler.cancel(self._requests[name], now)

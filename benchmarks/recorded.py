@@ -64,6 +64,7 @@ class Run:
     cache: CacheConfig
     scheduler: SchedulerConfig
     block_bytes: int
+    phases: int
     others: float
     """Cores that other processes used during the run."""
 
@@ -80,10 +81,14 @@ class Run:
     @property
     def busy_share(self) -> float:
         """Return the share of time spent in steps."""
-        steps = [event for event in self.log.events if event["event"] in ("step", "update")]
-        pairs = zip(steps[::2], steps[1::2], strict=True)
-        taken = sum(update["t"] - step["t"] for step, update in pairs if step["rows"])
-        return float(taken / steps[-1]["t"])
+        steps = [event for event in self.log.events if event["event"] == "step"]
+        updates = [event for event in self.log.events if event["event"] == "update"]
+        taken = before = 0.0
+        for step, update in zip(steps, updates, strict=True):
+            if step["rows"]:
+                taken += update["t"] - max(step["t"], before)
+            before = update["t"]
+        return taken / before
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,14 @@ class Clock:
         return time.monotonic() if self.stamp is None else self.stamp
 
 
-def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -> Run:
+def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE, phases: int = 1) -> Run:
     """Serve the load in real time and record it."""
     folder.mkdir()
     block_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * BLOCK
     store = DiskStore(folder / "disk", DISK_BLOCKS * (block_bytes + 8192), min_free_bytes=0)
     clock = Clock()
-    engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
+    config = EngineConfig(BLOCK, cache, LIMITS, phases=phases)
+    engine = Engine(model, config=config, stores={"disk": store}, clock=clock)
     talks = _Talks(load, model.config.vocab_size)
     with contextlib.closing(StepRecorder(folder / "log.jsonl")) as recorder:
         begin, others = clock(), _others_seconds()
@@ -131,7 +137,7 @@ def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -
         others = (_others_seconds() - others) / (clock() - begin)
     scheduler = engine.scheduler.config
     engine.close()
-    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes, others)
+    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes, phases, others)
 
 
 def _others_seconds() -> float:
@@ -184,14 +190,14 @@ class _Talks:
         return [self._chosen.randrange(self._vocab) for _ in range(count)]
 
 
-def calibration(model: Model, folder: Path, seed: int, seconds: float) -> Run:
+def calibration(model: Model, folder: Path, seed: int, seconds: float, phases: int) -> Run:
     """Return a short run of conversations other than the predicted ones.
 
     Its messages have all lengths, so that there are steps of all sizes, and it has less host memory, so that the disk
     is read.
     """
     load = Load(seed, seconds, 1.6, message_tokens=(8, 160), answer_tokens=(3, 8))
-    return record(model, folder, load, replace(CACHE, host=HostConfig(160)))
+    return record(model, folder, load, replace(CACHE, host=HostConfig(160)), phases)
 
 
 def machine_of(runs: Sequence[Run]) -> Machine:

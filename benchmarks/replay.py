@@ -4,7 +4,7 @@ python -m benchmarks.replay --trace conversation_trace.jsonl   everything
 python -m benchmarks.replay --only honest --seconds 120        only the recorded runs
 
 Accuracy ("honest"): SmolLM2-135M on this CPU, with device, host and disk tiers, serves conversations in real time. Two
-such runs are recorded. No simulation can predict the difference between them.
+such runs are recorded for each number of phases. No simulation can predict the difference between them.
 
 The replay follows each log step by step, where the hits by tier must be equal. It also simulates the same arrivals
 without following the log. The simulation gets arrivals, lengths and block names from the run. The times of steps,
@@ -18,6 +18,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--trace", help="the conversation trace")
     parser.add_argument("--only", choices=("hits", "speed", "honest"))
     parser.add_argument("--seconds", type=float, default=120.0, help="seconds of each recorded run")
+    parser.add_argument("--phases", type=int, nargs="+", default=[1, 2], choices=(1, 2), help="of the recorded runs")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recorded logs in this new folder")
     options = parser.parse_args()
     parts = [options.only] if options.only else ["hits", "speed", "honest"]
@@ -53,7 +55,7 @@ def main() -> None:
     bars: list[Bar] = []
     for part in parts:
         if part == "honest":
-            more, more_bars = honest(options.seconds, options.keep)
+            more, more_bars = honest(options.seconds, options.phases, options.keep)
         elif part == "speed":
             more, more_bars = speed(trace)
         else:
@@ -111,19 +113,29 @@ def _sweep_seconds(trace: Sequence[TraceRequest], policies: Sequence[str]) -> fl
 # ---- honest --------------------------------------------------------------------------------------------------------
 
 
-def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Bar]]:
-    """Warm up, calibrate and record twice, follow, simulate and compare."""
+def honest(seconds: float, phases: Sequence[int], keep: Path | None = None) -> tuple[list[Row], list[Bar]]:
+    """Warm up, calibrate and record twice, follow, simulate and compare, for each number of phases."""
     model = load_model()
     torch.set_num_threads(1)
+    rows: list[Row] = []
+    bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         record(model, folder / "warm up", Load(5, seconds / 12, 2.0))
-        runs, short = [], []
-        for name in ("run", "again"):  # a shared machine changes from minute to minute
-            short.append(calibration(model, folder / f"before {name}", 10 + len(short), seconds / 5))
-            runs.append(record(model, folder / name, Load(2, seconds, 1.1)))
-    machine = machine_of(short)
+        for count in phases:
+            runs, short = [], []
+            for name in ("run", "again"):  # a shared machine changes from minute to minute
+                before = folder / f"before {name}, {count} phases"
+                short.append(calibration(model, before, 10 + len(short), seconds / 5, count))
+                runs.append(record(model, folder / f"{name}, {count} phases", Load(2, seconds, 1.1), phases=count))
+            more, more_bars = _judge(runs, machine_of(short))
+            rows += [{"phases": count, **row} for row in more]
+            bars += [replace(bar, name=f"{bar.name}, {count} phases") if count > 1 else bar for bar in more_bars]
+    return rows, bars
+
+
+def _judge(runs: Sequence[Run], machine: Machine) -> tuple[list[Row], list[Bar]]:
     followed = [follow(run.log, run.cache, run.scheduler) for run in runs]
     num_wrong = sum(
         found.tokens_from[name] != logged.tokens_from
@@ -149,7 +161,8 @@ def free(run: Run, machine: Machine) -> Simulation:
         disk=machine.disk,
         stores={"disk": SimulatedStore(DISK_BLOCKS)},
     )
-    simulator = Simulator(run.cache, run.scheduler, machine.cost.seconds, worker, block_tokens=BLOCK, num_layers=30)
+    cost, sizes = machine.cost.seconds, {"block_tokens": BLOCK, "num_layers": 30}
+    simulator = Simulator(run.cache, run.scheduler, cost, worker, **sizes, phases=run.phases)
     return simulator.run(run.log.trace)
 
 

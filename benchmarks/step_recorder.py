@@ -13,7 +13,7 @@ from kvtier.scheduler import Request, RowResult, Scheduler, Step
 
 
 class StepRecorder:
-    """A Recorder whose log has the events add, step, report, update, fail and cancel as well."""
+    """A Recorder whose log has the events add, step, report, update, fail, discard and cancel as well."""
 
     def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:
         self._log = Recorder(path, secret=secret)
@@ -28,6 +28,7 @@ class StepRecorder:
         self._wrap(scheduler, "schedule", self._schedule)
         self._wrap(scheduler, "update", self._update)
         self._wrap(scheduler, "fail", self._fail)
+        self._wrap(scheduler, "discard", self._discard)
         self._wrap(scheduler, "cancel", self._cancel)
         self._wrap(scheduler.manager, "apply", self._apply)
 
@@ -69,6 +70,10 @@ class StepRecorder:
         failed = inner(step, now)
         self._write("fail", now)
         return failed
+
+    def _discard(self, inner: Callable[..., None], step: Step, now: float) -> None:
+        inner(step, now)
+        self._write("discard", now)
 
     def _cancel(self, inner: Callable[..., bool], request: Request, now: float) -> bool:
         was_live = inner(request, now)

@@ -189,6 +189,8 @@ def _add_options(command: Parser) -> None:
     option("--routing", choices=("random", "prefix"), default="prefix", help="how to route requests to replicas")
     option("--max-rows", type=int, default=256, metavar="N", help="maximum number of requests per step")
     option("--max-step-tokens", type=int, default=8192, metavar="N", help="maximum number of tokens per step")
+    help = "steps in flight; 2 schedules a step while the one before it runs"
+    option("--phases", type=int, default=1, choices=(1, 2), help=help)
     option = command.add_argument_group("simulation").add_argument
     option(
         "--quantum",
@@ -268,7 +270,10 @@ def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int
         policy=policy,
         inclusive=options.inclusive,
         routing=Routing(options.routing),
-        **{name: getattr(options, name) for name in ("replicas", "max_rows", "max_step_tokens", "quantum", "seed")},
+        **{
+            name: getattr(options, name)
+            for name in ("replicas", "max_rows", "max_step_tokens", "phases", "quantum", "seed")
+        },
     )
 
 

@@ -40,7 +40,7 @@ class Roofline:
     products    max( 2 * params * tokens / FLOP/s ,      bytes of the weights / bandwidth )
     attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
 
-    Also adds a fixed time per step and per row.
+    Also adds the time of the host: a fixed time per step and per row.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:
@@ -50,6 +50,11 @@ class Roofline:
         self._token = 2 * model.used_params / (gpu.flops * gpu.compute_share)
         self._attended = 4 * model.layers * model.heads * model.head_dim / (gpu.flops * gpu.attention_share)
         self._read = model.token_bytes / self._bandwidth
+
+    def host_seconds(self, work: Work) -> float:
+        """Return the part of `seconds` in which the host prepares the step. With two phases, the device computes the
+        step before it in this time."""
+        return self._fixed + self._row * work.num_rows
 
     def seconds(self, work: Work) -> float:
         model = self._model

@@ -112,6 +112,8 @@ class Deployment:
     routing: Routing = Routing.PREFIX
     max_rows: int = 256
     max_step_tokens: int = 8192
+    phases: int = 1
+    """Number of steps in flight, 1 or 2, as EngineConfig.phases."""
     quantum: float = 0.05
     """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging and is 10x slower."""
     seed: int = 0
@@ -155,14 +157,17 @@ class Deployment:
             stores={STORE: SimulatedStore(disk)} if stores else {},
         )
         limits = SchedulerConfig(self.max_rows, self.max_step_tokens, starts_early=True)
+        cost = Roofline(self.model, self.gpu)
         return Simulator(
             cache,
             limits,
-            Roofline(self.model, self.gpu).seconds,
+            cost.seconds,
             worker,
             block_tokens=block_tokens,
             num_layers=self.model.layers,
             quantum=self.quantum,
+            phases=self.phases,
+            host_cost=cost.host_seconds,
         )
 
 

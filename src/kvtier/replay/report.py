@@ -65,6 +65,7 @@ def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
         "replicas": setup.replicas,
         "routing": setup.routing.value,
         "max_rows": setup.max_rows,
+        "phases": setup.phases,
         "max_step_tokens": setup.max_step_tokens,
         "quantum": setup.quantum,
         "seed": setup.seed,

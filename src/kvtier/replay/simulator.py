@@ -3,11 +3,17 @@
 arrivals ──> Scheduler ──Step──> StepCost: seconds of compute ──results──> Scheduler
                  │ plan                                                       ^
                  └──────> SimulatedWorker: end of the transfers ──reports─────┘
+
+With two phases, a step is scheduled while the device computes the step before it, as in the engine:
+
+    host      schedule t+1 | results of t | schedule t+2 | results of t+1 ..
+    device    t .............|  t+1 ....................|  t+2 ..
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +25,7 @@ from kvtier.replay.cost import StepCost, Work
 from kvtier.replay.sim_worker import SimulatedLink, SimulatedWorker
 from kvtier.replay.trace import TraceRequest, number_paths
 from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.scheduler.scheduler import MAX_IN_FLIGHT
 
 _MAX_STEPS = 64  # maximum number of steps that are merged into one
 _DRAFT = (0,) * (_MAX_STEPS - 1)
@@ -30,20 +37,23 @@ class StepCoalescer:
     Steps that together take at most `quantum` seconds become one step. In this step, answers grow by several tokens,
     as with accepted drafts, and prompts grow by several chunks. Events during the step take effect at its end. If all
     requests generate and no request waits, the step extends to the next event. With `quantum` 0, no steps are merged.
+
+    `host_cost` returns the part of a step's time that overlaps with the step before it, None if there is no overlap.
+    Merged steps overlap with each other, so each of them takes as long as its longer part.
     """
 
-    def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float) -> None:
+    def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float, host_cost: StepCost | None) -> None:
         if quantum < 0:
             raise RangeError(f"quantum must be 0 seconds or more, got {quantum}")
         self.count = 1
-        self._scheduler, self._cost, self._quantum = scheduler, cost, quantum
+        self._scheduler, self._cost, self._host_cost, self._quantum = scheduler, cost, host_cost, quantum
         config = scheduler.config
         self._max_tokens = config.max_step_tokens
         self._limits = {
             count: replace(config, max_step_tokens=self._max_tokens * count) for count in range(1, _MAX_STEPS + 1)
         }
         full = self._max_tokens
-        self._prompt_seconds = cost(Work(1, full, full * full / 2, full))
+        self._prompt_seconds = max(self._parts(Work(1, full, full * full / 2, full)))
         self._decode_seconds = self._prompt_seconds
 
     def choose(self, until_event: float) -> None:
@@ -62,11 +72,16 @@ class StepCoalescer:
                 left = request.max_new_tokens - request.num_new_tokens
                 request.draft = _DRAFT[: min(self.count, left) - 1]
 
-    def seconds(self, step: Step) -> float:
-        seconds = self._cost(Work.of(step).part(self.count))
+    def seconds(self, step: Step) -> tuple[float, float]:
+        """Return the time of the host before the device can begin the step, and the time of the device."""
+        host, device = self._parts(Work.of(step).part(self.count))
         if len(step.rows) * self.count >= step.num_tokens:  # the step computes no prompts
-            self._decode_seconds = seconds
-        return seconds * self.count
+            self._decode_seconds = max(host, device)
+        return (host, device) if self.count == 1 else (0.0, max(host, device) * self.count)
+
+    def _parts(self, work: Work) -> tuple[float, float]:
+        host = 0.0 if self._host_cost is None else self._host_cost(work)
+        return host, self._cost(work) - host
 
     def share(self, done: float) -> float:
         """Return the share of a merged step's time after which the share `done` of its prompt tokens is computed."""
@@ -143,6 +158,15 @@ class _Live:
     num_hits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A step in flight, with the time at which the device begins it and the time of its results."""
+
+    step: Step
+    began: float
+    end: float
+
+
 class Simulator:
     """Simulates one replica. An instance can be run once."""
 
@@ -156,12 +180,23 @@ class Simulator:
         block_tokens: int,
         num_layers: int = 1,
         quantum: float = 0.0,
+        phases: int = 1,
+        host_cost: StepCost | None = None,
     ) -> None:
-        """`num_layers` affects steps that start before their loads end. `quantum` is passed to StepCoalescer."""
+        """`num_layers` affects steps that start before their loads end. `quantum` is passed to StepCoalescer.
+
+        `phases` is the number of steps in flight. With two, the part `host_cost` of the time `cost` of a step overlaps
+        with the step before it.
+        """
+        if phases not in range(1, MAX_IN_FLIGHT + 1):
+            raise RangeError(f"phases must be 1 or {MAX_IN_FLIGHT}, got {phases}")
         self.manager = CacheManager(Namespace("replay", block_tokens=block_tokens), cache)
         self.scheduler = Scheduler(self.manager, scheduler)
         self._worker, self._block_tokens, self._num_layers = worker, block_tokens, num_layers
-        self._steps = StepCoalescer(self.scheduler, cost, quantum)
+        self._phases = phases
+        self._steps = StepCoalescer(self.scheduler, cost, quantum, host_cost if phases > 1 else None)
+        self._in_flight: deque[_Running] = deque()  # oldest first
+        self._device_free_at = 0.0
         self._next_arrival = math.inf
         self._has_reports = False
         """True if a report arrived after the last call to `schedule`."""
@@ -184,7 +219,7 @@ class Simulator:
             if request.closed_at_ms is not None
         )
         at = num_idle = num_closed = 0
-        while at < len(trace) or self.scheduler.has_work() or self.manager.has_plans:
+        while at < len(trace) or self._in_flight or self.scheduler.has_work() or self.manager.has_plans:
             while at < len(trace) and arrivals[at] <= self._now:
                 self._arrive(at, trace[at], arrivals[at])
                 at += 1
@@ -192,13 +227,14 @@ class Simulator:
                 self.scheduler.close_session(closes[num_closed][1], b"", closes[num_closed][0])
                 num_closed += 1
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
-            step = self._step()
-            num_idle = 0 if step.rows or self._has_reports else num_idle + 1
-            if num_idle > 1:  # the first idle step can plan transfers that end at once
+            num_before, step = len(self._in_flight), self._step()
+            num_idle = 0 if num_before or step is None or step.rows or self._has_reports else num_idle + 1
+            if step is not None and num_idle > 1:  # the first idle step can plan transfers that end at once
                 following = min(self._next_arrival, self._worker.next_end)
                 if not self._can_go_on(step, following):
                     break
-                self._now = max(self._now, following)
+                if following < math.inf:
+                    self._now = max(self._now, following)
             if progress is not None and self._num_steps % 256 == 0:
                 progress(len(self._served) / len(trace))
         return self._result(len(trace))
@@ -217,41 +253,60 @@ class Simulator:
     def _arrive(self, number: int, traced: TraceRequest, now: float) -> None:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
-        request = Request(str(number), chain, max(1, traced.output_tokens), hints=traced.hints)
+        num_new = max(1, traced.output_tokens)
+        # A stop token or stop string is known only with the result. A second row can then be in flight already.
+        is_stopped = self._phases > 1 and traced.finish_reason != "length"
+        request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
         self._live[request.id] = _Live(number, request, tokens.tolist(), paths)
         self.scheduler.add(request, now)
 
-    def _step(self) -> Step:
-        """Run one step as the engine does: apply reports, schedule, compute, update."""
+    def _step(self) -> Step | None:
+        """Run one step as the engine does: apply reports, schedule, compute, update the oldest step if all phases are
+        in use. Before merged steps, end the steps in flight instead and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
-        began = self._now
-        step = self.scheduler.schedule(began)
-        self._worker.submit(step.plan, began)
+        if self._steps.count > 1 and self._in_flight:
+            self._collect(0)
+            return None
+        step = self.scheduler.schedule(self._now)
+        self._worker.submit(step.plan, self._now)
         self._has_reports = self._take_reports()
-        if step.rows:
-            self._now = self._end_of(step)
-            self._num_steps += self._steps.count
-            if step.loads:
-                self._take_reports()
         for request in step.refused:
             self._end(request)
-        results = [self._result_of(row) for row in step.rows]
-        self.scheduler.update(step, results, self._now)
-        if any(result.tokens for result in results):
-            self._last_token_at = self._now
-        self._settle(step, began)
+        if step.rows:
+            self._start(step)
+            self._collect(0 if self._steps.count > 1 else self._phases - 1)
+        else:
+            self._collect(0)
+            self.scheduler.update(step, [], self._now)
         return step
 
-    def _end_of(self, step: Step) -> float:
-        work = self._steps.seconds(step)
-        self._compute_seconds += work
-        end = self._now + work
+    def _start(self, step: Step) -> None:
+        host, device = self._steps.seconds(step)
+        self._now += host
+        self._compute_seconds += device
+        self._num_steps += self._steps.count
+        began = max(self._now, self._device_free_at)
+        end = began + device
         if step.loads:
             # Loads arrive layer by layer, so one layer is left to compute when the last load ends.
-            end = max(end, self._worker.end_of(step.loads) + work / self._num_layers)
-        return end
+            end = max(end, self._worker.end_of(step.loads) + device / self._num_layers)
+        self._device_free_at = end
+        self._in_flight.append(_Running(step, began, end))
+
+    def _collect(self, num_left: int) -> None:
+        """Wait for the results of the oldest steps, until `num_left` steps are in flight."""
+        while len(self._in_flight) > num_left:
+            running = self._in_flight.popleft()
+            step, self._now = running.step, max(self._now, running.end)
+            if step.loads:
+                self._take_reports()
+            results = [self._result_of(row) for row in step.rows]
+            self.scheduler.update(step, results, self._now)
+            if any(result.tokens for result in results):
+                self._last_token_at = self._now
+            self._settle(step, running.began)
 
     def _take_reports(self) -> bool:
         """Apply the reports of the worker. True if there were reports."""
@@ -261,7 +316,10 @@ class Simulator:
         return bool(reports)
 
     def _result_of(self, row: Row) -> RowResult:
-        live, request = self._live[row.request.id], row.request
+        request = row.request
+        if request.state.is_over:  # the request ended while the row was in flight
+            return RowResult()
+        live = self._live[request.id]
         if not live.is_counted:
             live.is_counted = True
             live.num_hits = request.num_cached_tokens // self._block_tokens
@@ -272,13 +330,14 @@ class Simulator:
             return RowResult()
         place = request.chain.num_tokens
         tokens = live.tokens[place : place + 1 + row.num_draft]
-        return RowResult(tuple(tokens) or (0,))
+        return RowResult(tuple(tokens) or (0,), finished=place + len(tokens) >= len(live.tokens))
 
     def _settle(self, step: Step, began: float) -> None:
         """Set first-token times, in the order of the prompts within the step, and end finished requests."""
-        prompts = sum(row.num_tokens for row in step.rows if self._live[row.request.id].first_token_at is None)
+        rows = [row for row in step.rows if row.request.id in self._live]  # others ended while in flight
+        prompts = sum(row.num_tokens for row in rows if self._live[row.request.id].first_token_at is None)
         done = 0
-        for row in step.rows:
+        for row in rows:
             request, live = row.request, self._live[row.request.id]
             if live.first_token_at is None:
                 done += row.num_tokens

@@ -23,14 +23,14 @@ from kvtier.storage import DiskStore
 TINY = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
 
 
+@pytest.mark.parametrize("phases", [1, 2])
 @pytest.mark.parametrize("always_load", [False, True])
-def test_replay_of_recorded_run_has_the_same_hits_by_tier(tmp_path, always_load):
+def test_replay_of_recorded_run_has_the_same_hits_by_tier(tmp_path, always_load, phases):
     model = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=3))
     cache = CacheConfig(26, host=HostConfig(30), stores=(StoreConfig("disk"),), partial_scan=0, always_load=always_load)
     store = DiskStore(tmp_path / "disk", 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
-    engine = Engine(
-        model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), stores={"disk": store}
-    )
+    config = EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16), phases=phases)
+    engine = Engine(model, config=config, stores={"disk": store})
     chosen = random.Random(1)
     with contextlib.closing(StepRecorder(tmp_path / "log.jsonl")) as recorder:
         recorder.attach(engine.scheduler, now=engine._clock())

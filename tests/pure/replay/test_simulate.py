@@ -134,11 +134,91 @@ def test_measured_transfer_times_exclude_wait_for_link():
         assert speeds.compute_seconds(512, count * 512) == pytest.approx(count * 512)
 
 
+# ---- two steps in flight ----
+
+
+def overhead(_: Work) -> float:
+    return 1.0
+
+
+def with_overhead(work: Work) -> float:
+    return work.num_tokens + 1.0
+
+
+def test_two_phases_hide_host_time_behind_the_step_before():
+    traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
+    for phases, ttft, token in ((1, 1 + 1124, 1 + 1), (2, 1 + 1124, 1)):
+        run = simulator(100, cost=with_overhead, host_cost=overhead, phases=phases).run([traced])
+        assert run.requests[0].ttft == ttft
+        assert run.requests[0].finished_at == ttft + 3 * token
+        assert run.num_steps == 4
+
+
+def test_host_limits_two_phases_if_it_takes_longer_than_the_device():
+    traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
+    options = {"cost": lambda work: work.num_tokens + 3.0, "host_cost": lambda _: 3.0}
+    run = simulator(100, phases=2, **options).run([traced])
+    assert run.requests[0].finished_at == 3 + 1124 + 1 + 3 + 3  # the first of these steps was prepared in time
+
+
+@pytest.mark.parametrize(("reason", "num_discarded"), [("length", 0), ("stop", 1), ("", 1)])
+def test_two_phases_discard_one_token_after_a_stop(reason, num_discarded):
+    traced = replace(request(0, 1, 2, answer=4), finish_reason=reason)
+    ours = simulator(100, phases=2)
+    run = ours.run([traced])
+    assert run.requests[0].answer_tokens == 4
+    assert run.requests[0].finished_at == 1124 + 3
+    assert run.num_steps == 4 + num_discarded
+    assert run.compute_seconds == 1124 + 3 + num_discarded
+    assert ours.scheduler.in_flight == ()
+    ours.scheduler.check()
+
+
+def test_arrival_waits_for_both_steps_in_flight():
+    first = request(0, 1, 2, answer=40)
+    second = TraceRequest(1124.5 * 1000, 612, 1, (3, 1001))
+    for phases, begins in ((1, 1125), (2, 1126)):
+        found = simulator(100, phases=phases).run([first, second]).requests[1]
+        assert found.scheduled_at == 1125
+        assert found.ttft == begins + 613 - 1124.5
+
+
+@pytest.mark.parametrize("quantum", [0.0, 1000.0])
+def test_two_phases_serve_what_one_phase_serves(quantum):
+    """The cache is too small for all rows, so that requests are preempted with rows in flight."""
+    made = SyntheticTrace(sessions=10, turns=2, think_seconds=20, answer_tokens=500, document_blocks=4, seed=3)
+    trace, runs = tuple(generate(made)), {}
+    options = {"cost": lambda work: work.num_tokens / 64, "quantum": quantum, "early": True}
+    for phases in (1, 2):
+        ours = simulator(24, 100, 300, phases=phases, **options)
+        runs[phases] = ours.run(trace)
+        ours.scheduler.check()
+        assert not ours.scheduler.has_work()
+    served = {phases: [each.answer_tokens for each in run.requests] for phases, run in runs.items()}
+    assert served[2] == served[1]
+    assert max(each.num_preempted for each in runs[2].requests) > 0
+    assert runs[2].seconds == pytest.approx(runs[1].seconds, rel=0.01)
+
+
+def test_simulator_with_three_phases_raises():
+    with pytest.raises(RangeError, match="phases must be 1 or 2, got 3"):
+        simulator(10, phases=3)
+
+
 def test_oversized_request_is_refused_and_counted():
     run = simulator(4).run([request(0, *range(10)), request(1, 50)])
     assert [each.is_refused for each in run.requests] == [True, False]
     assert run.requests[0].ttft is None
     assert run.requests[1].ttft == 612
+
+
+def test_time_stays_finite_if_the_last_event_is_a_refusal():
+    """The last request is refused after a first idle step, and no event follows."""
+    made = SyntheticTrace(sessions=4, turns=2, think_seconds=50, answer_tokens=1500, document_blocks=2, seed=4)
+    ours = simulator(10, 20, 60, cost=lambda work: work.num_tokens / 64, early=True)
+    run = ours.run(tuple(generate(made)))
+    assert any(each.is_refused for each in run.requests)
+    assert 0 < run.seconds <= run.whole_seconds < 1e4
 
 
 def test_hit_rate_excludes_refused_requests():
