@@ -62,10 +62,11 @@ class Model:
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         normed = ops.rms_norm(residual, self.weights.layers[0].input_norm, config.norm_eps)
         following = [layer.input_norm for layer in self.weights.layers[1:]] + [self.weights.norm]
-        for index, (layer, next_norm) in enumerate(zip(self.weights.layers, following, strict=True)):
+        steps = zip(self.weights.layers, following, cache.unbind(1), strict=True)
+        for index, (layer, next_norm, layer_cache) in enumerate(steps):
             if before_layer is not None:
                 before_layer(index)
-            attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
+            attended = self._attention(layer, normed, cos, sin, layer_cache, batch)
             if layer is self.weights.layers[-1]:  # after the last attention, only the rows that need logits are used
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             if self._all_reduce is not None:

@@ -8,6 +8,7 @@ CUDA graph and replayed with other context lengths.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from torch.nn.functional import linear
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.ops import Heads
 from kvtier.engine.ops_long import long_parts
-from kvtier.engine.ops_triton_long import LongAttention
+from kvtier.engine.ops_triton_long import LONG_LIMITS, long_attention, supports_long
 from kvtier.engine.weights import Linear
 
-PrefillTile = tuple[int, int, int, int]  # query rows, keys, warps, and stages of the software pipeline
-# For head_dim 128, a tile fits into the registers of 8 warps.
-_TILE: PrefillTile = (128, 64, 8, 3)
-# Smaller tiles for float32. Triton unrolls float32 dots, and tiles of 128 x 64 would take minutes to compile.
-_TILE_F32: PrefillTile = (32, 32, 4, 3)
+# Prefill tiles: query rows, keys, warps, and stages of the software pipeline.
+# For the heads of Llama-3-8B, 64 x 64 reaches 32 to 400 TFLOP/s for 512 to 32k queries, 128 x 64 with 8 warps and 3
+# stages 28 to 358 (H200, 2026-11-19).
+_TILE = (64, 64, 4, 2)
+_TILE_SMALL_HEADS = (128, 64, 4, 3)  # head_dim up to 64
+_TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 would take minutes to compile
 _SPLIT_KEYS = 64  # keys per iteration of the decode kernel
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum number of shares of a prefill tile, minimum keys per share
 
@@ -91,11 +93,17 @@ def _rotate_and_store(
     tl.store(to + HALF, new_right, mask=kept)
 
 
+def _power_of_2(number: int) -> int:
+    """Return the next power of two. Triton's own function takes 1.5 us, a tenth of a launch."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 class TritonOps:
     """Fused Triton kernels. The default on CUDA."""
 
-    def __init__(self, long: LongAttention | None = None) -> None:
-        self._long = LongAttention.default() if long is None else long
+    def __init__(self, long_limits: tuple[int, int] = LONG_LIMITS) -> None:
+        """`long_limits` are the fewest queries, and queries x keys, of a chunk with the kernel for long chunks."""
+        self._long_limits = long_limits
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         return linear(x, w.weight, w.bias)
@@ -109,7 +117,7 @@ class TritonOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
-        _silu_mul[(rows, triton.cdiv(dim, 1024))](gate_up, out, dim, COLUMNS=1024, num_warps=4)
+        _silu_mul[(rows, -(-dim // 1024))](gate_up, out, dim, COLUMNS=1024, num_warps=4)
         return out
 
     def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
@@ -120,28 +128,28 @@ class TritonOps:
             HEADS=num_all - 2 * kv_heads,
             KV_HEADS=kv_heads,
             HALF=dim // 2,
-            PADDED=triton.next_power_of_2(dim // 2),
+            PADDED=_power_of_2(dim // 2),
             BLOCK_TOKENS=cache.shape[2],
-            ROWS=triton.next_power_of_2(num_all),
+            ROWS=_power_of_2(num_all),
             num_warps=4,
         )
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        q, long = heads.q, self._long
-        if long is None or not long.takes(q, batch):
+        q, most, (queries, scores) = heads.q, max(batch.query_lens), self._long_limits
+        if most < queries or most * max(batch.contexts) < scores or not supports_long(q, cache.shape[3]):
             return triton_paged_attention(q, cache, batch).flatten(1)
         parts = [
-            long.attend(q[rows], cache, part.block_tables[0], part.contexts[0])
+            long_attention(q[rows], cache, part.block_tables[0], part.contexts[0])
             if is_long
             else triton_paged_attention(q[rows], cache, part)
-            for rows, part, is_long in long_parts(batch, long.least_queries, long.least_keys)
+            for rows, part, is_long in long_parts(batch, queries, scores)
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     dim, inner = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
-    padded = triton.next_power_of_2(dim)
+    padded = _power_of_2(dim)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm[(x.numel() // dim,)](
         *(x, x if residual is None else residual, weight, out, x.stride(0), inner, x.stride(1) if x.ndim == 3 else 0),
@@ -298,28 +306,23 @@ def _combine(
     tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
 
 
-def triton_paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch, tile: PrefillTile | None = None) -> Tensor:
+def triton_paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     """Compute attention for q [tokens, heads, head_dim], with any row stride, over the paged cache of a layer."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch.is_decode:
         _run_decode(q, cache, batch, out)
     else:
-        _run_prefill(q, cache, batch, out, tile or _prefill_tile(q))
+        _run_prefill(q, cache, batch, out)
     return out
 
 
-def _prefill_tile(q: Tensor) -> PrefillTile:
-    if q.dtype == torch.float32:
-        return _TILE_F32
-    return _TILE if q.shape[2] > 64 else (*_TILE[:2], 4, 3)
-
-
-def _run_prefill(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor, tile: PrefillTile) -> None:
+def _run_prefill(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> None:
     kv_heads, group = cache.shape[3], q.shape[1] // cache.shape[3]
+    tile = _TILE_F32 if q.dtype == torch.float32 else _TILE if q.shape[2] > 64 else _TILE_SMALL_HEADS
     rows, keys, warps, stages = tile
-    rows = max(rows, triton.next_power_of_2(group))
+    rows = max(rows, _power_of_2(group))
     tiles = [-(-length // (rows // group)) for length in batch.query_lens]
-    splits = prefill_splits(sum(tiles) * kv_heads, max(batch.contexts), q.device)
+    splits = prefill_splits(sum(tiles) * kv_heads * rows, max(batch.contexts), q.device)
     partial, top, total = _partial(q, splits) if splits > 1 else (out, out, out)
     sizes = _sizes(q, cache)
     _prefill[(max(tiles) * splits, len(tiles), kv_heads)](
@@ -344,7 +347,7 @@ def _run_decode(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> N
     _decode[(sequences, kv_heads, splits)](
         *(q, cache, partial, top, total, batch.block_tables, batch.context_lens, _scale(q)),
         *(q.stride(0), batch.block_tables.stride(0), *cache.stride()[:4]),
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),  # tl.dot needs at least 16 rows
+        ROWS=max(16, _power_of_2(heads // kv_heads)),  # tl.dot needs at least 16 rows
         KEYS=_SPLIT_KEYS,
         SPLITS=splits,
         num_warps=4,
@@ -366,25 +369,30 @@ def _join(partial: Tensor, top: Tensor, total: Tensor, out: Tensor, padded: int)
     _combine[(tokens * heads,)](partial, top, total, out, DIM=dim, PADDED=padded, SPLITS=splits, num_warps=1)
 
 
+@functools.cache  # torch takes 3 us to return the properties
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def num_splits(programs: int, device: torch.device) -> int:
     """Return the number of shares per sequence. It is a power of two that yields about four programs per SM."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(min(64, triton.next_power_of_2(max(1, -(-4 * processors // programs)))))
+    return int(min(64, _power_of_2(max(1, -(-4 * _processors(device) // programs)))))
 
 
-def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
+def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
     """Return the number of shares into which the keys of a tile are split. The number is a power of two.
 
-    Splits help if few tokens attend to many keys, for example after a cached prefix. There are then fewer tiles than
-    multiprocessors. Time of one layer with the heads of Llama-3-8B over 32k keys (H200, 2026-11-15):
+    `rows` is the number of rows of all tiles. Splits help if few tokens attend to many keys, for example after a cached
+    prefix. There are then too few tiles for all multiprocessors. Time of one layer with the heads of Llama-3-8B over
+    32k keys, with tiles of 128 rows (H200, 2026-11-15):
         tokens               16     64     256    512
         without splits, ms   0.95   1.00   1.04   0.96
         with splits, ms      0.14   0.22   0.62   1.05
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if 4 * programs > 3 * processors:
+    tiles, processors = max(1, rows // 128), _processors(device)
+    if 4 * tiles > 3 * processors:
         return 1
-    most = min(_MOST_PREFILL_SPLITS, 2 * processors // programs, max(1, most_keys // _LEAST_SHARE))
+    most = min(_MOST_PREFILL_SPLITS, 2 * processors // tiles, max(1, most_keys // _LEAST_SHARE))
     return 1 << most.bit_length() - 1
 
 
@@ -396,4 +404,4 @@ def _scale(q: Tensor) -> float:
 def _sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
     dim = q.shape[2]
     group = q.shape[1] // cache.shape[3]
-    return {"BLOCK_TOKENS": cache.shape[2], "GROUP": group, "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim))}
+    return {"BLOCK_TOKENS": cache.shape[2], "GROUP": group, "DIM": dim, "PADDED": max(16, _power_of_2(dim))}

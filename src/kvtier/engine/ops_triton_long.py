@@ -1,14 +1,13 @@
-"""Triton kernels for long prompt chunks: attention over gathered keys with TMA loads, gathering, and merging.
+"""Triton kernels for long prompt chunks: attention over contiguous keys with TMA loads.
 
 TMA copies whole tiles into shared memory without address computations in the threads, but it needs keys of equal
-strides. The keys of a sequence are therefore copied out of the paged cache first. The copy of 32k tokens takes as long
-as 1/30 of the attention of 2k queries over them.
+strides. The keys of a sequence are therefore copied out of the paged cache first. The copy of 32k tokens takes 0.1 ms,
+their attention by 2k queries 2.2 ms (H200, 2026-11-19).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import functools
 
 import torch
 import triton
@@ -16,12 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.ops_long import Sums, attend_split
-
-LONG_KERNEL: Literal["tma", "cudnn", "flash"] | None = None  # not measured yet: benchmarks/prefill_gpu.py
-# Shorter chunks and contexts keep the paged kernel, which needs no copy and splits the keys of few queries.
-LEAST_QUERIES, LEAST_KEYS = 512, 2048
+# Chunks with fewer queries, or with fewer queries x keys, keep the paged kernel, which has no copy. TFLOP/s for the
+# heads of Llama-3-8B (H200, 2026-11-19):
+#     queries/keys   512/512   512/2k   512/8k   2k/2k   2k/8k   8k/8k   32k/32k
+#     paged kernel        32      145      267     183     329     345       380
+#     this kernel         19      118      287     189     416     454       501
+LONG_LIMITS = (512, 2048 * 2048)
+# Query rows, keys, warps and stages of the pipeline. With 64 x 64 and 4 warps the kernel reached 123, 298, 202, 438,
+# 492 and 488 from 512/2k on, but it was not measured in a model.
+_ROWS, _KEYS, _WARPS, _STAGES = 128, 128, 8, 3
 _COPIED = 4096  # elements of a block that one program copies
 
 
@@ -75,129 +77,67 @@ def _long_prefill(
     tl.store(out_ptr + at * out_stride + column, out, mask=inside)
 
 
-@triton.jit(do_not_specialize=["size", "context"])
+@triton.jit(do_not_specialize=["context"])
 def _gather(
-    cache_ptr, table_ptr, out_ptr, size, context, block_stride, kv_stride, out_stride,
+    cache_ptr, table_ptr, out_ptr, context, block_stride, kv_stride, out_stride,
     TOKEN: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """Copy a part of a block of keys or values, which has BLOCK elements, TOKEN for each token."""
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    block = tl.load(table_ptr + index, mask=index * BLOCK < context * TOKEN, other=0).to(tl.int64)
+    block = tl.load(table_ptr + index).to(tl.int64)
     at = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
     to = index * BLOCK + at
     known = (at < BLOCK) & (to < context.to(tl.int64) * TOKEN)
-    data = tl.load(cache_ptr + block * block_stride + part * kv_stride + at, mask=known, other=0.0)
-    tl.store(out_ptr + part * out_stride + to, data, mask=(at < BLOCK) & (to < size.to(tl.int64) * TOKEN))
+    data = tl.load(cache_ptr + block * block_stride + part * kv_stride + at, mask=known)
+    tl.store(out_ptr + part * out_stride + to, data, mask=known)
 
 
-@triton.jit
-def _merge(
-    a_ptr, b_ptr, a_log_ptr, b_log_ptr, out_ptr, a_token, a_head, b_token, b_head, a_log_head, b_log_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge two results for one token. The weight of a is exp(a_log) / (exp(a_log) + exp(b_log))."""
-    token, head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.arange(0, DIM)
-    inside = head < HEADS
-    a_log = tl.load(a_log_ptr + head * a_log_head + token, mask=inside, other=0.0)
-    b_log = tl.load(b_log_ptr + head * b_log_head + token, mask=inside, other=0.0)
-    share, known = tl.sigmoid(a_log - b_log)[:, None], inside[:, None]
-    a = tl.load(a_ptr + token * a_token + head[:, None] * a_head + dim[None, :], mask=known, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * b_token + head[:, None] * b_head + dim[None, :], mask=known, other=0.0).to(tl.float32)
-    out = (a * share + b * (1.0 - share)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (token * HEADS + head[:, None]) * DIM + dim[None, :], out, mask=known)
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)  # compute capability 10 has TMA but was not measured
 
 
-def gather(cache: Tensor, table: Tensor, context: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return `size` keys and values of a sequence [size, kv_heads, dim]. Those from `context` on are zero."""
+def supports_long(q: Tensor, kv_heads: int) -> bool:
+    """True if `long_attention` takes queries [tokens, heads, head_dim] like these. A tile needs a row per head."""
+    is_small = q.shape[1] // kv_heads <= _ROWS and q.shape[2] in (64, 128)
+    return is_small and q.dtype in (torch.bfloat16, torch.float16) and _is_hopper(q.device)
+
+
+def gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
+    """Return the keys and values of a sequence, [2, at least context, kv_heads, head_dim].
+
+    Rows from `context` on are undefined. They make the number of rows a power of two, so that the memory allocator of
+    torch reuses the memory of the previous layer, and of previous chunks while the context grows.
+    """
     _, _, block_tokens, kv_heads, dim = cache.shape
     token = kv_heads * dim
-    out = torch.empty(2, size, kv_heads, dim, dtype=cache.dtype, device=cache.device)
-    _gather[(triton.cdiv(size, block_tokens), triton.cdiv(block_tokens * token, _COPIED), 2)](
-        *(cache, table, out, size, context, cache.stride(0), cache.stride(1), out.stride(0)),
+    out = torch.empty(2, triton.next_power_of_2(context), kv_heads, dim, dtype=cache.dtype, device=cache.device)
+    _gather[(triton.cdiv(context, block_tokens), triton.cdiv(block_tokens * token, _COPIED), 2)](
+        *(cache, table, out, context, cache.stride(0), cache.stride(1), out.stride(0)),
         TOKEN=token,
         BLOCK=block_tokens * token,
         COPIED=_COPIED,
         num_warps=4,
     )
-    return out[0], out[1]
+    return out
 
 
-class CudnnKernel:
-    """cuDNN through torch. It builds a plan for every new shape, which takes up to 0.4 s."""
-
-    def __init__(self, granule: int) -> None:
-        self.granule = granule
-
-    def gather(self, cache: Tensor, table: Tensor, context: int, size: int) -> tuple[Tensor, Tensor]:
-        return gather(cache, table, context, size)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Sums:
-        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
-        compute = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, log_sums = compute(q, k, v, None, True, 0.0, causal, False, scale=q.shape[3] ** -0.5)[:2]
-        return out[0].transpose(0, 1), log_sums.reshape(q.shape[1], q.shape[2])
-
-    def merge(self, first: Sums, second: Sums) -> Tensor:
-        (a, a_log), (b, b_log) = first, second
-        out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-        _merge[(len(a),)](
-            *(a, b, a_log, b_log, out, *a.stride()[:2], *b.stride()[:2], a_log.stride(0), b_log.stride(0)),
-            HEADS=a.shape[1],
-            DIM=a.shape[2],
-            ROWS=triton.next_power_of_2(a.shape[1]),
-            num_warps=4,
-        )
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class LongAttention:
-    """Attention of long prompt chunks. `TritonOps` uses it for chunks that it `takes`."""
-
-    kernel: Literal["tma", "cudnn", "flash"]
-    least_queries: int = LEAST_QUERIES
-    least_keys: int = LEAST_KEYS
-    tile: tuple[int, int, int, int] = (128, 128, 8, 2)
-    """Query rows, keys, warps and stages of a tile of the TMA kernel. At head_dim 128: 241 registers, 161 KiB."""
-    granule: int = 512
-    """Of cuDNN."""
-
-    @classmethod
-    def default(cls) -> LongAttention | None:
-        """Return the attention for this machine, or None if no kernel was measured to be faster than the paged one."""
-        is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        return cls(LONG_KERNEL) if LONG_KERNEL is not None and is_hopper else None
-
-    def takes(self, q: Tensor, batch: ForwardBatch) -> bool:
-        """True if the batch has a long chunk that the kernel supports."""
-        is_supported = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in (64, 128)
-        return is_supported and max(batch.query_lens) >= self.least_queries and max(batch.contexts) >= self.least_keys
-
-    def attend(self, q: Tensor, cache: Tensor, table: Tensor, context: int) -> Tensor:
-        """Compute attention for the last tokens of a sequence of `context` tokens. q is [tokens, heads, dim]."""
-        if self.kernel == "cudnn":
-            return attend_split(CudnnKernel(self.granule), q, cache, table, context)
-        k, v = gather(cache, table, context, context)
-        if self.kernel == "tma":
-            return self._tma(q, k, v)
-        compute = torch.ops.aten._flash_attention_forward
-        inputs = (q[None], k[None], v[None], None, None, len(q), context, 0.0, True, False)
-        out: Tensor = compute(*inputs, scale=q.shape[2] ** -0.5)[0]
-        return out[0]
-
-    def _tma(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (count, heads, dim), (context, kv_heads, _) = q.shape, k.shape
-        rows, keys, warps, stages = self.tile
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k, v = (TensorDescriptor(each, [context, kv_heads * dim], [kv_heads * dim, 1], [keys, dim]) for each in (k, v))
-        group = heads // kv_heads
-        _long_prefill[(kv_heads, triton.cdiv(count, rows // group))](
-            *(q, k, v, out, count, context, dim**-0.5 * 1.4426950408889634, q.stride(0), out.stride(0)),
-            GROUP=group,
-            DIM=dim,
-            ROWS=rows,
-            KEYS=keys,
-            num_warps=warps,
-            num_stages=stages,
-        )
-        return out
+def long_attention(q: Tensor, cache: Tensor, table: Tensor, context: int) -> Tensor:
+    """Compute attention for the last tokens of a sequence of `context` tokens. q is [tokens, heads, head_dim]."""
+    count, heads, dim = q.shape
+    kv_heads = cache.shape[3]
+    token, group = kv_heads * dim, heads // kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    keys, values = (
+        TensorDescriptor(part, [context, token], [token, 1], [_KEYS, dim]) for part in gather(cache, table, context)
+    )
+    _long_prefill[(kv_heads, triton.cdiv(count, _ROWS // group))](
+        *(q, keys, values, out, count, context, dim**-0.5 * 1.4426950408889634, q.stride(0), out.stride(0)),
+        GROUP=group,
+        DIM=dim,
+        ROWS=_ROWS,
+        KEYS=_KEYS,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    return out
