@@ -154,7 +154,7 @@ def test_two_phases_hide_host_time_behind_the_step_before():
         assert run.num_steps == 4
 
 
-def test_host_limits_two_phases_if_it_takes_longer_than_the_device():
+def test_host_limits_two_phases_if_slower_than_the_device():
     traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
     options = {"cost": lambda work: work.num_tokens + 3.0, "host_cost": lambda _: 3.0}
     run = simulator(100, phases=2, **options).run([traced])
