@@ -89,9 +89,8 @@ def test_hardened_container_serves_without_prebuilt_code_too(container, tmp_path
         if has_prebuilt:
             assert warnings == []
         else:
-            assert [sum(name in line for line in warnings) for name in ("CPU kernels", "host copies", "checksums")] == [
-                1
-            ] * 3
+            names = ("CPU kernels", "host copies", "checksums", "learned eviction")
+            assert [sum(name in line for line in warnings) for name in names] == [1] * 4
             assert all("cannot create the cache directory" in line for line in warnings)
     finally:
         code = server.stop()

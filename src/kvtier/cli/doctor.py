@@ -18,6 +18,7 @@ import kvtier
 from kvtier.engine import native as engine_native
 from kvtier.errors import UnavailableError
 from kvtier.files import cache_dir
+from kvtier.index import native as index_native
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrate, host_pages
 from kvtier.memory.copy_paths import PATH_NAMES, CopyContext, why_not
@@ -62,6 +63,7 @@ def doctor(options: argparse.Namespace) -> int:
         "cache directory": _cache_directory(),
         "CPU kernels": engine_native.native().reason,
         "checksums": storage_native.native().reason,
+        "learned eviction": index_native.native().reason,
         **{str(gpu): _describe_gpu(gpu, costs[gpu]) for gpu in gpus},
         **{f"copy {job}": _paths(job) for job in _jobs(gpus)},
     }

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from kvtier.engine.native import SOURCE as ENGINE
+from kvtier.index.native import SOURCE as INDEX
 from kvtier.memory.native import SOURCE as MEMORY
 from kvtier.native_code import build
 from kvtier.storage.checksum import SOURCE as STORAGE
@@ -17,7 +18,7 @@ def build_native(options: argparse.Namespace) -> int:
     folder = Path(options.folder).resolve()
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     failed = False
-    for source in (ENGINE, MEMORY, STORAGE):
+    for source in (ENGINE, INDEX, MEMORY, STORAGE):
         error = ""
         for variant, path, error in build(source, folder):
             row = {"library": source.package, "variant": variant.name, "path": str(path), "error": error}

@@ -24,6 +24,7 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.chain import TOKEN_BYTES, Chain
 from kvtier.index.learned_shadow import LearnedShadow, Use
+from kvtier.index.native import native
 
 Hits = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -157,7 +158,7 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
     "lru": Stack,
     "fifo": lambda sizes: Stack(sizes, fifo=True),
     "s3fifo": S3FIFOShadow,
-    "learned": LearnedShadow,
+    "learned": lambda sizes: LearnedShadow(sizes, native().code),
 }
 
 

@@ -40,7 +40,7 @@ RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for user
 MAX_CELLS = 256  # limits the memory and the time of a fit; `Cells.number` handles further combinations
 SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
 NUM_PLAIN = math.prod(SIZES[:3])
-_USES_BIN = (0, 1, 2, 2, 3)
+USES_BIN = (0, 1, 2, 2, 3)
 
 Features = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -136,13 +136,15 @@ class Cells:
         self.features: Features = np.zeros((MAX_CELLS, len(SIZES)), np.int64)
         """One row per class with the value of each feature."""
         self.apps, self.tenants = Busiest(), Busiest()
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self.numbers: dict[tuple[int, ...], int] = {}
+        """Features of a class -> its number."""
+        """Features of a class -> its number."""
         for plain in np.ndindex(*SIZES[:3]):
             self._add((*plain, 0, 0, 0, 0))
 
     @property
     def count(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     def labels(self, salt: bytes, head: bytes, new_tokens: int, outcome: Outcome) -> tuple[int, ...]:
         """Return the features of a request, except `uses`. `head` is the first block of the prompt."""
@@ -155,10 +157,10 @@ class Cells:
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
         """Return the number of a class. If a new class would exceed MAX_CELLS, return a plain class instead."""
-        key = (_USES_BIN[uses] if uses < len(_USES_BIN) else 3, *labels)
-        number = self._numbers.get(key)
+        key = (USES_BIN[uses] if uses < len(USES_BIN) else 3, *labels)
+        number = self.numbers.get(key)
         if number is None:
-            number = self._add(key) if self.count < MAX_CELLS else self._numbers[*key[:3], 0, 0, 0, 0]
+            number = self._add(key) if self.count < MAX_CELLS else self.numbers[*key[:3], 0, 0, 0, 0]
         return number
 
     def when_over(self, cell: int) -> int:
@@ -167,7 +169,7 @@ class Cells:
         if tenant == OTHER_TENANT:
             return cell
         key = (*others, tenant, tenant * len(HINTS) + OVER)
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         if number is None:
             number = self._add(key) if self.count < MAX_CELLS else cell
         return number
@@ -183,7 +185,7 @@ class Cells:
         return ", ".join(parts)
 
     def _add(self, key: tuple[int, ...]) -> int:
-        number = self._numbers[key] = len(self._numbers)
+        number = self.numbers[key] = len(self.numbers)
         self.features[number] = key
         return number
 

@@ -19,9 +19,12 @@ from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
+import numpy as np
+
+from kvtier.index.native import IndexNative
 from kvtier.index.node import Node
-from kvtier.index.reuse import LIMITS
-from kvtier.index.tracker import ENDS, ReuseTracker
+from kvtier.index.reuse import ENDS, LIMITS
+from kvtier.index.tracker import ReuseTracker
 
 # [logical time of the last use, sequence number, node, class, time of the last use]. If a candidate is withdrawn, its
 # node is set to None. Entries of withdrawn candidates may stay in the heaps, and must not keep the node alive.
@@ -76,7 +79,7 @@ class Learned:
             return
         tracker, usage = self.tracker, node.usage
         touch = usage.touch
-        cell, since = (0, tracker.now) if touch is None else (touch[1], touch[2])
+        cell, since = (0, tracker.state.now) if touch is None else (touch[1], touch[2])
         queue = self._queues.get(cell)
         if queue is None:
             queue = self._queues[cell] = ClassQueue()
@@ -91,9 +94,9 @@ class Learned:
         if len(heap) > 64 + 2 * queue.count:
             queue.heap = [candidate for candidate in heap if candidate[2] is not None]
             heapify(queue.heap)
-        if not tracker.is_lru:
+        if not tracker.state.is_lru:
             queue.young.append(new)
-            if queue.floor is None and self._version == tracker.version:
+            if queue.floor is None and self._version == tracker.state.version:
                 self._add_floor(cell, queue)
 
     def withdraw(self, node: Node) -> None:
@@ -109,9 +112,9 @@ class Learned:
 
     def victim(self) -> Node | None:
         tracker = self.tracker
-        if self._version != tracker.version:
+        if self._version != tracker.state.version:
             self._rebuild()
-        now, timers = tracker.now, self._timers
+        now, timers = tracker.state.now, self._timers
         while timers and timers[0][0] <= now:
             cell = heappop(timers)[1]
             self._queues[cell].timer = math.inf
@@ -143,7 +146,7 @@ class Learned:
                 if candidate[2] is None:
                     self._replace_oldest(queue)
                     continue
-            tracker.lowest = item[0]
+            tracker.state.lowest = item[0]
             node: Node = candidate[2]
             return node
         return None
@@ -154,9 +157,9 @@ class Learned:
         `cell` is the class of the candidate if the entry is for the oldest candidate of the class, otherwise _SINGLE.
         """
         tracker, since = self.tracker, candidate[4]
-        if tracker.is_lru:
+        if tracker.state.is_lru:
             return 0.0, candidate[0], candidate[1], candidate, math.inf, cell
-        bucket = bisect_right(LIMITS, tracker.now - since)
+        bucket = bisect_right(LIMITS, tracker.state.now - since)
         value = tracker.table.values[candidate[3]][bucket]
         return value, candidate[0], candidate[1], candidate, since + ENDS[bucket], cell
 
@@ -199,7 +202,7 @@ class Learned:
             young.pop()
         if not young:
             return
-        if self.tracker.now - young[-1][4] >= self.tracker.table.rises_until[item[5]]:
+        if self.tracker.state.now - young[-1][4] >= self.tracker.table.rises_until[item[5]]:
             young.clear()  # no candidate is young, so the oldest candidate of the class has the lowest value
         else:
             heappush(self._by_value, self._item(young[-1], _SINGLE))
@@ -239,7 +242,7 @@ class Learned:
 
     def _rebuild(self) -> None:
         """Discard all entries, because the values have changed. `victim` then evaluates the classes again."""
-        self._version = self.tracker.version
+        self._version = self.tracker.state.version
         self._timers, self._by_value = [], []
         for cell, queue in self._queues.items():
             queue.item, queue.floor, queue.timer = None, None, math.inf
@@ -247,6 +250,29 @@ class Learned:
                 self._dirty.add(cell)
                 queue.young = [candidate for candidate in sorted(queue.heap) if candidate[2] is not None]
                 self._add_floor(cell, queue)
+
+
+class NativeLearned:
+    """Learned in native code (native_policy.h). It chooses the same victims."""
+
+    name = "Learned"
+
+    def __init__(self, tracker: ReuseTracker, code: IndexNative) -> None:
+        self.tracker = tracker
+        self.offer, self.withdraw, self.victim, self._contains, self._sizes = code.policy(tracker.state)
+
+    def __contains__(self, node: Node) -> bool:
+        return bool(self._contains(node))
+
+    def sizes(self) -> list[int]:
+        """Return the lengths of the longest queue, the longest list of young candidates, and both other heaps."""
+        sizes: list[int] = np.frombuffer(self._sizes(), np.int64).tolist()
+        return sizes
+
+
+def learned(tracker: ReuseTracker) -> Learned | NativeLearned:
+    """Return a new policy. Policies that share a tracker learn from each other."""
+    return Learned(tracker) if tracker.code is None else NativeLearned(tracker, tracker.code)
 
 
 def _oldest(queue: ClassQueue) -> _Candidate | None:

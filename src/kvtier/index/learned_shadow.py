@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvtier.index.labels import Cells, new_label
-from kvtier.index.reuse import LIMITS, ReuseTable
+from kvtier.index.native import IndexNative
+from kvtier.index.reuse import F64, LIMITS, NATIVE_ENDS, NATIVE_USES, ReuseTable
 
 # The values are computed after 32, 64, 128, .. requests with marks, and later after every 1024 requests.
 _FIRST_FIT, _LAST_FIT = 32, 1024
@@ -48,11 +49,15 @@ class LearnedShadow:
     """True: a request whose only mark is the newest mark is skipped. Such a request is a hit at every size, and would
     only add a use."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], code: IndexNative | None = None) -> None:
+        """`code` is the native code, if any."""
         self._cells = Cells()
-        self._table = ReuseTable(self._cells)
+        self._table = ReuseTable(self._cells, code)
         self._caches = [MarkCache(size) for size in sizes]
         self._max_marks = _MEMORY * max(sizes) + 64
+        self._native: tuple[Callable[..., Any], ...] = ()
+        if code is not None:
+            self._native = code.shadow(np.array(sizes, np.int64), self._max_marks, _FIRST_FIT, NATIVE_ENDS, NATIVE_USES)
         self._marks: OrderedDict[int, Mark] = OrderedDict()
         """Last use of all recent marks, even if no cache holds them; oldest first."""
         self._ended: list[tuple[int, float, float, bool]] = []
@@ -62,6 +67,8 @@ class LearnedShadow:
 
     def play(self, requests: Sequence[list[int]], uses: Sequence[Use]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Use the marks of all requests in order. Return the hits: a row for each mark, a column for each size."""
+        if self._native:
+            return self._play_native(requests, uses)
         hits: list[list[bool]] = []
         for marks, use in zip(requests, uses, strict=True):
             found = [cache.num_leading(marks) for cache in self._caches]
@@ -69,12 +76,37 @@ class LearnedShadow:
             self._use(marks, use)
             for cache in self._caches:
                 cache.use(marks, self._marks, self._table, use.time)
-            self._num_requests += 1
-            self._until_fit -= 1
-            if not self._until_fit:
-                self._until_fit = min(self._num_requests, _LAST_FIT)
-                self._fit(use.time)
+            self._count(1, use.time)
         return np.array(hits, np.bool_)
+
+    def _play_native(self, requests: Sequence[list[int]], uses: Sequence[Use]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        stops = np.cumsum([len(marks) for marks in requests])
+        marks = np.array([mark for marks in requests for mark in marks], np.uint64)
+        times = np.array([use.time for use in uses], np.float64)
+        labels = np.array([new_label(use.new_tokens) for use in uses], np.int64)
+        hits = np.empty((len(marks), len(self._caches)), np.bool_)
+        inputs = [array.ctypes.data for array in (stops, marks, times, labels)]
+        played = 0
+        while played < len(requests):
+            values = self._table.all_values.ctypes.data if self._table.is_fitted else 0
+            before = played
+            played = self._native[0](before, len(requests), *inputs, values, hits.ctypes.data, self._until_fit)
+            self._count(played - before, uses[played - 1].time)
+        return hits
+
+    def _count(self, num_requests: int, now: float) -> None:
+        self._num_requests += num_requests
+        self._until_fit -= num_requests
+        if not self._until_fit:
+            self._until_fit = min(self._num_requests, _LAST_FIT)
+            self._fit(now)
+
+    def num_held(self) -> list[int]:
+        """Return the number of marks in each cache."""
+        if self._native:
+            held: list[int] = np.frombuffer(self._native[2](), np.int64).tolist()
+            return held
+        return [cache.num_held for cache in self._caches]
 
     def _use(self, marks: list[int], use: Use) -> None:
         """Record the use of a request's marks. The last mark gets the earliest place, so that it is evicted first."""
@@ -90,19 +122,26 @@ class LearnedShadow:
                 num_uses = min(old.uses + 1, _MAX_USES)
             cell = self._cells.number(num_uses, labels)
             self._marks[mark] = Mark(use.time, self._place - depth, cell, num_uses, weight)
-        while len(self._marks) > self._max_marks:
+        while len(self._marks) > max(self._max_marks, len(marks)):
             _, old = self._marks.popitem(last=False)
             self._ended.append((old.cell, max(0.0, use.time - old.time), old.weight, False))
 
+    def _take(self, now: float) -> list[F64]:
+        """Return class, age and weight of the marks that were used again, were forgotten, and of all others."""
+        if self._native:
+            return [np.frombuffer(part).reshape(-1, 3) for part in self._native[1](now)]
+        ended, self._ended = self._ended, []
+        parts = [[each[:3] for each in ended if each[3] == wanted] for wanted in (True, False)]
+        still_open = [(mark.cell, max(0.0, now - mark.time), mark.weight) for mark in self._marks.values()]
+        return [np.array(part, np.float64).reshape(-1, 3) for part in (*parts, still_open)]
+
     def _fit(self, now: float) -> None:
-        if self._ended:
-            cells, ages, weights, is_use = zip(*self._ended, strict=True)
-            for wanted in (True, False):
-                some = np.array(is_use) == wanted
-                self._table.add(np.array(cells)[some], np.array(ages)[some], np.array(weights)[some], wanted)
-            self._ended.clear()
-        times, _, cells, _, weights = zip(*self._marks.values(), strict=True)
-        self._table.fit(np.array(cells), np.maximum(now - np.array(times), 0.0), np.array(weights))
+        used, forgotten, still_open = (
+            (part[:, 0].astype(np.int64), part[:, 1], part[:, 2]) for part in self._take(now)
+        )
+        self._table.add(*used, is_use=True)
+        self._table.add(*forgotten, is_use=False)
+        self._table.fit(*still_open)
         self._table.decay(self._until_fit)
 
 
@@ -114,6 +153,10 @@ class MarkCache:
         self._held: dict[int, int] = {}
         """Mark -> place of its last use."""
         self._queues: dict[int, list[tuple[int, float, int]]] = {}
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def num_leading(self, marks: list[int]) -> int:
         """Return the number of leading marks that the cache holds."""

@@ -17,11 +17,13 @@ observations resemble the others.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from kvtier.index.labels import MAX_CELLS, NUM_PLAIN, SIZES, Cells
+from kvtier.index.labels import MAX_CELLS, NUM_PLAIN, SIZES, USES_BIN, Cells
+from kvtier.index.native import IndexNative
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -32,6 +34,8 @@ RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
+ENDS = [*LIMITS, math.inf]
+NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # arrays for native code
 # PRIOR and ENOUGH count typical observations. A typical observation has the average weight of the observations.
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
@@ -49,13 +53,17 @@ class ReuseTable:
     An event is a use of a block. The time at risk is the time in which blocks could have been used again.
     """
 
-    def __init__(self, cells: Cells) -> None:
-        self._cells = cells
+    def __init__(self, cells: Cells, code: IndexNative | None = None) -> None:
+        self._cells, self._code = cells, code
         self._events: F64 = np.zeros((MAX_CELLS, NUM_BUCKETS))
         self._at_risk: F64 = np.zeros((MAX_CELLS, NUM_BUCKETS))
         self._weight = self._squares = 0.0
         self._factors = [np.ones(size) for size in SIZES]
         self._common: F64 = np.zeros(NUM_BUCKETS)
+        self.all_values: F64 = np.zeros((MAX_CELLS, NUM_BUCKETS))
+        self.all_floors: F64 = np.full(MAX_CELLS, np.inf)
+        self.all_rises: F64 = np.zeros(MAX_CELLS)
+        """The same numbers as in the next three lists, for native code."""
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
@@ -93,22 +101,26 @@ class ReuseTable:
         add_time(at_risk, cells, ages, weights)
         features, k = self._cells.features[:count], PRIOR * typical
         hazard = self._hazard(self._events[:count], at_risk, features, k)
-        values = gittins(hazard)
+        values = gittins(hazard, self._code)
         is_unseen = ~at_risk.any(1)
         values[is_unseen] = self._common * self._product(features[is_unseen])[:, None]
         # Values that differ less than the noise become equal, so that LRU decides between them.
         values = np.exp(np.floor(np.log(np.maximum(values, 1e-300)) / np.log(NOISE)) * np.log(NOISE))
         # A class rises up to its highest value. Later rises are mostly noise, because few blocks become that old.
         rises = (np.arange(NUM_BUCKETS) < values.argmax(1)[:, None]) & (0.99 * NOISE * values <= values.max(1)[:, None])
-        self.floors = np.where(rises, values, np.inf).min(1).tolist()
-        self.rises_until = (rises * EDGES[1:]).max(1).tolist()
-        self.values = values.tolist()
+        self.set(values, np.where(rises, values, np.inf).min(1), (rises * EDGES[1:]).max(1))
+
+    def set(self, values: F64, floors: F64, rises_until: F64) -> None:
+        count = len(values)
+        self.all_values[:count], self.all_floors[:count], self.all_rises[:count] = values, floors, rises_until
+        self.values, self.floors, self.rises_until = values.tolist(), floors.tolist(), rises_until.tolist()
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
         """Return the values of a class. A class without a fit gets the product of the factors of its features."""
         for new in range(len(self.values), cell + 1):
-            self.values.append((self._common * self._product(self._cells.features[new : new + 1])[0]).tolist())
+            self.all_values[new] = self._common * self._product(self._cells.features[new : new + 1])[0]
+            self.values.append(self.all_values[new].tolist())
             self.floors.append(np.inf)
             self.rises_until.append(0.0)
         return self.values[cell]
@@ -162,7 +174,7 @@ def add_time(total: F64, cells: I64, ages: F64, weights: F64) -> I64:
     return flat
 
 
-def gittins(hazard: F64) -> F64:
+def gittins(hazard: F64, code: IndexNative | None = None) -> F64:
     """Return the value at the start of each bucket: the best ratio of expected hits to expected block-seconds."""
     dies = -np.expm1(-hazard * WIDTHS)
     survives = np.cumprod(1 - dies, 1)
@@ -170,6 +182,8 @@ def gittins(hazard: F64) -> F64:
     zero = np.zeros((len(hazard), 1))
     hits = np.concatenate((zero, np.cumsum(before * dies, 1)), 1)
     seconds = np.concatenate((zero, np.cumsum(before * dies / np.maximum(hazard, 1e-15), 1)), 1)
+    if code is not None:
+        return code.best_ratios(hits, seconds)
     gained = hits[:, None, 1:] - hits[:, :-1, None]
     spent = seconds[:, None, 1:] - seconds[:, :-1, None]
     ratios = gained / np.maximum(spent, 1e-300)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from kvtier.errors import StateError
-from kvtier.index.learned import Learned
+from kvtier.index.learned import Learned, learned
 from kvtier.index.lookahead import Lookahead
 from kvtier.index.node import IS_HELD, NO_SLOT, Node, Residency
 from kvtier.index.policies import Policy
@@ -114,7 +114,7 @@ class Tier:
         self.name = pool.tier
         policy = new_policy()
         self.policy_name = policy.name
-        self.learns = isinstance(policy, Learned)
+        self.learns = policy.name == Learned.name
         self.num_evicted = 0
         self.num_duplicates_evicted = 0
         """Number of evicted blocks that the faster tier also held. Each of them may have to be copied here again."""
@@ -129,7 +129,7 @@ class Tier:
 
     def learn_from(self, tracker: ReuseTracker) -> None:
         """Use the learned policy, with a tracker that tiers share. Call it before the first block is cached."""
-        self._new_policy = partial(Learned, tracker)
+        self._new_policy = partial(learned, tracker)
         self.everyone = self._candidates()
 
     def exclude(self, faster: Tier) -> None:

@@ -15,6 +15,8 @@ are remembered as ghosts. Their next use is an event too, and their earlier uses
 The number of blocks in each open touch is updated with each request. LRUGuard is updated every few requests. All other
 observations are collected in lists, which are processed every few hundred requests, before the values are computed
 again. One tracker serves all tiers of a tree. It has no clock: the current time is the latest `now` of any call.
+
+The functions at the end of this module run for each request. Native code has an equivalent of each of them.
 """
 
 from __future__ import annotations
@@ -23,32 +25,41 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
 
 import numpy as np
 
 from kvtier.errors import StateError
 from kvtier.index.labels import Cells, Outcome
 from kvtier.index.lease import Lease
+from kvtier.index.native import IndexNative, TrackerState
 from kvtier.index.node import Node, Touch
-from kvtier.index.reuse import F64, I64, LIMITS, NUM_BUCKETS, ReuseTable
+from kvtier.index.reuse import ENDS, F64, I64, LIMITS, NATIVE_ENDS, NATIVE_USES, NUM_BUCKETS, ReuseTable
 from kvtier.messages import I32
 
 # The log must reach back further than the cache. With 4,096 touches, the hit rate of the prototype was 0.4 points below
 # LRU in caches of 30,000 to 50,000 blocks.
 NUM_TOUCHES = 16_384
-FIRST_FIT, LAST_FIT = 64, 512  # requests between two fits: an eighth of all requests so far, within these limits
+# Requests between two fits: a quarter of all requests so far, within these limits. A fit takes 1 ms. With an eighth and
+# at most 512, fits take 3 instead of 2 us per request, and the hit rates differ by at most 0.2 points (2026-11-19).
+FIRST_FIT, LAST_FIT, FIT_SHARE = 64, 1024, 4
 GUARD_REQUESTS = 8  # requests between two updates of the guard; with 32, it reacts too late in small caches
 MAX_RUNS = 64  # maximum number of touches per request; the last of them includes the rest of the path
-_MARGIN = 4096  # touches after which the log is synchronised at the latest
+_MARGIN = 4096  # touches that the ring can hold in addition; `learn` synchronises the log when half of them are used
 _RING = NUM_TOUCHES + _MARGIN
-ENDS = [*LIMITS, math.inf]
 _RUNNING = 2**62  # touch number of blocks that a running request has published; LRU would hold these blocks
 MAX_USES = 4
+_BLOCKS_BIT, _NUMBER_BIT = 3, 23  # a ghost as an int: number of its touch, blocks, earlier uses
+_MAX_GHOST = 2 ** (_NUMBER_BIT - _BLOCKS_BIT) - 1
 # Ghosts of a request: (end of their blocks, earlier uses plus one, [touch number, number of blocks, ..])
 Returned = tuple[int, int, list[int]]
 Observed = tuple[I64, F64, F64, bool]  # classes, ages, weights, and True for uses
 Session = tuple[bytes, str]  # tenant and session id
+Ghosts = dict[int, int]
+TakeGhosts = Callable[[Ghosts, Lease], Returned | None]
+Enter = Callable[["ReuseTracker", int, Lease, Returned | None, Outcome], bool]
 
 
 def session_of(salt: bytes, session_id: str) -> Session:
@@ -63,16 +74,13 @@ class TouchLog:
     is appended to lists, which `sync` transfers to the arrays.
     """
 
-    def __init__(self) -> None:
-        self.next = 0
-        """Number of the next touch."""
-        self.oldest = 0
-        """Number of the oldest touch that the last `sync` kept. `sync` keeps the latest NUM_TOUCHES."""
+    def __init__(self, state: TrackerState | None = None) -> None:
+        self.state = state or TrackerState()
         self.left = array("i", bytes(4 * _RING))
-        self.frontier = 0
-        """Number of the oldest touch that LRU would still hold."""
-        self.num_in_lru = 0
-        """Number of blocks that LRU would hold. They are the open blocks of all touches from `frontier` on."""
+        self.synced = 0
+        """Number of the next touch at the last `sync`."""
+        self.native_take: Callable[[], tuple[bytes, bytes, bytes]] | None = None
+        """Returns what native code has collected instead of the next three lists, and clears it."""
         self.started: list[int] = []
         """Class and number of blocks of each touch since the last `sync`."""
         self.ended: list[int] = []
@@ -92,9 +100,10 @@ class TouchLog:
         so on, in the order of the request's blocks. Blocks from `limit` on do not count as hits.
         """
         hits = at = 0
-        following, left, ended = self.next, self.left, self.ended
+        state, left, ended = self.state, self.left, self.ended
+        following = state.next
         oldest = following - NUM_TOUCHES
-        frontier = max(self.frontier, oldest)
+        frontier = max(state.frontier, oldest)
         each = iter(runs)
         for number, count in zip(each, each, strict=True):
             if number >= frontier and at == hits < limit:
@@ -109,35 +118,40 @@ class TouchLog:
                     left[place] = open_blocks - count
                     ended += number, count
                     if number >= frontier:
-                        self.num_in_lru -= count
+                        state.num_in_lru -= count
         return hits
 
-    def add(self, first: int, now: float, began: float, capacity: int) -> None:
-        """Add the touches of a request, which are the entries of `started` from index `first` on.
-
-        `capacity` is the size of the LRU cache in blocks.
-        """
-        left, in_lru, number, started = self.left, self.num_in_lru, self.next, self.started
+    def add(self, first: int, began: float) -> None:
+        """Add the touches of a request, which are the entries of `started` from index `first` on."""
+        state, left, started = self.state, self.left, self.started
+        in_lru, number = state.num_in_lru, state.next
         for i in range(first + 1, len(started), 2):
             left[number % _RING] = num_blocks = started[i]
             in_lru += num_blocks
             number += 1
-        self.next = number
-        self.requests += now, began, len(started), len(self.ended)
-        if in_lru > capacity:
-            frontier = self.frontier
-            while in_lru > capacity:
+        state.next = number
+        self.requests += state.now, began, len(started), len(self.ended)
+        if in_lru > state.capacity:
+            frontier = state.frontier
+            while in_lru > state.capacity:
                 in_lru -= left[frontier % _RING]
                 frontier += 1
-            self.frontier = frontier
-        self.num_in_lru = in_lru
-        if len(started) >= _MARGIN:
-            self.sync()
+            state.frontier = frontier
+        state.num_in_lru = in_lru
+
+    def take(self) -> tuple[I64, I64, F64]:
+        """Return the lists as arrays, and clear them."""
+        if self.native_take is not None:
+            started, ended, requests = self.native_take()
+            return np.frombuffer(started, np.int64), np.frombuffer(ended, np.int64), np.frombuffer(requests)
+        parts = np.array(self.started, np.int64), np.array(self.ended, np.int64), np.array(self.requests)
+        self.started, self.ended, self.requests = [], [], []
+        return parts
 
     def move(self, number: int, cell: int, now: float) -> None:
         """Change the class of a touch, and set its age to 0."""
         self.sync()
-        if number < self.oldest:
+        if number < self.state.oldest:
             return
         at = np.array([number % _RING])
         if self.left[int(at[0])]:
@@ -146,22 +160,22 @@ class TouchLog:
 
     def sync(self) -> None:
         """Transfer the lists to the arrays, and forget the oldest touches."""
-        if not self.requests:
+        state = self.state
+        self.synced = state.next
+        starts, used, requests = self.take()
+        if not len(requests):
             return
-        ends, begins, num_started, num_ended = np.array(self.requests).reshape(-1, 4).T
-        starts = np.array(self.started, np.int64)
-        at = np.arange(self.next - len(starts) // 2, self.next) % _RING
+        ends, begins, num_started, num_ended = requests.reshape(-1, 4).T
+        at = np.arange(state.next - len(starts) // 2, state.next) % _RING
         self.cells[at], self.blocks[at] = starts[::2], starts[1::2]
         self.times[at] = np.repeat(ends, np.diff(num_started, prepend=0).astype(np.int64) // 2)
-        used = np.array(self.ended, np.int64)
         times = np.repeat(begins, np.diff(num_ended, prepend=0).astype(np.int64) // 2)
         self._observe(used[::2] % _RING, used[1::2], times, is_use=True)
-        self.started, self.ended, self.requests = [], [], []
-        oldest = max(self.oldest, self.next - NUM_TOUCHES)
-        numbers = np.arange(self.oldest, oldest)
+        oldest = max(state.oldest, state.next - NUM_TOUCHES)
+        numbers = np.arange(state.oldest, oldest)
         left = np.frombuffer(self.left, np.int32)
-        self.num_in_lru -= int(left[np.arange(self.frontier, oldest) % _RING].sum())
-        self.frontier, self.oldest = max(self.frontier, oldest), oldest
+        state.num_in_lru -= int(left[np.arange(state.frontier, oldest) % _RING].sum())
+        state.frontier, state.oldest = max(state.frontier, oldest), oldest
         numbers = numbers[left[numbers % _RING] > 0]
         at, replaced = numbers % _RING, (numbers + NUM_TOUCHES) % _RING
         self._observe(at, left[at], self.times[replaced], is_use=False)
@@ -234,153 +248,98 @@ class LRUGuard:
 class ReuseTracker:
     """Tracks touches and ghosts of one tree (see the module docstring)."""
 
-    def __init__(self, capacity: int = 1, block_tokens: int = 1) -> None:
-        self.capacity = capacity
-        """Size of the LRU cache to compare with, in blocks."""
+    def __init__(self, capacity: int = 1, block_tokens: int = 1, code: IndexNative | None = None) -> None:
+        """`capacity` is the size of the LRU cache to compare with, in blocks. `code` is the native code, if any."""
         self.block_tokens = block_tokens
-        self.now = 0.0
-        self.version = 0
-        """Changes whenever the values change."""
-        self.is_lru = True
-        """True if the order is LRU: before the first fit, and after an alarm of the guard."""
-        self.lowest = 0.0
-        """Value of the last victim."""
+        self.code = code
+        self.state = TrackerState(capacity=capacity, is_lru=1, until_fit=FIRST_FIT)
         self.cells = Cells()
-        self.table = ReuseTable(self.cells)
-        self.log = TouchLog()
+        self.table = ReuseTable(self.cells, code)
+        self.log = TouchLog(self.state)
         self.guard = LRUGuard()
         self.first_fit = FIRST_FIT
-        self._counts = [0, 0, 0, 0]
-        """Counts since the last update of the guard: requests, blocks, hits, and hits that LRU would have had."""
-        self._ghosts: dict[int, int] = {}
+        self._enter: Enter = enter
+        self._take_ghosts: TakeGhosts = partial(take_ghosts, self.state)
+        self._add_ghost: Callable[[Ghosts, Node], int] = add_ghost
+        self._ghosts: Ghosts = {}
         """Hash of the first block of an evicted run -> number of its touch, blocks and earlier uses, as one int."""
         self._num_requests = 0
-        self._until_fit = FIRST_FIT
         self._sessions: OrderedDict[Session, tuple[Node, int, int]] = OrderedDict()
         """Session -> last node of its last request, and the range of the touches of this request."""
         self._ends: dict[Node, Session] = {}
         """Last node of a session's last request -> session."""
+        if code is not None:
+            self._share(code)
+
+    def _share(self, code: IndexNative) -> None:
+        """Let native code use the arrays, and enter the uses."""
+        state, table = self.state, self.table
+        state.num_touches, state.ring, state.max_runs, state.running = NUM_TOUCHES, _RING, MAX_RUNS, _RUNNING
+        state.guard_requests = GUARD_REQUESTS
+        state.left = self.log.left.buffer_info()[0]
+        state.ends, state.uses_bin = NATIVE_ENDS.ctypes.data, NATIVE_USES.ctypes.data
+        state.values, state.floors = table.all_values.ctypes.data, table.all_floors.ctypes.data
+        state.rises_until = table.all_rises.ctypes.data
+        self._enter, self.log.native_take, self._take_ghosts, self._add_ghost = code.log(state)
 
     def see(self, now: float) -> None:
-        if now > self.now:
-            self.now = now
+        if now > self.state.now:
+            self.state.now = now
 
     # ---- calls of the tree -----------------------------------------------------------------------------------------
 
     def returned(self, lease: Lease) -> Returned | None:
         """At the end of a request, remove and return the ghosts of the blocks that follow its match."""
-        block, stop = lease.num_matched, lease.began[1]
-        if block >= stop:
-            return None
-        first, node = None, lease.node
-        while node.start >= block and node.parent is not None:
-            first, node = node, node.parent
-        usage, chain, again = node.usage, lease.chain, 0
-        ended: list[int] = []
-        if usage.lost and usage.touch is not None and node.stop == block:
-            num_blocks = min(usage.lost, stop - block)
-            ended += usage.touch[0], num_blocks
-            again = usage.touch[3] + 1
-            block += num_blocks
-        ghosts, domain, oldest = self._ghosts, node.domain, self.log.next - NUM_TOUCHES
-        while ghosts and block < stop:
-            key = first.key if first is not None and first.start == block else chain.key_at(block)
-            ghost = ghosts.pop(hash((domain, key, block)), None)
-            if ghost is None or ghost >> 32 < oldest:
-                break
-            num_blocks = min(ghost >> 4 & 2**28 - 1, stop - block)
-            ended += ghost >> 32, num_blocks
-            again = again or (ghost & 15) + 1
-            block += num_blocks
-        return (block, min(again, MAX_USES), ended) if ended else None
+        return self._take_ghosts(self._ghosts, lease)
 
     def touch(self, lease: Lease, returned: Returned | None, outcome: Outcome, now: float) -> None:
         """At the end of a request, end the old touches of its path and start new ones."""
-        if now > self.now:
-            self.now = now
-        now = self.now
-        node, path, matched, (began, stop) = lease.node, [], lease.num_matched, lease.began
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        if not path:
-            return
-        cells, log = self.cells, self.log
-        fresh_from, again, ghosts = returned or (matched, 0, ())
-        labels = cells.labels(lease.chain.salt, path[-1].key, (stop - fresh_from) * self.block_tokens, outcome)
-        ended: list[int] = []
-        started, last = log.started, -1
-        first = len(started)
-        run: Touch = (-1, -1, now, -1)
-        cell, number = -1, log.next - 1
-        for node in reversed(path):
-            usage, num_blocks = node.usage, node.num_blocks
-            touch = usage.touch
-            if touch is not None:
-                old, uses = touch[0], touch[3] + 1 if touch[3] < MAX_USES else MAX_USES
-            elif node.start < matched:  # published by a request that is still running
-                old, uses = _RUNNING, 1
-            else:
-                # A node counts as returned if most of its blocks had ghosts.
-                old, uses = -1, again if node.start + node.stop < 2 * fresh_from else 0
-            if old == last >= 0:
-                ended[-1] += num_blocks
-            elif old >= 0:
-                ended += old, num_blocks
-                last = old
-            if uses != run[3]:
-                this = cells.number(uses, labels)
-                if this != cell and len(started) < first + 2 * MAX_RUNS:
-                    cell, number = this, number + 1
-                    started += cell, 0
-                run = (number, cell, now, uses)
-            started[-1] += num_blocks
-            usage.touch, usage.lost = run, 0
-        for i in range(0, len(ghosts), 2):
-            if ghosts[i] == last:
-                ended[-1] += ghosts[i + 1]
-            else:
-                ended += ghosts[i : i + 2]
-                last = ghosts[i]
-        if outcome.hints.session_id:
-            self._remember(session_of(lease.chain.salt, outcome.hints.session_id), lease.node, number + 1)
-        counts = self._counts
-        counts[0] += 1
-        counts[1] += stop
-        counts[2] += matched
-        counts[3] += log.use(ended, fresh_from)
-        log.add(first, now, began, self.capacity)
-        self._until_fit -= 1
-        if counts[0] >= GUARD_REQUESTS or self._until_fit <= 0:
+        state = self.state
+        if now > state.now:
+            state.now = now
+        first = state.next
+        due = self._enter(self, self.block_tokens, lease, returned, outcome)
+        if outcome.hints.session_id and state.next > first:
+            session = session_of(lease.chain.salt, outcome.hints.session_id)
+            self._remember(session, lease.node, first, state.next)
+        if due:
             self.learn()
+
+    def cell(self, uses: int, labels: tuple[int, ...]) -> int:
+        """Return the number of a class. A new class gets its values."""
+        cell = self.cells.number(uses, labels)
+        self.table.row(cell)
+        return cell
 
     def learn(self) -> None:
         """Update the guard. If enough requests have ended since the last fit, compute the values again."""
-        (num_requests, num_blocks, hits, lru_hits), self._counts = self._counts, [0, 0, 0, 0]
-        self._num_requests += num_requests
-        changed = self.table.is_fitted and self.guard.record(lru_hits, hits, num_blocks, num_requests, self.capacity)
-        if self._until_fit <= 0:
+        state = self.state
+        counts = state.num_lru_hits, state.num_hits, state.num_blocks, state.num_requests
+        self._num_requests += state.num_requests
+        state.num_requests = state.num_blocks = state.num_hits = state.num_lru_hits = 0
+        changed = self.table.is_fitted and self.guard.record(*counts, state.capacity)
+        if state.until_fit <= 0:
             self.fit()
         elif changed:
             self._changed()
+        if state.next - self.log.synced >= _MARGIN // 2:
+            self.log.sync()
 
     def removed(self, node: Node, kept: int) -> None:
         """Remember the blocks of a node from index `kept` on, which leave the tree."""
         usage = node.usage
-        touch = usage.touch
-        if touch is None:
+        if usage.touch is None:
             return
         if kept:
             usage.lost += node.num_blocks - kept
             return
-        if node in self._ends:
+        if self._ends and node in self._ends:
             self._shorten(node)
         ghosts = self._ghosts
-        # One int per ghost, because tuples would be visited by each garbage collection.
-        packed = touch[0] << 32 | min(node.num_blocks + usage.lost, 2**28 - 1) << 4 | touch[3]
-        ghosts[hash((node.domain, node.key, node.start))] = packed
-        if len(ghosts) > NUM_TOUCHES:
-            del ghosts[next(iter(ghosts))]
+        if self._add_ghost(ghosts, node) >= NUM_TOUCHES + _MARGIN:
+            # Many at once, because finding the first entry of a dict passes all entries that were deleted before it.
+            for oldest in list(islice(ghosts, _MARGIN)):
+                del ghosts[oldest]
 
     def detached(self, node: Node) -> None:
         """Forget the session whose last request ends at a dropped node."""
@@ -407,35 +366,36 @@ class ReuseTracker:
                 continue
             if touch not in moved:
                 cell = self.cells.when_over(touch[1])
-                moved[touch] = (touch[0], cell, self.now, touch[3])
+                self.table.row(cell)
+                moved[touch] = (touch[0], cell, self.state.now, touch[3])
             each.usage.touch = moved[touch]
             nodes.append(each)
         for touch in {touch[0]: touch for touch in moved.values()}.values():
-            self.log.move(touch[0], touch[1], self.now)
+            self.log.move(touch[0], touch[1], self.state.now)
         return nodes
 
     def fit(self) -> None:
         """Compute the values of all classes again, from all observations so far."""
-        self._until_fit = max(self.first_fit, min(LAST_FIT, self._num_requests // 8))
+        self.state.until_fit = max(self.first_fit, min(LAST_FIT, self._num_requests // FIT_SHARE))
         self.log.sync()
         for observed in self.log.take_observed():
             self.table.add(*observed)
-        self.table.fit(*self.log.still_open(self.now))
-        self.table.decay(self._until_fit)
+        self.table.fit(*self.log.still_open(self.state.now))
+        self.table.decay(self.state.until_fit)
         self._changed()
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def value(self, cell: int, since: float) -> tuple[float, float]:
         """Return the value of a block of class `cell` that was last used at `since`, and the end of its validity."""
-        if self.is_lru:
+        if self.state.is_lru:
             return 0.0, math.inf
-        bucket = bisect_right(LIMITS, self.now - since)
+        bucket = bisect_right(LIMITS, self.state.now - since)
         return self.table.row(cell)[bucket], since + ENDS[bucket]
 
     def floor(self, cell: int) -> float:
         """Return the lowest value of a class that rises with age, or infinity if its values only fall."""
-        return math.inf if self.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
+        return math.inf if self.state.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
 
     def describe(self, cell: int, value: float) -> str:
         """Return class and value of a victim, for `explain`."""
@@ -443,17 +403,17 @@ class ReuseTracker:
 
     def check(self, nodes: Iterable[Node]) -> None:
         """Raise StateError if an invariant is violated. `nodes` are all nodes of the tree."""
-        log = self.log
+        log, state = self.log, self.state
         log.sync()
         left = np.frombuffer(log.left, np.int32)
         if (left < 0).any() or (left > log.blocks).any():
             raise StateError("a touch has a negative number of open blocks, or more than it had at first")
-        if not max(0, log.next - NUM_TOUCHES) == log.oldest <= log.frontier <= log.next:
-            raise StateError(f"the LRU frontier {log.frontier} is not in [{log.oldest}, {log.next}]")
-        in_lru = int(left[np.arange(log.frontier, log.next) % _RING].sum())
-        if in_lru != log.num_in_lru or in_lru > self.capacity:
-            raise StateError(f"{log.num_in_lru} blocks counted for LRU of {self.capacity}, but {in_lru} exist")
-        if len(self._ghosts) > NUM_TOUCHES or self.cells.count > len(self.cells.features):
+        if not max(0, state.next - NUM_TOUCHES) == state.oldest <= state.frontier <= state.next:
+            raise StateError(f"the LRU frontier {state.frontier} is not in [{state.oldest}, {state.next}]")
+        in_lru = int(left[np.arange(state.frontier, state.next) % _RING].sum())
+        if in_lru != state.num_in_lru or in_lru > state.capacity:
+            raise StateError(f"{state.num_in_lru} blocks counted for LRU of {state.capacity}, but {in_lru} exist")
+        if len(self._ghosts) >= NUM_TOUCHES + _MARGIN or self.cells.count > len(self.cells.features):
             raise StateError(f"{len(self._ghosts)} ghosts and {self.cells.count} classes exceed their limits")
         rows = self.table.values
         if any(len(row) != NUM_BUCKETS or not min(row) >= 0 or max(row) == math.inf for row in rows):
@@ -462,21 +422,21 @@ class ReuseTracker:
             raise StateError("sessions and their last nodes do not match")
         for node in nodes:
             touch = node.usage.touch
-            if touch is None or touch[0] < log.oldest:
+            if touch is None or touch[0] < state.oldest:
                 continue
             at = touch[0] % _RING
-            if touch[0] >= log.next or log.cells[at] != touch[1] or log.times[at] != touch[2]:
+            if touch[0] >= state.next or log.cells[at] != touch[1] or log.times[at] != touch[2]:
                 raise StateError(f"the touch {touch} of blocks [{node.start}, {node.stop}) is not in the log")
 
-    def _remember(self, session: Session, node: Node, stop: int) -> None:
-        """Remember the last request of a session, which ends at `node` and has the touches [log.next, stop)."""
+    def _remember(self, session: Session, node: Node, first: int, stop: int) -> None:
+        """Remember the last request of a session, which ends at `node` and has the touches [first, stop)."""
         old = self._sessions.pop(session, None)
         if old is not None:
             del self._ends[old[0]]
         other = self._ends.get(node)
         if other is not None:  # another session has the same last request
             del self._sessions[other]
-        self._sessions[session] = node, self.log.next, stop
+        self._sessions[session] = node, first, stop
         self._ends[node] = session
         if len(self._sessions) > NUM_TOUCHES:
             _, (oldest, _, _) = self._sessions.popitem(last=False)
@@ -492,5 +452,98 @@ class ReuseTracker:
             self._sessions[session], self._ends[above] = (above, first, stop), session
 
     def _changed(self) -> None:
-        self.version += 1
-        self.is_lru = self.guard.is_lru or not self.table.is_fitted
+        self.state.version += 1
+        self.state.is_lru = self.guard.is_lru or not self.table.is_fitted
+
+
+def enter(tracker: ReuseTracker, block_tokens: int, lease: Lease, returned: Returned | None, outcome: Outcome) -> bool:
+    """Enter the uses of a request. Return True if `learn` is due."""
+    node, path, matched, (began, stop) = lease.node, [], lease.num_matched, lease.began
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    if not path:
+        return False
+    cells, log, state = tracker.cells, tracker.log, tracker.state
+    fresh_from, again, ghosts = returned or (matched, 0, ())
+    labels = cells.labels(lease.chain.salt, path[-1].key, (stop - fresh_from) * block_tokens, outcome)
+    ended: list[int] = []
+    started, last, now = log.started, -1, state.now
+    first = len(started)
+    run: Touch = (-1, -1, now, -1)
+    cell, number = -1, state.next - 1
+    for node in reversed(path):
+        usage, num_blocks = node.usage, node.num_blocks
+        touch = usage.touch
+        if touch is not None:
+            old, uses = touch[0], touch[3] + 1 if touch[3] < MAX_USES else MAX_USES
+        elif node.start < matched:  # published by a request that is still running
+            old, uses = _RUNNING, 1
+        else:
+            # A node counts as returned if most of its blocks had ghosts.
+            old, uses = -1, again if node.start + node.stop < 2 * fresh_from else 0
+        if old == last >= 0:
+            ended[-1] += num_blocks
+        elif old >= 0:
+            ended += old, num_blocks
+            last = old
+        if uses != run[3]:
+            this = tracker.cell(uses, labels)
+            if this != cell and len(started) < first + 2 * MAX_RUNS:
+                cell, number = this, number + 1
+                started += cell, 0
+            run = (number, cell, now, uses)
+        started[-1] += num_blocks
+        usage.touch, usage.lost = run, 0
+    for i in range(0, len(ghosts), 2):
+        if ghosts[i] == last:
+            ended[-1] += ghosts[i + 1]
+        else:
+            ended += ghosts[i : i + 2]
+            last = ghosts[i]
+    state.num_lru_hits += log.use(ended, fresh_from)
+    log.add(first, began)
+    state.num_requests += 1
+    state.num_blocks += stop
+    state.num_hits += matched
+    state.until_fit -= 1
+    return state.num_requests >= GUARD_REQUESTS or state.until_fit <= 0
+
+
+def take_ghosts(state: TrackerState, ghosts: Ghosts, lease: Lease) -> Returned | None:
+    """Remove and return the ghosts of the blocks that follow the match of a request."""
+    block, stop = lease.num_matched, lease.began[1]
+    if block >= stop:
+        return None
+    first, node = None, lease.node
+    while node.start >= block and node.parent is not None:
+        first, node = node, node.parent
+    usage, chain, again = node.usage, lease.chain, 0
+    ended: list[int] = []
+    if usage.lost and usage.touch is not None and node.stop == block:
+        num_blocks = min(usage.lost, stop - block)
+        ended += usage.touch[0], num_blocks
+        again = usage.touch[3] + 1
+        block += num_blocks
+    domain, oldest = node.domain, state.next - NUM_TOUCHES
+    while ghosts and block < stop:
+        key = first.key if first is not None and first.start == block else chain.key_at(block)
+        ghost = ghosts.pop(hash((domain, key, block)), None)
+        if ghost is None or ghost >> _NUMBER_BIT < oldest:
+            break
+        num_blocks = min(ghost >> _BLOCKS_BIT & _MAX_GHOST, stop - block)
+        ended += ghost >> _NUMBER_BIT, num_blocks
+        again = again or (ghost & 7) + 1
+        block += num_blocks
+    return (block, min(again, MAX_USES), ended) if ended else None
+
+
+def add_ghost(ghosts: Ghosts, node: Node) -> int:
+    """Remember a removed node that has a touch. Return the number of ghosts."""
+    usage = node.usage
+    assert usage.touch is not None
+    number, _, _, uses = usage.touch
+    # One int per ghost, because tuples would be visited by each garbage collection.
+    packed = number << _NUMBER_BIT | min(node.num_blocks + usage.lost, _MAX_GHOST) << _BLOCKS_BIT | uses
+    ghosts[hash((node.domain, node.key, node.start))] = packed
+    return len(ghosts)

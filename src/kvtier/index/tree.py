@@ -16,6 +16,7 @@ from kvtier.index.ghost import GhostCache
 from kvtier.index.labels import Outcome
 from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
+from kvtier.index.native import native
 from kvtier.index.node import ABSENT, IS_HELD, NO_SLOT, READABLE, READY, WRITING, AccessStats, Node, Residency
 from kvtier.index.pool import Shortage, Slots
 from kvtier.index.tier import Tier, tenant_of
@@ -66,7 +67,7 @@ class RadixTree:
             tier.exclude(tiers[tier.number - 1])
         if any(tier.learns for tier in tiers):
             capacity = (sum if exclusive else max)(tier.pool.num_slots for tier in tiers)
-            self.tracker = ReuseTracker(capacity, namespace.block_tokens)
+            self.tracker = ReuseTracker(capacity, namespace.block_tokens, native().code)
             for tier in tiers:
                 if tier.learns:
                     tier.learn_from(self.tracker)
@@ -205,7 +206,7 @@ class RadixTree:
             self._use(lease, now)
             if self.tracker is not None:
                 returned = self.tracker.returned(lease)
-                if returned is not None and not self.tracker.is_lru:
+                if returned is not None and not self.tracker.state.is_lru:
                     self._split_at(lease.node, returned[0])
                 self.tracker.touch(lease, returned, outcome, now)
         lease.closed = True
@@ -618,8 +619,8 @@ class RadixTree:
         policy, cell, value = evicting.policy_name if evicting is not None else "", -1, 0.0
         if self.tracker is not None:
             touch = node.usage.touch
-            if evicting is not None and evicting.learns and touch is not None and not self.tracker.is_lru:
-                cell, value = touch[1], self.tracker.lowest
+            if evicting is not None and evicting.learns and touch is not None and not self.tracker.state.is_lru:
+                cell, value = touch[1], self.tracker.state.lowest
             self.tracker.removed(node, kept)
         self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy, cell, value)
         if node.children:

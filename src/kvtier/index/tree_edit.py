@@ -176,9 +176,7 @@ def lengthen(
 def truncate(node: Node, count: int) -> None:
     """Keep the first `count` blocks of a node. Tier.take must already have removed all other blocks from the tiers."""
     at = count * node.label_bytes
-    node.labels = node.labels[:at]
-    if 2 * at < memoryview(node.labels.obj).nbytes:
-        node.labels = _own(node.labels)  # a short view must not keep a large buffer alive
+    node.labels = _own(node.labels[:at])
     node.keys = node.keys[: count * KEY_BYTES]
     node.num_blocks = count
     if node.extras:
@@ -186,7 +184,8 @@ def truncate(node: Node, count: int) -> None:
 
 
 def _own(labels: memoryview) -> memoryview:
-    return memoryview(bytes(labels))
+    """Return a copy, unless the labels are most of their buffer: a short view must not keep a large buffer alive."""
+    return labels if 2 * labels.nbytes >= memoryview(labels.obj).nbytes else memoryview(bytes(labels))
 
 
 def content_below(

@@ -104,12 +104,14 @@ def _add_metrics(registry: Registry, publisher: EventPublisher | None) -> None:
 def missing_native_code() -> list[str]:
     """Return a note for each library of native code that is not in use."""
     from kvtier.engine import native as engine
+    from kvtier.index import native as index
     from kvtier.memory import native as memory
     from kvtier.storage import checksum
 
     libraries = (
         ("CPU kernels", engine.native().code, engine.native().reason, "torch"),
         ("host copies", memory.native().code, memory.native().reason, "numpy"),
+        ("learned eviction", index.native().code, index.native().reason, "Python"),
         ("checksums", checksum.native().code, checksum.native().reason, "zlib and numpy"),
     )
     return [f"{name} use {twin}, which is slower: {why}" for name, code, why, twin in libraries if code is None]

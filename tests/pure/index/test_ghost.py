@@ -17,6 +17,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, MediaItem, Namespace
 from kvtier.index.ghost import SHADOWS, S3FIFOMarks, Stack
 from kvtier.index.learned_shadow import LearnedShadow, Use
+from kvtier.index.native import native
 from kvtier.replay import SyntheticTrace, generate
 from reference_traces import TRACES
 
@@ -100,7 +101,7 @@ def test_learned_shadow_is_bounded_and_hits_only_prefixes(requests, seed):
     requests = requests * 4
     rng = np.random.default_rng(seed)
     uses = [Use(time, 4096) for time in np.cumsum(rng.exponential(20, len(requests))).tolist()]
-    shadow, seen = LearnedShadow(SIZES), set()
+    shadow, seen = LearnedShadow(SIZES, native().code), set()
     hits = shadow.play(requests, uses)
     at = 0
     for marks in requests:
@@ -109,7 +110,7 @@ def test_learned_shadow_is_bounded_and_hits_only_prefixes(requests, seed):
         assert all(mark in seen for mark, hit in zip(marks, found.any(1), strict=True) if hit)
         seen.update(marks)
         at += len(marks)
-    assert all(len(cache._held) <= size for cache, size in zip(shadow._caches, SIZES, strict=True))
+    assert all(held <= size for held, size in zip(shadow.num_held(), SIZES, strict=True))
 
 
 # ---- estimates compared with exact replays ----

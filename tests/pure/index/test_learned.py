@@ -17,6 +17,7 @@ from kvtier.index import Hints, Outcome, make_policy
 from kvtier.index.check import check_tree
 from kvtier.index.labels import MAX_CELLS, NUM_GROUPS, Busiest, Cells
 from kvtier.index.learned import Learned
+from kvtier.index.native import TrackerState
 from kvtier.index.node import AccessStats, Node
 from kvtier.index.reuse import EDGES, NUM_BUCKETS, gittins
 from kvtier.index.tracker import NUM_TOUCHES, LRUGuard, ReuseTracker, TouchLog
@@ -69,7 +70,7 @@ def test_learned_before_first_fit_equals_lru(seed):
 @settings(max_examples=15, deadline=None)
 def test_learned_with_random_hints_keeps_invariants(sizes, seed):
     tree = tree_of(*sizes, policy="learned")
-    tree.tracker.first_fit = tree.tracker._until_fit = 8
+    tree.tracker.first_fit = tree.tracker.state.until_fit = 8
     drive(tree, random.Random(seed), 300, check_every=1)
     assert tree.tracker.table.is_fitted
 
@@ -83,13 +84,11 @@ def test_learned_twice_with_same_requests_is_deterministic():
 
 def fitted_tracker(rng) -> ReuseTracker:
     tracker = ReuseTracker(100)
-    tracker.table.is_fitted, tracker.is_lru = True, False
-    tracker.table.values = [[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)]
-    tracker.table.values[:4] = [sorted(row, reverse=True) for row in tracker.table.values[:4]]
-    for row in tracker.table.values[4:]:
-        row.sort()
-    tracker.table.floors = [math.inf] * 4 + [row[0] for row in tracker.table.values[4:]]
-    tracker.table.rises_until = [0.0] * 4 + [math.inf] * 4
+    values = np.array([[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)])
+    values[:4] = -np.sort(-values[:4], 1)
+    values[4:].sort(1)
+    tracker.table.set(values, np.concatenate((np.full(4, np.inf), values[4:, 0])), np.repeat([0.0, math.inf], 4))
+    tracker.state.is_lru = False
     return tracker
 
 
@@ -100,9 +99,9 @@ def test_victim_after_fit_has_lowest_value(seed):
     tracker = fitted_tracker(rng)
     policy, offered = Learned(tracker), set()
     for time in range(200):
-        tracker.see(tracker.now + rng.random() * 30)
+        tracker.see(tracker.state.now + rng.random() * 30)
         if rng.random() < 0.6 or not offered:
-            touch = (time, rng.randrange(8), tracker.now, 0)
+            touch = (time, rng.randrange(8), tracker.state.now, 0)
             usage = AccessStats(time, time, touch=touch)
             node = Node(None, (b"", b""), b"abcd", 0, 1, memoryview(b"abcd"), usage, 1)
             policy.offer(node)
@@ -117,7 +116,7 @@ def test_victim_after_fit_has_lowest_value(seed):
             assert values[victim] == min(values.values())
             assert policy.victim() is victim
         if rng.random() < 0.02:
-            tracker.version += 1
+            tracker.state.version += 1
     assert all(node in policy for node in offered)
 
 
@@ -154,7 +153,7 @@ def test_learned_policy_beats_lru_on_loop_larger_than_cache():
 
 def test_explain_after_fit_names_class_and_value():
     tree = tree_of(8, policy="learned")
-    tree.tracker.first_fit = tree.tracker._until_fit = 8
+    tree.tracker.first_fit = tree.tracker.state.until_fit = 8
     for number in range(200):
         run(tree, number % 2, 7, now=float(number))
         run(tree, 100 + number, 1, now=float(number))
@@ -224,7 +223,7 @@ def test_classes_beyond_the_limit_map_to_plain_classes():
 def test_check_with_wrong_count_of_lru_blocks_raises():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2)
-    tree.tracker.log.num_in_lru += 1
+    tree.tracker.state.num_in_lru += 1
     with pytest.raises(StateError, match="blocks counted for LRU"):
         check_tree(tree)
 
@@ -234,23 +233,25 @@ def test_evicted_blocks_count_as_hits_of_lru():
     run(tree, 1, 2, 3, now=1.0)
     tree.evict(tree.tiers[0], 1)
     run(tree, 1, 2, 3, now=2.0)
-    num_requests, num_blocks, hits, lru_hits = tree.tracker._counts
-    assert (num_requests, num_blocks, hits, lru_hits) == (2, 6, 2, 3)
+    state = tree.tracker.state
+    assert (state.num_requests, state.num_blocks, state.num_hits, state.num_lru_hits) == (2, 6, 2, 3)
     check_tree(tree)
 
 
 def test_log_forgets_oldest_touches_at_time_of_replacement():
-    log = TouchLog()
+    log = TouchLog(TrackerState(capacity=10**9))
     for number in range(NUM_TOUCHES + 2):
-        first = len(log.started)
+        first, log.state.now = len(log.started), float(number)
         log.started += 7, 4
-        log.add(first, float(number), float(number), 10**9)
+        log.add(first, float(number))
+        if number % 1000 == 0:
+            log.sync()
     log.sync()
     observed = log.take_observed()
     cells, ages, weights = (np.concatenate(parts) for parts in list(zip(*observed, strict=True))[:3])
     assert (cells.tolist(), ages.tolist(), weights.tolist()) == ([7] * 2, [float(NUM_TOUCHES)] * 2, [2.0] * 2)
     assert not any(each[3] for each in observed)
-    assert log.num_in_lru == 4 * NUM_TOUCHES
+    assert log.state.num_in_lru == 4 * NUM_TOUCHES
 
 
 # ---- sessions and hints ----

@@ -49,7 +49,7 @@ def test_random_hints_with_learned_policy_change_no_answer():
         host = rng.choice([None, HostConfig(rng.choice([4, 12, 40]), policy="learned")])
         scheduler, device = make(rng.choice([6, 9, 20]), policy="learned", host=host), Device()
         tracker = scheduler.manager.tree.tracker
-        tracker.first_fit = tracker._until_fit = 4
+        tracker.first_fit = tracker.state.until_fit = 4
         requests, now = [], 0.0
         for number in range(200):
             now += rng.choice([0.1, 1.0, 50.0])
