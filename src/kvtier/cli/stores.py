@@ -1,8 +1,4 @@
-"""Commands on stores.
-
-`inspect` lists the contents. `verify` reads and verifies every object. `keys` lists the tenants of an encrypted disk
-tier, or deletes the key of a tenant.
-"""
+"""Commands on stores: `inspect` lists the contents, `verify` reads all objects, `keys` lists or deletes tenant keys."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ from kvtier.server.config import Limits
 Connection = TypeVar("Connection")
 SURPLUS = 16
 """Number of additional connections above each limit. They may request only probes such as /health."""
-# File descriptors that connections must not use. The event loop, the listener, the engine's socket, logs and model
-# files use 19 in an idle front end (2026-11-16). The rest is for sockets of workers and for connections that are being
-# closed.
+# File descriptors reserved for the event loop, the listener, the engine's socket, logs and model files (19 in an idle
+# front end, 2026-11-16), for sockets of workers, and for connections that are being closed.
 _RESERVED_DESCRIPTORS = 80
 
 

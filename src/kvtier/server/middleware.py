@@ -100,8 +100,7 @@ class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
     Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects admin
-    requests from other machines, and all requests from pages of other sites. Passes `receive` on unchanged, so that the
-    app detects disconnects.
+    requests from other machines, and all requests from pages of other sites.
     """
 
     def __init__(

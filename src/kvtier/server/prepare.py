@@ -98,11 +98,7 @@ class Preparation:
         self._compiler: schemas.SchemaCompiler | None = None
 
     def prepare(self, model: type[BaseModel], data: bytes | bytearray, max_tokens: int) -> Prepared[Any]:
-        """Validate a body and tokenize its prompts.
-
-        A prompt for the engine must have fewer than `max_tokens` tokens. A text to tokenize is rejected only if it is
-        far longer.
-        """
+        """Validate a body and tokenize its prompts. Prompts for the engine must have fewer than `max_tokens` tokens."""
         body, ignored = _validate(model, data)
         if isinstance(body, TokenizeRequest | DetokenizeRequest) and body.model is not None:
             self._check_model(body.model)

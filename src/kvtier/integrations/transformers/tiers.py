@@ -93,8 +93,7 @@ class PrefixTiers:
             for store in stores.values():
                 store.close()
             raise
-        # `is_shared` makes the manager look up the keys of each prompt in the store. Otherwise, it would list the store
-        # at start, which would delay the first prompt if the store is large.
+        # `is_shared`: look up the keys of each prompt, because listing a large store would delay the first prompt.
         saving = WritebackConfig(max_blocks=_MAX_WRITING)
         below = tuple(
             StoreConfig(name, saving=saving, wait_seconds=wait_seconds, is_shared=True, max_fetching_blocks=num_host)
