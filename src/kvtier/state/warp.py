@@ -78,10 +78,10 @@ def warp(
     new: torch.Tensor | None = None,
     in_place: bool = False,
 ) -> None:
-    """Set b1[i] = a0[perm[i]] for old rows and b1[i] = new[i] for new rows. Without `new`, new rows keep their values.
+    """Set b1[i] to a0[perm.index[i]] if row i is old, and to new[i] if it is new.
 
-    With `in_place`, a0 and b1 must be the same tensor, and rows that keep their place are not copied. Otherwise a0 and
-    b1 must not overlap.
+    Without `new`, new rows of b1 are not changed. With `in_place`, a0 and b1 must be the same tensor, and rows that
+    keep their place are not copied. Otherwise a0 and b1 must not overlap.
     """
     if (a0.data_ptr() == b1.data_ptr()) != in_place and a0.numel() and b1.numel():
         raise ArgumentError("in_place must be True if a0 and b1 are the same tensor, and False otherwise")

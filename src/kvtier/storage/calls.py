@@ -41,7 +41,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, and set the results. Only return False if the call has already returned."""
+        """Run `act`, which must be short, and set the results. Do nothing and return False after the call returned."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -82,6 +82,7 @@ class Batch:
 
     @property
     def is_expired(self) -> bool:
+        """True once the call has returned, with or without all results."""
         with self._condition:
             return self._is_expired
 
