@@ -13,9 +13,11 @@ holds the conversations of a third of the users. Each router starts with new rep
     kvtier      KvtierRouter
     kvtier, 3   the same with three times the charge for a second copy of a block (RouterConfig.duplicate_cost)
 
-TTFT is the time from sending a request to its first token, including the time in the queue. "computed" is the number of
-prompt tokens that were not cached. The last columns are the highest number of computed tokens of a replica divided by
-the mean of all replicas, and the number of failed requests.
+TTFT is the time from sending a request to its first token, including the time in the queue. The next columns are its
+mean parts: from the client to the engine's scheduler, which includes the rest of the step that the engine runs; from
+there to the first step with the prompt; from there to the first token. "computed" is the number of prompt tokens that
+were not cached. The last columns are the highest number of computed tokens of a replica divided by the mean of all
+replicas, and the number of failed requests.
 """
 
 from __future__ import annotations
@@ -83,13 +85,14 @@ class Load:
 
 @dataclass
 class Answer:
+    id: str
     ttft: float
     tokens: int
     text: str
 
 
 async def turn(client: openai.AsyncOpenAI, messages: list[dict[str, str]], load: Load) -> Answer:
-    started, first, text, tokens = time.perf_counter(), 0.0, "", 0
+    started, first, name, text, tokens = time.perf_counter(), 0.0, "", "", 0
     stream = await client.chat.completions.create(
         model="smollm2",
         messages=messages,  # type: ignore[arg-type]
@@ -100,12 +103,13 @@ async def turn(client: openai.AsyncOpenAI, messages: list[dict[str, str]], load:
         extra_body={"ignore_eos": True},
     )
     async for event in stream:
+        name = event.id
         if event.choices and event.choices[0].delta.content:
             first = first or time.perf_counter() - started
             text += event.choices[0].delta.content
         if event.usage is not None:
             tokens = event.usage.completion_tokens
-    return Answer(first or time.perf_counter() - started, tokens, text)
+    return Answer(name, first or time.perf_counter() - started, tokens, text)
 
 
 async def converse(client: openai.AsyncOpenAI, texts: list[str], load: Load) -> list[Answer | None]:
@@ -167,6 +171,7 @@ def measure(name: str, load: Load) -> dict[str, object]:
     before = computed(engines)
     answers, num_failed, seconds = asyncio.run(run_load(load))
     each = [after - earlier for after, earlier in zip(computed(engines), before, strict=True)]
+    parts = ttft_parts(engines, answers)
     serve.delete("kvtier")
     ttfts = sorted(answer.ttft for answer in answers)
     return {
@@ -175,6 +180,7 @@ def measure(name: str, load: Load) -> dict[str, object]:
         "output tokens/s": round(sum(answer.tokens for answer in answers) / seconds, 2),
         "TTFT p50, s": round(statistics.median(ttfts), 3),
         "TTFT p95, s": round(ttfts[int(0.95 * (len(ttfts) - 1))], 3),
+        **parts,
         "seconds": round(seconds, 1),
         "computed": sum(each),
         "max/mean": round(max(each) / (sum(each) / len(each)), 3),
@@ -188,6 +194,21 @@ def computed(engines: Any) -> list[int]:
     names = engines.broadcast("info").results()  # in the same order, that of the replicas in the router
     missed = [decode_message(reply).value["hits"]["missed_tokens"] for reply in replies]
     return [count for _, count in sorted(zip((info["replica"] for info in names), missed, strict=True))]
+
+
+def ttft_parts(engines: Any, answers: list[Answer]) -> dict[str, float]:
+    """Return the mean parts of the TTFT, from the explanations of the engines."""
+    before, queued, computing = [], [], []
+    for answer in answers:
+        replies = engines.broadcast("call", "explain", {"request_id": answer.id}).results()
+        # All replicas but one answer with an error, because they do not know the request.
+        (known,) = (reply for reply in map(decode_message, replies) if reply.error is None)
+        waited, ttft = known.value["waited_seconds"], known.value["ttft_seconds"]
+        before.append(answer.ttft - ttft)
+        queued.append(waited)
+        computing.append(ttft - waited)
+    parts = {"to the engine, s": before, "queue, s": queued, "prompt, s": computing}
+    return {name: round(statistics.mean(seconds), 3) for name, seconds in parts.items()}
 
 
 def bars_of(rows: dict[str, dict[str, Any]]) -> list[Bar]:
@@ -211,6 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     load = Load(users=12, turns=3) if options.quick else Load()
     ray.init(
+        address="local",
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=100 << 20,

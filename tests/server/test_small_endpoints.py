@@ -145,6 +145,19 @@ def test_allowing_all_sites_without_keys_raises():
         ServerConfig(EngineOptions(), allow_origin=("*",))
 
 
+@pytest.mark.parametrize(
+    ("options", "step_tokens"),
+    [
+        (EngineOptions(), 128),
+        (EngineOptions(max_rows=200), 200),  # a step has room for a token of each request
+        (EngineOptions(max_step_tokens=64), 64),
+        (EngineOptions(device="cuda:1"), 512),
+    ],
+)
+def test_tokens_per_step_follow_the_device(options, step_tokens):
+    assert options.step_tokens == step_tokens
+
+
 def test_detokenize_reverses_tokenize(server):
     text = "Gr\u00fc\u00dfe <|im_start|> \u96ea"
     tokens = server.post("/tokenize", {"prompt": text}).json()["tokens"]

@@ -148,7 +148,7 @@ def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
             stores=tuple(store for store, _ in below),
             always_load=tiers.always_load,
         ),
-        SchedulerConfig(options.max_rows, options.max_step_tokens),
+        SchedulerConfig(options.max_rows, options.step_tokens),
         ghost_scales=_GHOST_SCALES,
         tensor_parallel=options.tensor_parallel,
         kv_shards=tiers.kv_shards,

@@ -57,6 +57,7 @@ def _connect(config: RayConfig) -> None:
         ray.init(config.address, log_to_driver=False)
         return
     ray.init(
+        "local",  # by default Ray would connect to any cluster that runs on this machine
         num_cpus=max(1, round(config.most_replicas * config.replica_cpus + _OTHER_CPUS)),
         include_dashboard=False,
         object_store_memory=_STORE_BYTES,
