@@ -5,8 +5,8 @@
     PYTHONPATH=src:. .venv-ray/bin/python -m benchmarks.fleet --quick   fewer users and turns
 
 There are three replicas with one thread each, and 24 users with four turns each. Each group of four users shares a
-system prompt. A user sends the next turn when the answer to the last turn is complete. The device cache of a replica
-holds the conversations of a third of the users. Each router starts with new replicas:
+system prompt. All users start together, and send the next turn as soon as the answer to the last turn is complete. The
+device cache of a replica holds the conversations of a third of the users. Each router starts with new replicas:
 
     serve       power of two choices, Serve's default
     affinity    PrefixCacheAffinityRouter of Ray, on block hashes in place of text
