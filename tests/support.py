@@ -68,6 +68,3 @@ def check_pipeline(pipeline: Pipeline) -> None:
     for ticket in (*pipeline._running, *pipeline._retiring):
         assert ticket.status not in FINAL_STATUSES, f"{ticket!r} has ended but is still listed"
         assert ticket.is_running == (ticket in pipeline._running), f"{ticket!r} is in the wrong list"
-        assert ticket.status is not TicketStatus.ACTIVE or ticket in order.row_of, (
-            f"{ticket!r} is active but has no row"
-        )

@@ -24,12 +24,13 @@ from kvtier.state import Permutation
 
 
 class TicketStatus(Enum):
-    """Status of a request. FINISHED, CANCELLED and FAILED are final."""
+    """How far a request has left the pipeline. FINISHED, CANCELLED and FAILED are final.
 
-    WAITING = "waiting"
-    """The request is new or preempted. It is not in the latest batch."""
-    ACTIVE = "active"
-    """The request is in the latest batch."""
+    The pipeline does not know which requests wait and which run. This is the caller's state (`RequestState`).
+    """
+
+    RUNNING = "running"
+    """The request may be in the next batch."""
     RETIRING = "retiring"
     """The outcome is decided. The request is removed when none of its batches is in flight."""
     FINISHED = "finished"
@@ -40,9 +41,8 @@ class TicketStatus(Enum):
 class Ticket:
     """A request in a pipeline. Call `finish` and `cancel` on the engine thread.
 
-    WAITING <-> ACTIVE             each step includes the request or leaves it out
-    WAITING, ACTIVE -> RETIRING    the first finish(), cancel() or error decides the outcome
-    RETIRING -> final status       when `num_in_flight` is 0
+    RUNNING -> RETIRING          the first finish(), cancel() or error decides the outcome
+    RETIRING -> final status     when `num_in_flight` is 0
     """
 
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
@@ -51,7 +51,7 @@ class Ticket:
         self, request: Any, in_flight: Sequence[Container[Ticket]], on_retire: Callable[[Ticket], object]
     ) -> None:
         self.request = request
-        self.status = TicketStatus.WAITING
+        self.status = TicketStatus.RUNNING
         self.error: BaseException | None = None
         self.has_run = False
         """True if the request was in an earlier batch. A row of such a request is resumed, not new."""
@@ -70,7 +70,7 @@ class Ticket:
     @property
     def is_running(self) -> bool:
         """True if the request may still be put into a batch."""
-        return self.status in (TicketStatus.WAITING, TicketStatus.ACTIVE)
+        return self.status is TicketStatus.RUNNING
 
     def finish(self) -> None:
         self.retire(TicketStatus.FINISHED)
@@ -140,7 +140,7 @@ class Pipeline:
 
     Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in a module fails only the
     requests in one batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
-    flight then do not run, their requests return to WAITING, and all rows of the next batch are new.
+    flight then do not run, and all rows of the next batch are new.
     """
 
     def __init__(
@@ -374,14 +374,11 @@ class Pipeline:
     # ---- rows and requests ----
 
     def _take(self, order: RowOrder) -> None:
-        """Set the order of the latest batch and update the status of requests."""
+        """Set the order of the latest batch."""
         if order is self._order:
             return
-        for ticket in self._order.row_of.keys() - order.row_of.keys():
-            if ticket.status is TicketStatus.ACTIVE:
-                ticket.status = TicketStatus.WAITING
         for ticket in order.row_of.keys() - self._order.row_of.keys():
-            ticket.status, ticket.has_run = TicketStatus.ACTIVE, True
+            ticket.has_run = True
         self._order = order
 
     def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
