@@ -388,7 +388,8 @@ TABLES: dict[str, tuple[Line, ...]] = {
             simulation(*(f"hits, {tier}, %" for tier in ("device", "host", "disk")), unit="points"),
         ),
         *(
-            Line(f"Simulation error: TTFT {share}", "replay", simulation(f"TTFT {share}, s", unit="%"))
+            Line(f"Simulation error: TTFT {share}{what}", "replay", simulation(f"TTFT {share}, s{what}", unit="%"))
+            for what in ("", ", 2 phases")
             for share in ("p50", "p90", "p99")
         ),
         SWEEP,

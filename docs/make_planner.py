@@ -26,12 +26,14 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 PAGE, RESULTS, IMAGES = FOLDER / "planner.md", FOLDER / "planner.json", FOLDER / "images"
 NAME = "conversation_trace.jsonl"
+GRAIN = f"kvtier replay {NAME} --limit 3000 --replicas 6 --host 256GiB --capacities 0 --phases 1"
 COMMANDS = {
-    "plan": f"kvtier plan {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --ttft-p99 8s",
+    "plan": f"kvtier plan {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --ttft-p99 8s "
+    "--phases 1",
     "replay": f"kvtier replay {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --host 256GiB "
-    "--disk 1TiB --policy lru,arc,s3fifo --capacities 0",
-    "fine": f"kvtier replay {NAME} --limit 3000 --replicas 6 --host 256GiB --capacities 0 --quantum 0",
-    "coarse": f"kvtier replay {NAME} --limit 3000 --replicas 6 --host 256GiB --capacities 0 --quantum 0.05",
+    "--disk 1TiB --policy lru,arc,s3fifo --capacities 0 --phases 1",
+    "fine": f"{GRAIN} --quantum 0",
+    "coarse": f"{GRAIN} --quantum 0.05",
 }
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)
 POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost", "optimum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -74,3 +75,8 @@ def test_engine_on_cuda_matches_cpu(expected_outputs, num_blocks, graph_sizes, p
 def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
     assert generate_all("cuda", 200, proposer=NgramProposer(3), graph_sizes=(8,)) == expected_outputs
     assert generate_all("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == expected_outputs
+
+
+def test_default_keeps_two_steps_in_flight_on_a_gpu():
+    with contextlib.closing(Engine(model("cuda"), config=EngineConfig(8, CacheConfig(16), graph_sizes=()))) as engine:
+        assert engine.config.phases == 2

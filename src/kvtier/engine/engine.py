@@ -67,17 +67,21 @@ class EngineConfig:
     Engines can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
-    phases: int = 1
+    phases: int = 0
     """Number of steps in flight, 1 or 2. With 2, the host schedules a step while the device computes the step before
-    it. The end of a sequence can then be found one step late. In this case one computed token is discarded."""
+    it. The end of a sequence can then be found one step late. In this case one computed token is discarded. 0 means 2
+    on a GPU and 1 on a CPU, where both steps need the same cores: with SmolLM2-135M, two phases take 3 % more time at 1
+    row and 8 % more at 64 rows, but 23 and 29 % less at 4 and 16 (EPYC, 2 cores, 2026-11-19)."""
 
     def __post_init__(self) -> None:
         least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        if self.phases not in range(1, MAX_IN_FLIGHT + 1):
-            raise RangeError(f"phases must be 1 or {MAX_IN_FLIGHT}, got {self.phases}")
+        if self.phases not in range(MAX_IN_FLIGHT + 1):
+            raise RangeError(
+                f"phases must be 1 or {MAX_IN_FLIGHT}, or 0 for the default of the device, got {self.phases}"
+            )
         if self.rank_timeout_seconds <= 0:
             raise RangeError(f"rank_timeout_seconds must be above 0, got {self.rank_timeout_seconds}")
 
@@ -105,7 +109,8 @@ class Engine:
         models = [model, *(proposer.models if proposer is not None else ())]
         _check_vocabularies(models)
         limit = min(config.scheduler.max_context, *(each.config.max_positions for each in models))
-        self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
+        phases = config.phases or (MAX_IN_FLIGHT if model.weights.device.type == "cuda" else 1)
+        self.config = replace(config, phases=phases, scheduler=replace(config.scheduler, max_context=limit))
         self.tokenizer, self.proposer = tokenizer, proposer
         lookahead = proposer.num_tokens if proposer is not None else 0
         namespace = _namespace(models, config.block_tokens)

@@ -112,8 +112,8 @@ class Deployment:
     routing: Routing = Routing.PREFIX
     max_rows: int = 256
     max_step_tokens: int = 8192
-    phases: int = 1
-    """Number of steps in flight, 1 or 2, as EngineConfig.phases."""
+    phases: int = 2
+    """Number of steps in flight, 1 or 2, as EngineConfig.phases. The default is that of an engine on a GPU."""
     quantum: float = 0.05
     """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging and is 10x slower."""
     seed: int = 0

@@ -14,6 +14,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.engine import Model
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.errors import RangeError
 from kvtier.scheduler import SchedulerConfig
 
 SHAPE = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 61, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -69,3 +70,11 @@ def test_rows_follow_their_sequences_when_neighbours_end(model):
         answers = finish(engine)
         assert [answers[name].tokens for name in names] == expected
         engine.close()
+
+
+def test_default_keeps_one_step_in_flight_on_a_cpu(model):
+    engine = make(model, 0)
+    assert engine.config.phases == 1
+    engine.close()
+    with pytest.raises(RangeError, match="phases must be 1 or 2, or 0"):
+        EngineConfig(phases=3)
