@@ -235,7 +235,7 @@ class PlacementIndex:
             self._rebuild(num_buckets)
         slots = self._place(hashes)
         self._num_changes += len(slots)
-        self.num_blocks += len(np.unique(slots))
+        self.num_blocks += _num_distinct(slots)
         return slots
 
     def _place(self, hashes: U64) -> I64:
@@ -257,10 +257,10 @@ class PlacementIndex:
             keys[taken[~is_full]] = wanted[~is_full]
             slots[todo] = taken
             if is_full.any():
-                full = np.unique(here[is_full])
-                self._num_overflowed += int((~self._overflowed[full]).sum())
+                full = here[is_full]
+                self._num_overflowed += _num_distinct(full[~self._overflowed[full]])
                 self._overflowed[full] = True
-                buckets[todo[is_full]] = (here[is_full] + 1) % len(self._keys)
+                buckets[todo[is_full]] = (full + 1) % len(self._keys)
             todo = todo[keys[taken] != wanted]
         return slots
 
@@ -268,9 +268,8 @@ class PlacementIndex:
         """Remove those blocks in `slots` that no replica holds."""
         empty = slots[~self._masks[slots].any(axis=(1, 2))]
         if len(empty):
-            empty = np.unique(empty)
             self._keys.reshape(-1)[empty] = _ZERO
-            self.num_blocks -= len(empty)
+            self.num_blocks -= _num_distinct(empty)
             self._num_changes += len(empty)
 
     def _rebuild(self, num_buckets: int) -> None:
@@ -279,6 +278,12 @@ class PlacementIndex:
         self._version += 1
         self._allocate(num_buckets)
         self._masks[self._place(keys[used])] = masks[used]
+
+
+def _num_distinct(numbers: I64) -> int:
+    # Takes 2 us for 384 numbers; np.unique of numpy 2.4 takes 43 us (EPYC, 2026-11-19).
+    ordered = np.sort(numbers)
+    return len(ordered[:1]) + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 
 
 def _count_bits(masks: U64) -> I64:
