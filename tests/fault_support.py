@@ -77,19 +77,19 @@ class BrokenConstraint:
 
 
 class BrokenPenalties:
-    """Raises when the sampler reads `repetition` for the (`age` + 1)-th time."""
+    """Raises when the sampler reads `presence` for the (`num_reads` + 1)-th time."""
 
-    presence = frequency = 0.0
+    repetition, frequency = 1.0, 0.0
 
-    def __init__(self, age):
-        self.num_left = age
+    def __init__(self, num_reads):
+        self.num_left = num_reads
 
     @property
-    def repetition(self):
+    def presence(self):
         self.num_left -= 1
         if self.num_left < 0:
             raise Break("penalties")
-        return 1.0
+        return 0.0
 
 
 class BrokenStop(str):
@@ -188,7 +188,7 @@ def victim(stage, number):
     if stage in ("forbid", "forbid everything", "accept", "detokenize"):
         options["constraint"] = lambda: BrokenConstraint(stage, age)
     if stage == "penalties":
-        options["penalties"] = BrokenPenalties(age)
+        options["penalties"] = BrokenPenalties(options["n"] + age)  # each sequence reads it once when it starts
     if stage == "stop":
         options["stop"] = (BrokenStop("never found"),)
     if stage == "nan with logprobs":

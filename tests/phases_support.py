@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from benchmarks.random_weights import random_weights
 
 from engine_helpers import Answer, Answers, finish
-from kvtier.cache.config import CacheConfig, HostConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.engine import Model, Penalties, SamplingParams
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import ModelConfig, RopeConfig
@@ -23,6 +24,8 @@ from kvtier.engine.modules import InputBuilder, ModelForward, Sampler
 from kvtier.engine.ops import TorchOps
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
+from kvtier.storage import MemoryStore
+from storage_support import Fault, FaultyStore
 from support import check_pipeline
 
 SHAPE = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -132,18 +135,38 @@ CASES = make_cases(140)
 CASES_BY_PROMPT = {prompt: number for number, (prompt, _) in enumerate(CASES)}
 
 
-class Life:
-    """Random requests on one engine."""
+def random_faults(chance: random.Random):
+    """Make a third of the calls of a store fail with errors, flipped bits or cut objects."""
+    while True:
+        kinds = Fault("an error"), Fault(flip_bit=chance.randrange(1 << 12)), Fault(cut_to=100)
+        yield chance.choice(kinds) if chance.random() < 0.33 else Fault()
 
-    def __init__(self, model: CacheReader, seed: int, phases: int) -> None:
+
+def break_copies(engine: Engine, chance: random.Random, share: float) -> None:
+    """Make some copies between device and host fail, at the lowest level."""
+    for lane in engine.tiers._controller._transfers._lanes.values():
+
+        def sometimes(*arguments, mover=lane._mover):
+            if chance.random() < share:
+                raise RuntimeError("the link is down")
+            return mover(*arguments)
+
+        lane._mover = sometimes
+
+
+class Life:
+    """Random requests on one engine. With `below`, every engine has a host tier and a store, and both have faults."""
+
+    def __init__(self, model: CacheReader, seed: int, phases: int, *, below: bool = False) -> None:
         self.model = model
         self.chance, self.seen = random.Random(seed), Counter()
         pick = self.chance.choice
         saving = WritebackConfig(pick(list(WritePolicy)), max_blocks=pick([1, 100]))
         cache = CacheConfig(
             pick([12, 14, 20, 60]),
-            prefix_caching=pick([True, True, False]),
-            host=pick([None, HostConfig(pick([4, 40]), saving=saving)]),
+            prefix_caching=below or pick([True, True, False]),
+            host=pick([None, HostConfig(pick([4, 40]), saving=saving)]) if not below else HostConfig(24, saving=saving),
+            stores=(StoreConfig("disk", wait=pick(list(WaitPolicy))),) if below else (),
             always_load=True,
         )
         limits = SchedulerConfig(max_rows=pick([1, 3, 5]), max_step_tokens=pick([6, 16, 40]))
@@ -153,8 +176,11 @@ class Life:
             model,
             config=EngineConfig(BLOCK, cache, limits, graph_sizes=(), phases=phases),
             proposer=proposer,
+            stores={"disk": FaultyStore(MemoryStore(1 << 28), random_faults(self.chance))} if below else {},
             clock=lambda: float(next(ticks)),
         )
+        if below:
+            break_copies(self.engine, self.chance, 0.03)
         self.answers, self.numbers, self.broken = Answers(), {}, set()
         self.fails_at = None
         for module, op in ((InputBuilder, "setup"), (ModelForward, "forward"), (Sampler, "fetch"), (Sampler, "update")):
@@ -225,18 +251,23 @@ class Life:
                 continue
             answer = self.answers[name]
             got = answer.tokens, answer.reason, answer.logprobs, len(answer.prompt_logprobs)
-            assert got == (right.tokens, right.reason, right.logprobs, len(right.prompt_logprobs)), (name, number)
+            expected = right.tokens, right.reason, right.logprobs, len(right.prompt_logprobs)
+            assert got == expected, f"{name}, case {number}: {got} instead of {expected}"
         self.seen["answers"] += len(self.numbers) - len(self.broken)
         self.engine.close()
 
 
-def check_lives(model: CacheReader, phases: int, num_lives: int, num_steps: int) -> Counter[str]:
+def check_lives(
+    model: CacheReader, phases: int, seeds: Iterable[int], num_steps: int, *, below: bool = False
+) -> Counter[str]:
     """Run engines one after the other for `num_steps` steps each. Return the number of events by name."""
     seen: Counter[str] = Counter()
-    for seed in range(num_lives):
-        life = Life(model, seed, phases)
+    for seed in seeds:
+        life = Life(model, seed, phases, below=below)
         for _ in range(num_steps):
             life.step()
         life.end()
+        if below:
+            life.seen.update({f"tokens from {tier.name}": tier.hit_tokens for tier in life.engine.manager.stats.tiers})
         seen += life.seen
     return seen

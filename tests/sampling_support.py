@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.params import Penalties, SamplingParams
-from kvtier.engine.sampling import RequestSampler, draw
+from kvtier.engine.sampling import RequestSampler, draw, penalize
 
 NUM_DRAWS = 100_000
 PROMPT, OUTPUT = (3, 4, 4, 9), (7, 3, 7, 11)
@@ -52,6 +52,14 @@ def expected_shares(logits: list[float], params: SamplingParams) -> dict[int, fl
     return {token: weight / sum(kept.values()) for token, weight in kept.items()}
 
 
+def penalize_row(logits: torch.Tensor, request: RequestSampler) -> None:
+    """Apply the penalties of a request to a row of logits, in place."""
+    counts = torch.zeros(len(logits), dtype=torch.int32)
+    tokens, times = request.counts()
+    counts[tokens] = torch.from_numpy(times)
+    penalize(logits, counts.to(logits.device), request.params.penalties)
+
+
 def check_draws(params: SamplingParams, vocab: int, device: str) -> None:
     """Draw NUM_DRAWS tokens and compare the count of each token with the expected count."""
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, vocab).astype(np.float32))
@@ -59,8 +67,7 @@ def check_draws(params: SamplingParams, vocab: int, device: str) -> None:
     for token in OUTPUT:
         request.accept(token)
     row = logits.clone().to(device)
-    if request.changes_logits(0):
-        request.adjust(row, len(OUTPUT))
+    penalize_row(row, request)
     plain = RequestSampler(replace(params, penalties=Penalties()))  # `row` includes the penalties already
     rows = row.expand(NUM_DRAWS, -1).clone()
     tokens = draw(rows, [plain] * NUM_DRAWS, range(NUM_DRAWS)).tokens.cpu().numpy()

@@ -163,6 +163,11 @@ def test_decode_graph_logits_match_plain_step():
     from kvtier.engine.graph import DecodeGraphs
     from kvtier.engine.model import Model
     from kvtier.engine.model_config import ModelConfig
+    from kvtier.engine.params import SamplingParams
+    from kvtier.engine.rows import DeviceRows
+    from kvtier.engine.sampling import RequestSampler
+    from kvtier.memory import BatchCopy
+    from kvtier.state import Permutation
 
     config = ModelConfig("qwen3", 3, 128, 256, 8, 2, 64, 500, 512)
     model = Model(config, random_weights(config, torch.float32, GPU))
@@ -172,14 +177,28 @@ def test_decode_graph_logits_match_plain_step():
     start = ForwardBatch.build(prompts, 16, GPU)
     logits = model.logits(model.forward(start, cache))
     torch.testing.assert_close(logits, plain.logits(plain.forward(start, cache.clone())), rtol=1e-3, atol=1e-3)
-    graphs = DecodeGraphs(model, cache, max_blocks=12, batch_sizes=[1, 4, 8])
+    rows = DeviceRows(8, 12, 64, 16, config.vocab_size, GPU, 1)
+    graphs = DecodeGraphs(model, cache, rows, batch_sizes=[1, 4, 8])
+    greedy = RequestSampler(SamplingParams(temperature=0.0)).resident.tolist()
+    for at, prompt in enumerate(prompts):
+        rows.heads.front[at] = torch.tensor([7 + at, len(prompt.token_ids), *greedy], device=GPU)
+        rows.tables.front[at, :10] = torch.tensor(list(prompt.block_table), dtype=torch.int32, device=GPU)
     for step in range(20):
-        inputs = [SequenceInput([7 + step], len(prompt.token_ids) + step, prompt.block_table) for prompt in prompts]
-        batch = ForwardBatch.build(inputs[: 1 + step % 3], 16, GPU)
-        assert graphs.takes(batch)
-        expected = plain.logits(plain.forward(batch, cache.clone()))
-        torch.testing.assert_close(graphs.logits(batch), expected, rtol=1e-3, atol=1e-3)
-        model.forward(ForwardBatch.build(inputs, 16, GPU), cache)
-    assert not graphs.takes(start)
+        if step % 4 == 3:  # the other tensor of the state becomes the front
+            with BatchCopy() as copy:
+                rows.heads.warp(Permutation([1, 0, 2], 3), copy)
+                rows.tables.append(Permutation([1, 0, 2], 3), [10] * 3, ([], [], []), rows.tables.back, copy)
+            prompts = [prompts[1], prompts[0], prompts[2]]
+        count = 1 + step % 3
+        heads = rows.heads.front[:count].tolist()
+        inputs = [
+            SequenceInput([head[0]], head[1], each.block_table) for head, each in zip(heads, prompts, strict=False)
+        ]
+        expected = plain.logits(plain.forward(ForwardBatch.build(inputs, 16, GPU), cache.clone()))
+        logits, tokens = graphs.run(count)
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+        written = rows.heads.front[:count, :2].tolist()
+        assert written == [[token, head[1] + 1] for token, head in zip(tokens.tolist(), heads, strict=True)]
     with pytest.raises(ValueError, match="at least 1"):
-        DecodeGraphs(model, cache, 12, [])
+        DecodeGraphs(model, cache, rows, [])

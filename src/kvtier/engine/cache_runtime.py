@@ -392,8 +392,10 @@ class CacheRuntime:
                 self.sleep()
 
     def close(self) -> None:
-        """Finish transfers, close the stores and free host memory."""
+        """Finish transfers, close the stores, and free host and device memory."""
         self._controller.close()
+        for group in self._groups:
+            group.free()
 
     # ---- internals -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.parallel import RankedStore, Ranks
 from kvtier.engine.rank_link import RankConfig
+from kvtier.engine.rows import DeviceRows
 from kvtier.errors import ArgumentError
 from kvtier.storage import ShardStores, Store, open_shards
 from kvtier.worker.sharding import Sharding
@@ -29,7 +30,11 @@ StoreOrUrls = Store | str | Sequence[str]
 
 
 def open_caches(
-    models: Sequence[Model], config: EngineConfig, max_context: int, namespace: bytes, stores: Mapping[str, StoreOrUrls]
+    models: Sequence[Model],
+    config: EngineConfig,
+    namespace: bytes,
+    stores: Mapping[str, StoreOrUrls],
+    rows: DeviceRows,
 ) -> tuple[list[DeviceCacheGroup], Controller, Mapping[str, Counted], Ranks | None]:
     """Open the caches of a model and its draft models. After an error, close everything that was opened.
 
@@ -70,16 +75,9 @@ def open_caches(
         first = models[0] if ranks is None else ranks.model
         # no CUDA graphs with several ranks, because capturing all_reduce is not tested
         graphs = config.graph_sizes if ranks is None else ()
-        groups = [
-            DeviceCacheGroup(
-                each,
-                cache.num_blocks,
-                config.block_tokens,
-                graph_sizes=graphs if each is first else (),
-                max_context=max_context,
-            )
-            for each in (first, *models[1:])
-        ]
+        sizes = cache.num_blocks, config.block_tokens
+        groups = [DeviceCacheGroup(first, *sizes, graph_sizes=graphs, rows=rows)]
+        groups += [DeviceCacheGroup(each, *sizes) for each in models[1:]]
         own = new_controller(num_host, groups, mine, namespace, sharding, cache.secret)
         opened.pop_all()
     if ranks is None:

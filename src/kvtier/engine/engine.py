@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import Executor
@@ -21,7 +22,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.caches import StoreOrUrls, limit_known_keys, open_caches
 from kvtier.engine.model import Model
-from kvtier.engine.modules import InputBuilder, ModelForward, Sampler, StepRun, plan_row
+from kvtier.engine.modules import InputBuilder, ModelForward, Sampler, StepRun, free_bytes, plan_row
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
 from kvtier.engine.rows import DeviceRows
 from kvtier.engine.sampling import RequestSampler
@@ -29,7 +30,7 @@ from kvtier.engine.scoring import PromptScores
 from kvtier.engine.sequence import EngineSequence, StopChecker
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
+from kvtier.errors import ArgumentError, DTypeError, EngineError, OutOfMemoryError, RangeError
 from kvtier.fingerprint import update_digest
 from kvtier.index import NO_HINTS, Chain, GhostCache, Hints, Listener, Namespace
 from kvtier.index.ghost import SHADOWS
@@ -114,9 +115,8 @@ class Engine:
         self.tokenizer, self.proposer = tokenizer, proposer
         lookahead = proposer.num_tokens if proposer is not None else 0
         namespace = _namespace(models, config.block_tokens)
-        self.groups, controller, counted, ranks = open_caches(
-            models, config, limit, namespace.fingerprint, stores or {}
-        )
+        rows = _new_rows(model, self.config, lookahead)
+        self.groups, controller, counted, ranks = open_caches(models, config, namespace.fingerprint, stores or {}, rows)
         self.model = model = self.groups[0].model
         try:  # an error (unknown policy, missing package) must not leave a process, a thread or memory behind
             self.manager = CacheManager(
@@ -130,7 +130,7 @@ class Engine:
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
             self.scheduler = Scheduler(self.manager, scheduler)
             self.tiers = CacheRuntime(self.manager, self.groups, controller, counted, self.scheduler, clock)
-            self._pipeline = self._new_pipeline(ranks, lookahead, timeline)
+            self._pipeline = self._new_pipeline(ranks, rows, timeline)
             self.tiers.finish_steps = self._finish_steps
         except BaseException:
             controller.close()
@@ -296,13 +296,8 @@ class Engine:
         except Exception as error:  # only this request fails
             sequence.sampler.fail(error)
 
-    def _new_pipeline(self, ranks: Ranks | None, lookahead: int, timeline: Timeline | None) -> Pipeline:
+    def _new_pipeline(self, ranks: Ranks | None, rows: DeviceRows, timeline: Timeline | None) -> Pipeline:
         config, device = self.config, self.model.weights.device
-        limits = config.scheduler
-        max_blocks = -(-(limits.max_context + lookahead + 1) // config.block_tokens)
-        rows = DeviceRows(
-            *(limits.max_rows, max_blocks, limits.max_step_tokens, config.block_tokens, device, config.phases)
-        )
         modules = InputBuilder(self.groups, rows, ranks), ModelForward(self.groups, rows, ranks), Sampler(rows)
         return Pipeline(
             modules,
@@ -481,6 +476,19 @@ class Engine:
         self._ended[sequence.id] = sequence.explain()
         while len(self._ended) > self.config.keep_explanations:
             del self._ended[next(iter(self._ended))]
+
+
+def _new_rows(model: Model, config: EngineConfig, lookahead: int) -> DeviceRows:
+    limits, vocab, device = config.scheduler, model.config.vocab_size, model.weights.device
+    max_blocks = -(-(limits.max_context + lookahead + 1) // config.block_tokens)
+    sizes = limits.max_rows, max_blocks, limits.max_step_tokens, config.block_tokens, vocab
+    try:
+        return DeviceRows(*sizes, device, config.phases)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the state of {limits.max_rows} rows needs more than {limits.max_rows * vocab * 4 / 2**30:.2f} GiB, but "
+            f"only {free_bytes(device) / 2**30:.2f} GiB are free on {device}; lower max_rows (--max-rows)"
+        ) from error
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:

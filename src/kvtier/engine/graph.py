@@ -1,8 +1,9 @@
 """Run decode steps as CUDA graphs. A graph needs one launch instead of several hundred.
 
-A graph has fixed shapes and addresses. There is one graph for each of a few batch sizes, and the inputs of a step are
-copied into tensors that all graphs share. A step uses the smallest graph that fits. The unused rows of the graph are
-padding: they attend to one token and store nothing.
+A graph reads the tokens, positions and block tables of the rows from the device, computes the logits, samples, and
+writes the next token and position of each row. It has fixed shapes and addresses, so there is one graph for each of a
+few batch sizes, and a step uses the smallest graph that fits. The unused rows of the graph are padding: they attend to
+one token and store nothing.
 """
 
 from __future__ import annotations
@@ -16,71 +17,74 @@ import torch
 
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.model import Model
+from kvtier.engine.rows import DeviceRows
 from kvtier.errors import ArgumentError
 
 
 class DecodeGraphs:
     """Captured decode steps of one model on one cache."""
 
-    def __init__(self, model: Model, cache: torch.Tensor, max_blocks: int, batch_sizes: Sequence[int]) -> None:
-        """`max_blocks` is the length of the longest block table."""
+    def __init__(self, model: Model, cache: torch.Tensor, rows: DeviceRows, batch_sizes: Sequence[int]) -> None:
         if not batch_sizes or min(batch_sizes) < 1:
             raise ArgumentError(f"decode graphs need batch sizes of at least 1, got {list(batch_sizes)}")
         self._model = model
         self._cache = cache
-        self._sizes = sorted(set(batch_sizes))
-        self._inputs = _padded(self._sizes[-1], max_blocks, cache.device)
+        self._rows = rows
+        self._sizes = sorted({min(size, len(rows.counts)) for size in batch_sizes})
+        self.max_rows = self._sizes[-1]
+        self._inputs = _padded(self.max_rows, min(len(cache), rows.tables.front.shape[1]), cache.device)
+        self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=cache.device)
+        # A State has two tensors, and `warp` exchanges them. The graph reads from this tensor which one is the front of
+        # the heads and of the tables, and the number of rows.
+        self._control = torch.zeros(3, dtype=torch.int32, device=cache.device)
+        self._firsts = rows.heads.front.data_ptr(), rows.tables.front.data_ptr()
+        self._known = 0, 0, 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
+        # cuBLAS keeps a workspace per stream. Without this, these graphs could use one in the memory of other graphs.
+        torch._C._cuda_clearCublasWorkspaces()
         for size in reversed(self._sizes):  # largest first, because smaller graphs reuse the memory of the largest
             self._capture(size, pool)
+        torch._C._cuda_clearCublasWorkspaces()
 
-    def takes(self, batch: ForwardBatch) -> bool:
-        """True if every sequence has one new token and one row of logits, and a captured graph is large enough."""
-        return (
-            batch.is_decode
-            and len(batch.query_lens) <= self._sizes[-1]
-            and len(batch.logit_rows) == len(batch.query_lens)
-            and batch.block_tables.shape[1] <= self._inputs.block_tables.shape[1]
-        )
+    def run(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute one token of the first `count` rows. Return the logits and the tokens, valid until the next step.
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the logits [sequences, vocab], valid until the next step. `takes(batch)` must be True."""
-        count = len(batch.query_lens)
+        Rows that need the host are not sampled and not written.
+        """
+        fronts = self._rows.heads.front.data_ptr(), self._rows.tables.front.data_ptr()
+        control = int(fronts[0] != self._firsts[0]), int(fronts[1] != self._firsts[1]), count
+        for at, (old, new) in enumerate(zip(self._known, control, strict=True)):
+            if old != new:
+                self._control[at].fill_(new)  # a kernel, not a copy from the host
+        self._known = control
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
-        inputs = self._inputs
-        for mine, given, filler in (
-            (inputs.input_ids, batch.input_ids, 0),
-            (inputs.positions, batch.positions, 0),
-            (inputs.slots, batch.slots, -1),
-            (inputs.context_lens, batch.context_lens, 1),
-        ):
-            mine[:count].copy_(given)
-            if count < size:
-                mine[count:size].fill_(filler)
-        inputs.block_tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-        if count < size:
-            inputs.block_tables[count:size, :1].zero_()
         self._graphs[size].replay()
-        return self._outputs[size][:count]
+        return self._outputs[size][:count], self._tokens[:count]
 
     def _capture(self, size: int, pool: Any) -> None:
-        batch = _first_rows(self._inputs, size)
-        step = self._model
-        stream = torch.cuda.Stream(self._cache.device)
-        stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(stream):  # a first run, because a capture cannot compile kernels or allocate workspaces
-            step.logits(step.forward(batch, self._cache))
-        torch.cuda.current_stream(self._cache.device).wait_stream(stream)
+        # A first run, because a capture cannot compile kernels. It uses the current stream, because cuBLAS keeps 256
+        # MiB for each stream (H200, torch 2.11).
+        self._step(size)
+        torch.cuda.synchronize(self._cache.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self._outputs[size] = step.logits(step.forward(batch, self._cache))
+            self._outputs[size] = self._step(size)
         self._graphs[size] = graph
+
+    def _step(self, size: int) -> torch.Tensor:
+        from kvtier.engine.sampling_triton import load_rows, sample_captured
+
+        batch = _first_rows(self._inputs, size)
+        load_rows(self._rows, self._control, batch)
+        logits = self._model.logits(self._model.forward(batch, self._cache))
+        sample_captured(logits, self._rows, self._control, self._tokens)
+        return logits
 
 
 def _padded(size: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """Return a batch of rows that attend to one token of block 0 and store nothing."""
+    """Return the inputs of a graph. Everything that depends on the rows is written by the graph."""
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
     return ForwardBatch(
         input_ids=zeros,

@@ -4,10 +4,13 @@ SETUP     InputBuilder   sends rows that are new or changed to the device
 PREPARE   InputBuilder   moves the rows into the order of the batch, and copies the blocks in Step.copies
 FORWARD   ModelForward   computes the logits
 FORWARD   Sampler        samples tokens and writes them into the rows
+UNPREP    Sampler        copies the tokens to memory that the next step does not overwrite
 FETCH     Sampler        copies the tokens to the host
 UPDATE    Sampler        adds the tokens to the samples of the step
 
-PREPARE and FORWARD run on the executor's thread, the other ops on the engine's thread.
+On CUDA, a captured graph runs FORWARD of a step that only decodes: the model, the samples and the writes to the rows.
+
+PREPARE, FORWARD and UNPREP run on the executor's thread, the other ops on the engine's thread.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ import numpy as np
 import torch
 
 from kvtier.batch import BATCH, COPY, Environment, Key, Module
-from kvtier.engine.forward import ForwardBatch, SequenceInput
+from kvtier.engine.forward import ForwardBatch, SequenceInput, to_tensors
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.params import PromptLogprobs
 from kvtier.engine.rows import UNKNOWN, DeviceRows, RowInput
-from kvtier.engine.sampling import Drawn, Resident, Sample, draw, to_samples
+from kvtier.engine.sampling import Drawn, Resident, Sample, draw, report_logprobs, to_samples
 from kvtier.engine.scoring import score_rows
 from kvtier.engine.sequence import EngineSequence
 from kvtier.errors import OutOfMemoryError
@@ -50,6 +53,8 @@ class StepRun:
     """Rows whose inputs could be built, by the id of the scheduler request."""
     rows: list[tuple[EngineSequence, RowInput]] = field(default_factory=list)
     """The planned rows, in the order of the batch."""
+    captured: torch.Tensor | None = None
+    """Tokens that a captured decode step has sampled. Rows that need the host have no valid token yet."""
     drawn: Drawn | None = None
     """Sampled tokens on the device. None if a row has draft tokens, if no row samples, or if blocks are missing."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -63,13 +68,19 @@ class DeviceCacheGroup:
     """A model and its device cache. The groups of the main model and of draft models share block tables."""
 
     def __init__(
-        self, model: Model, num_blocks: int, block_tokens: int, *, graph_sizes: Sequence[int] = (), max_context: int = 0
+        self,
+        model: Model,
+        num_blocks: int,
+        block_tokens: int,
+        *,
+        graph_sizes: Sequence[int] = (),
+        rows: DeviceRows | None = None,
     ) -> None:
-        """On CUDA, decode steps of at most max(graph_sizes) rows are captured and replayed as graphs."""
+        """On CUDA, decode steps of at most max(graph_sizes) of `rows` are captured and replayed as graphs."""
         self.model = model
         self.block_tokens = block_tokens
         self._graph_sizes = graph_sizes if model.weights.device.type == "cuda" else ()
-        self._max_context = max_context
+        self._rows = rows
         self._graphs: DecodeGraphs | None = None
         self.renew(num_blocks)
 
@@ -77,9 +88,10 @@ class DeviceCacheGroup:
         """Replace the cache with a new cache of `num_blocks` zeroed blocks."""
         try:
             self.cache = self.model.new_cache(num_blocks, self.block_tokens)
-            if self._graph_sizes:
-                max_blocks = min(num_blocks, -(-self._max_context // self.block_tokens))
-                self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
+            if self._graph_sizes and self._rows is not None:
+                self._graphs = DecodeGraphs(self.model, self.cache, self._rows, self._graph_sizes)
+            if self.cache.is_cuda:  # steps run on another stream, which could write before the zeros are written
+                torch.cuda.synchronize(self.cache.device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(self._shortage(num_blocks)) from error
 
@@ -100,6 +112,7 @@ class DeviceCacheGroup:
         self._graphs = None
         self.cache = self.model.new_cache(0, self.block_tokens)
         if self.cache.is_cuda:
+            torch._C._cuda_clearCublasWorkspaces()  # otherwise torch keeps 32 MiB for each stream of this engine
             torch.cuda.empty_cache()  # otherwise torch keeps the memory in its pool
 
     @property
@@ -107,10 +120,12 @@ class DeviceCacheGroup:
         return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
 
     def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Compute a batch, fill the cache, and return the logits. The logits are valid until the next step."""
-        if self._graphs is not None and before_layer is None and self._graphs.takes(batch):
-            return self._graphs.logits(batch)
+        """Compute a batch, fill the cache, and return the logits."""
         return self.model.logits(self.model.forward(batch, self.cache, before_layer))
+
+    def replay(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Run a captured decode step for the first `count` rows. Return None if no graph is large enough."""
+        return self._graphs.run(count) if self._graphs is not None and count <= self._graphs.max_rows else None
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks, on the current stream."""
@@ -158,14 +173,19 @@ class ModelForward(Module):
 
     def forward(self, env: Environment) -> None:
         """Fill the caches and compute logits. Layers wait for blocks that are being loaded."""
-        run: StepRun = env.at(BATCH).work
-        batch = self._rows.batch(env.at(BATCH).phase)
-        if self._ranks is not None:
-            self._groups[0].model.share_tokens(batch.input_ids, unknown_tokens([each.inputs for _, each in run.rows]))
-        if any(each.num_scored for _, each in run.rows):
-            logits = self._score(batch, run)
-        else:
-            logits = self._groups[0].logits(batch, run.transfers.before_layer(0))
+        phase, run = env.at(BATCH).phase, env.at(BATCH).work
+        wait = run.transfers.before_layer(0)
+        captured = self._groups[0].replay(len(run.rows)) if wait is None and self._rows.is_resident(phase) else None
+        if captured is not None:
+            logits, run.captured = captured
+        if captured is None or len(self._groups) > 1:
+            batch = self._rows.batch(phase)
+        if captured is None:
+            if self._ranks is not None:
+                unknown = unknown_tokens([each.inputs for _, each in run.rows])
+                self._groups[0].model.share_tokens(batch.input_ids, unknown)
+            is_scored = any(each.num_scored for _, each in run.rows)
+            logits = self._score(batch, run) if is_scored else self._groups[0].logits(batch, wait)
         for number, group in enumerate(self._groups[1:], 1):
             group.model.forward(batch, group.cache, run.transfers.before_layer(number))
         env.produce(LOGITS, logits)
@@ -216,8 +236,7 @@ class Sampler(Module):
         if not run.has_loaded or not rows:
             return  # if blocks are missing, the logits are wrong; the scheduler runs these rows again
         if not any(row.num_draft for _, row in rows):
-            run.drawn = drawn = self._draw(logits, rows, 0, self._rows.sampling(batch.phase))
-            self._rows.write(batch.phase, drawn.tokens)
+            run.drawn = self._draw_rows(logits, rows, run.captured, batch.phase)
             return
         counts = np.array([row.num_draft + 1 for _, row in rows], np.int64)
         firsts = np.cumsum(counts) - counts
@@ -231,6 +250,11 @@ class Sampler(Module):
             alive = [i for i, one in zip(alive, samples, strict=True) if self._accept(run, *rows[i], one, depth)]
             if not alive:
                 return
+
+    def unprep(self, env: Environment) -> None:
+        batch = env.at(BATCH)
+        if batch.work.drawn is not None:
+            self._rows.keep(batch.phase, batch.work.drawn.tokens)
 
     def fetch(self, env: Environment) -> None:
         batch = env.at(BATCH)
@@ -248,6 +272,28 @@ class Sampler(Module):
             tokens = self._rows.tokens(batch.phase, len(rows))
             for (sequence, row), one in zip(rows, self._samples(run.drawn, rows, tokens), strict=True):
                 self._accept(run, sequence, row, one, 0)
+
+    def _draw_rows(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[tuple[EngineSequence, Row]],
+        captured: torch.Tensor | None,
+        phase: int,
+    ) -> Drawn:
+        """Sample one token for each row, except for rows that a captured step has sampled, and write the tokens."""
+        if captured is None:
+            drawn = self._draw(logits, rows, 0, self._rows.sampling(phase))
+            self._rows.write(phase, drawn.tokens)
+            return drawn
+        drawn = Drawn(captured, report_logprobs(logits, [sequence.sampler for sequence, _ in rows]), {})
+        host = [at for at, (sequence, _) in enumerate(rows) if sequence.sampler.is_on_host]
+        if host:
+            (chosen,) = to_tensors([np.array(host)], logits.device)
+            mine = self._draw(logits[chosen], [rows[at] for at in host], 0, self._rows.sampling(phase, host))
+            self._rows.write(phase, mine.tokens, chosen)
+            captured[chosen] = mine.tokens
+            drawn.errors.update({host[at]: error for at, error in mine.errors.items()})
+        return drawn
 
     @staticmethod
     def _draw(
@@ -279,7 +325,7 @@ def plan_row(row: Row, sequence: EngineSequence) -> RowInput:
     num_scored = 0
     if sequence.scores is not None:
         num_scored = sequence.scores.num_rows(row.first, row.stop, follows=len(row.request.in_flight) > 1)
-    return RowInput(row, _input(row, num_scored), num_scored, sequence.sampler.resident)
+    return RowInput(row, _input(row, num_scored), num_scored, sequence.sampler)
 
 
 def _input(row: Row, num_scored: int) -> SequenceInput:

@@ -9,6 +9,7 @@ A decode step without new rows, moved rows or new blocks copies nothing. Each ph
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,15 +19,13 @@ import torch
 
 from kvtier.batch import BatchData
 from kvtier.batch.pipeline import Ticket
-from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput
-from kvtier.engine.sampling import Resident
+from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput, to_tensors
+from kvtier.engine.sampling import COLUMNS, SLOT, RequestSampler, Resident
 from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
 from kvtier.scheduler import Row
 from kvtier.state import Added, Permutation, State
 
-# A head is an array with the token, the position and the sampling parameters (as in `Resident`) of a row.
-_TOKEN, _POSITION, _SAMPLING = 0, 1, slice(2, 6)
-_NUM_COLUMNS = 6
+_TOKEN, _POSITION = 0, 1  # columns of a head, see sampling.COLUMNS
 UNKNOWN = -1
 """Stands for a token that is not on the host yet, because the step that samples it is in flight."""
 _NO_POSITION = -1
@@ -39,13 +38,17 @@ class RowInput(NamedTuple):
     row: Row
     inputs: SequenceInput
     num_scored: int
-    sampling: I64
-    """Sampling parameters, see `RequestSampler.resident`."""
+    sampler: RequestSampler
 
     @property
     def num_sampled(self) -> int:
         """Number of tokens to sample: one, and one more for each draft token to verify."""
         return self.row.num_draft + 1 if self.row.wants_token else 0
+
+    @property
+    def number(self) -> int:
+        """Number of output tokens before the first token that the row samples."""
+        return self.row.stop - self.row.num_draft - self.row.request.num_prompt_tokens
 
     @property
     def is_resident(self) -> bool:
@@ -80,13 +83,17 @@ class _Resident(NamedTuple):
     owner: object
     """The allocation that the block table belongs to."""
     table: Any
+    slot: int
+    """The row's slot in the token counts, or -1."""
+    num_counted: int
+    """Number of output tokens in the token counts. _NO_POSITION if the counts have to be filled again."""
 
 
 class _PhaseRows:
     """Staging memory of one phase, and the changes that PREPARE applies."""
 
     def __init__(self, max_rows: int, max_blocks: int, num_numbers: int, placement: Placement) -> None:
-        self.heads = Staging((max_rows, _NUM_COLUMNS), "i64", placement)
+        self.heads = Staging((max_rows, COLUMNS), "i64", placement)
         self.tables = Staging((max_rows, max_blocks), "i32", placement)
         self.numbers = Staging((num_numbers,), "i64", placement)
         self.tokens = Staging((max_rows,), "i64", placement)
@@ -95,6 +102,10 @@ class _PhaseRows:
         """Number of blocks of each row. Empty if no row moves."""
         self.added = Added([], [], [])
         """Blocks that the tables on the device lack."""
+        self.fills: list[tuple[int, I64, Any]] = []
+        """Token counts to fill: the slots, and the tokens and counts of RequestSampler.counts."""
+        self.slots: list[int] = []
+        """The slots of the rows in the token counts."""
         self.rows: Sequence[RowInput] = ()
         self.num_resident = 0
         """Number of leading rows that read their token from the device."""
@@ -106,17 +117,28 @@ class DeviceRows:
     """Rows on the device, in the order of the latest batch. The host records the state of each row (`_Resident`)."""
 
     def __init__(
-        self, max_rows: int, max_blocks: int, max_tokens: int, block_tokens: int, device: torch.device, num_phases: int
+        self,
+        max_rows: int,
+        max_blocks: int,
+        max_tokens: int,
+        block_tokens: int,
+        vocab: int,
+        device: torch.device,
+        num_phases: int,
     ) -> None:
         placement = Placement.parse(device)
-        self._block_tokens = block_tokens
-        self._heads = State((max_rows, _NUM_COLUMNS), "i64", placement)
-        self._tables = State((max_rows, max_blocks), "i32", placement)
-        for state in (self._heads, self._tables):
+        self.block_tokens = block_tokens
+        self.heads = State((max_rows, COLUMNS), "i64", placement)
+        """The head of each row, see sampling.COLUMNS."""
+        self.tables = State((max_rows, max_blocks), "i32", placement)
+        """The block table of each row."""
+        for state in (self.heads, self.tables):
             state.front.zero_()
             state.back.zero_()
         num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and the two lists of `_written`
         self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
+        self.counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)
+        """Token counts of rows with penalties (sampling.IN_PROMPT). Rows keep their slots, because counts are large."""
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._range = torch.arange(max_rows, device=device)
         self._resident: dict[Ticket, _Resident] = {}  # rows of the latest batch
@@ -128,12 +150,17 @@ class DeviceRows:
         phase, before, after = self._phases[batch.phase], self._resident, {}
         is_new = batch.perm.is_new
         new_heads = []
-        phase.added, phase.num_resident = Added([], [], []), 0
+        phase.added, phase.num_resident, phase.fills = Added([], [], []), 0, []
+        used = {before[ticket].slot for ticket in batch.requests if ticket in before}
         for at, (ticket, each) in enumerate(zip(batch.requests, rows, strict=True)):
-            row, old = each.row, None if is_new[at] else before.get(ticket)
+            row, known = each.row, before.get(ticket)
+            old = None if is_new[at] else known
+            slot = -1 if not each.sampler.is_penalized else _free(used) if known is None else known.slot
+            used.add(slot)
             phase.num_resident += each.is_resident and at == phase.num_resident
             if old is None or (each.is_resident and old.position != row.first):
-                phase.heads.host[at] = each.inputs.token_ids[0], row.first, *each.sampling
+                phase.heads.host[at] = each.inputs.token_ids[0], row.first, *each.sampler.resident
+                phase.heads.host[at, SLOT] = slot
                 new_heads.append(at)
             owner, table = row.request.allocation, each.inputs.block_table
             if old is None or old.owner is not owner:
@@ -141,18 +168,23 @@ class DeviceRows:
             elif old.table is not table:
                 self._add_blocks(phase, at, old.table, table)
             position = row.stop if row.wants_token and not row.num_draft else _NO_POSITION
-            after[ticket] = _Resident(position, owner, table)
+            num_counted = _NO_POSITION if old is None else old.num_counted
+            if slot >= 0 and row.wants_token:
+                if num_counted != each.number:
+                    phase.fills.append((slot, *each.sampler.counts()))
+                num_counted = _NO_POSITION if row.num_draft else each.number + 1
+            after[ticket] = _Resident(position, owner, table, slot, num_counted)
         phase.heads_perm = _with_new(batch.perm, new_heads)
-        phase.perm, phase.rows = batch.perm, rows
+        phase.perm, phase.rows, phase.slots = batch.perm, rows, [each.slot for each in after.values()]
         phase.sizes = [] if batch.perm.is_identity else [len(each.inputs.block_table) for each in rows]
         if phase.added.rows:
             at = np.array(phase.added.rows) * phase.tables.host.shape[1] + np.array(phase.added.first)
             phase.tables.send(copy, at, np.array(phase.added.count))
         if new_heads:
-            phase.heads.send(copy, np.array(new_heads) * _NUM_COLUMNS, _NUM_COLUMNS)
+            phase.heads.send(copy, np.array(new_heads) * COLUMNS, COLUMNS)
         phase.layout = None
         if phase.num_resident < len(rows):
-            phase.layout = BatchLayout.of([each.inputs for each in rows], self._block_tokens)
+            phase.layout = BatchLayout.of([each.inputs for each in rows], self.block_tokens)
             numbers = np.concatenate((*phase.layout.numbers, *_written(rows)))
             phase.numbers.host[: len(numbers)] = numbers
             phase.numbers.send(copy, [0], [len(numbers)])
@@ -173,27 +205,30 @@ class DeviceRows:
     def prepare(self, number: int, copy: BatchCopy) -> None:
         """Move the rows into the order of the batch, and add new rows and new blocks."""
         phase = self._phases[number]
-        self._heads.warp(phase.heads_perm, copy, new=phase.heads.there)
+        self.heads.warp(phase.heads_perm, copy, new=phase.heads.there)
         if phase.sizes or phase.added.rows:
-            self._tables.append(phase.perm, phase.sizes, phase.added, phase.tables.there, copy)
+            self.tables.append(phase.perm, phase.sizes, phase.added, phase.tables.there, copy)
+        for slot, tokens, counts in phase.fills:
+            at, values = to_tensors([tokens, counts], self.counts.device)
+            self.counts[slot].zero_()[at] = values
 
     def batch(self, number: int) -> ForwardBatch:
         """Return the inputs of the model for a batch that is prepared."""
         phase = self._phases[number]
         count = len(phase.rows)
         longest = max([len(each.inputs.block_table) for each in phase.rows])
-        tables = self._tables.front[:count, :longest]
+        tables = self.tables.front[:count, :longest]
         if phase.layout is not None:
             batch = phase.layout.batch(phase.numbers.there, tables)
-            batch.input_ids[: phase.num_resident] = self._heads.front[: phase.num_resident, _TOKEN]
+            batch.input_ids[: phase.num_resident] = self.heads.front[: phase.num_resident, _TOKEN]
             return batch
-        tokens, positions = self._heads.front[:count, _TOKEN], self._heads.front[:count, _POSITION]
-        blocks = tables.gather(1, (positions // self._block_tokens).unsqueeze(1)).squeeze(1)
+        tokens, positions = self.heads.front[:count, _TOKEN], self.heads.front[:count, _POSITION]
+        blocks = tables.gather(1, (positions // self.block_tokens).unsqueeze(1)).squeeze(1)
         contexts = tuple([each.row.stop for each in phase.rows])
         return ForwardBatch(
             input_ids=tokens,
             positions=positions,
-            slots=blocks.long() * self._block_tokens + positions % self._block_tokens,
+            slots=blocks.long() * self.block_tokens + positions % self.block_tokens,
             query_starts=self._starts[: count + 1],
             context_lens=(positions + 1).int(),
             block_tables=tables,
@@ -202,32 +237,46 @@ class DeviceRows:
             contexts=contexts,
         )
 
-    def sampling(self, number: int) -> Resident:
-        """Return the sampling parameters of each row that samples, and the positions of the sampled tokens."""
-        phase = self._phases[number]
-        if phase.layout is None:
-            heads = self._heads.front[: len(phase.rows)]
-            return Resident(heads[:, _SAMPLING], heads[:, _POSITION] + 1)
-        rows, positions = self._written(phase, phase.layout)
-        return Resident(self._heads.front[rows, _SAMPLING], positions)
+    def is_resident(self, number: int) -> bool:
+        """True if all rows of the batch read their tokens from the device."""
+        return self._phases[number].layout is None
 
-    def write(self, number: int, tokens: torch.Tensor) -> None:
-        """Set the next token and position of each row that samples. `tokens` has one token for each of these rows."""
+    def sampling(self, number: int, chosen: Sequence[int] | None = None) -> Resident:
+        """Return the sampling state of each row that samples, or of the rows `chosen` of a resident batch."""
         phase = self._phases[number]
-        phase.tokens.there[: len(tokens)] = tokens
-        heads = self._heads.front
-        if phase.layout is None:
-            heads[: len(tokens), _TOKEN] = tokens
-            heads[: len(tokens), _POSITION] += 1
-            return
-        rows, positions = self._written(phase, phase.layout)
+        rows, positions = self._written(phase)
+        slots = [slot for slot, each in zip(phase.slots, phase.rows, strict=True) if each.num_sampled]
+        heads = self.heads.front[rows]
+        if chosen is None:
+            return Resident(heads, positions, self.counts, slots)
+        (at,) = to_tensors([np.array(chosen)], heads.device)
+        return Resident(heads[at], positions[at], self.counts, [slots[row] for row in chosen])
+
+    def write(self, number: int, tokens: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
+        """Set the next token and position of each row that samples, or of the rows `chosen` of a resident batch."""
+        phase, heads = self._phases[number], self.heads.front
+        rows, positions = self._written(phase)
+        if chosen is not None:
+            rows, positions = chosen, positions[chosen]
         heads[rows, _TOKEN], heads[rows, _POSITION] = tokens, positions
+        if max(phase.slots) >= 0:
+            slots = heads[rows, SLOT]
+            is_counted = (slots >= 0) & (tokens >= 0)
+            at = slots.clamp(min=0), tokens.clamp(min=0)
+            self.counts.index_put_(at, is_counted.int(), accumulate=True)
 
-    @staticmethod
-    def _written(phase: _PhaseRows, layout: BatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        first, count = sum(map(len, layout.numbers)), sum([each.num_sampled > 0 for each in phase.rows])
-        rows, positions = phase.numbers.there[first : first + 2 * count].view(2, -1)
-        return rows, positions
+    def keep(self, number: int, tokens: torch.Tensor) -> None:
+        """Copy the sampled tokens of a batch to memory that the next batch does not overwrite."""
+        self._phases[number].tokens.there[: len(tokens)] = tokens
+
+    def _written(self, phase: _PhaseRows) -> tuple[slice | torch.Tensor, torch.Tensor]:
+        """Return the rows that sample, and the positions of their sampled tokens."""
+        if phase.layout is None:
+            rows = slice(len(phase.rows))
+            return rows, self.heads.front[rows, _POSITION] + 1
+        first, count = sum(map(len, phase.layout.numbers)), sum([each.num_sampled > 0 for each in phase.rows])
+        at, positions = phase.numbers.there[first : first + 2 * count].view(2, -1)
+        return at, positions
 
     # ---- FETCH and UPDATE, on the engine's thread ------------------------------------------------------------------
 
@@ -239,6 +288,11 @@ class DeviceRows:
         """Return the tokens that `fetch` has copied."""
         found: list[int] = self._phases[number].tokens.host[:count].tolist()
         return found
+
+
+def _free(used: set[int]) -> int:
+    """Return the lowest slot that is not used."""
+    return next(slot for slot in itertools.count() if slot not in used)
 
 
 def _with_new(perm: Permutation, new: list[int]) -> Permutation:

@@ -1,7 +1,8 @@
 """Sampling of tokens from logits, for a whole batch of requests.
 
 The sample of a request never depends on the rest of the batch, because all operations work on single rows and every
-request has its own random generator.
+request has its own random generator. On CUDA, a Triton kernel samples (sampling_triton.py). On the CPU, native code or
+torch samples. All of them apply the same penalties and filters.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import KvtierError, NoTokenError
 
+COLUMNS, PARAMS = 12, slice(2, 12)
+"""Number of columns of a head, and the columns with sampling parameters. A head is an array of int64 with the state of
+a row: token, position, key of the random numbers, temperature, min_p, top_p, top_k, repetition, presence and frequency
+penalty, slot of the token counts, and 1 if the host changes the logits. Fractions are stored as the bits of float64."""
+SLOT = 10
+"""Column with the row of `Resident.counts` that belongs to the request, or -1 for a request without penalties."""
+IN_PROMPT = 1 << 30
+"""Bit of a token count that is set if the token is in the prompt. The other bits count the token in the output."""
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # increment of SplitMix64, mask of 64 bits
 _COLDEST = float(np.finfo(np.float32).tiny)  # lowest temperature to divide by, instead of 0
 _LARGEST = float(np.finfo(np.float32).max)
@@ -33,10 +42,13 @@ _CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the
 
 
 class Resident(NamedTuple):
-    """Sampling parameters that are kept on the device."""
+    """Sampling state of rows that is kept on the device."""
 
-    params: torch.Tensor  # [rows, 4] int64: RequestSampler.resident of each row
+    heads: torch.Tensor  # [rows, COLUMNS] int64
     positions: torch.Tensor  # [rows] int64: positions of the sampled tokens in their sequences
+    counts: torch.Tensor  # [slots, vocab] int32, see IN_PROMPT
+    slots: Sequence[int]
+    """The column SLOT of the heads, on the host."""
 
 
 class Drawn(NamedTuple):
@@ -111,26 +123,28 @@ class RequestSampler:
         self._key = _mixed(_mixed(seed) + index)
         # The device computes random numbers from a key and a position in the whole sequence. The length of the prompt
         # is subtracted from the key, so that the numbers depend only on the position in the output.
-        numbers = np.array([max(params.temperature, _COLDEST), params.min_p, params.top_p])
         key = np.array([(self._key - len(prompt) * _GOLDEN) & _MASK], np.uint64).view(np.int64)
-        self.resident = np.concatenate((key, numbers.view(np.int64)))
-        """Key of the random numbers, followed by temperature, min_p and top_p as the bits of float64 numbers."""
+        temperature = 0.0 if params.is_greedy else max(params.temperature, _COLDEST)
+        filters = np.array([temperature, params.min_p, params.top_p]).view(np.int64)
+        each = params.penalties
+        penalties = np.array([each.repetition, each.presence, each.frequency], np.float64).view(np.int64)
         self._prompt, self.num_prompt = prompt, len(prompt)
         self._counts: dict[int, int] = {}
+        self._ends_tensor: torch.Tensor | None = None
         self.num_accepted = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
         is_restricted = params.logit_bias or params.allowed_token_ids or params.bad_words
         self._restrictions = TokenRestrictions(params) if is_restricted else None
-        is_changed = params.penalties != Penalties() or self._restrictions is not None
-        self._always_changes = is_changed or self._constraint is not None
-        self.waits_for_token = (
-            params.penalties != Penalties()
-            or self._constraint is not None
-            or any(len(each) > 1 for each in params.bad_words)
-        )
+        self.is_penalized = params.penalties != Penalties()
+        self.waits_for_token = self._constraint is not None or any(len(each) > 1 for each in params.bad_words)
         """True if the host needs all earlier tokens of the output before it can adjust the logits of a token."""
         self._min_tokens = params.min_tokens if self._ends else 0
+        is_reported = self.is_penalized and params.logprobs is not None  # reports need the logits before the penalties
+        self.is_on_host = bool(is_restricted or self._constraint is not None or self._min_tokens or is_reported)
+        """True if the host changes the logits before a token is sampled."""
+        self.resident = np.concatenate((key, filters, [params.top_k], penalties, [-1, self.is_on_host]))
+        """The columns PARAMS of the head of a row, without a slot."""
         self.is_greedy = params.is_greedy
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0
         """True if top_k or top_p needs the tokens sorted by weight."""
@@ -157,34 +171,34 @@ class RequestSampler:
     def is_end(self, token_id: int) -> bool:
         return token_id in self._ends
 
-    def changes_logits(self, number: int) -> bool:
-        """True if `adjust` changes the logits of output token `number`."""
-        return self._always_changes or number < self._min_tokens
-
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor, number: int) -> None:
-        """Apply penalties, restrictions, `min_tokens` and constraint to the logits of output token `number`."""
-        penalties = self.params.penalties
-        output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
-        if penalties.repetition != 1.0:
-            seen = torch.from_numpy(np.union1d(self._in_prompt, np.fromiter(self._counts, np.int64))).to(logits.device)
-            scores = logits[seen]
-            logits[seen] = _clamped(
-                torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition), scores
-            )
-        if len(output) and (penalties.presence or penalties.frequency):
-            times = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
-            scores = logits[output]
-            logits[output] = _clamped(scores - (penalties.presence + penalties.frequency * times), scores)
+        """Apply restrictions, `min_tokens` and the constraint to the logits of output token `number`."""
         restrictions = self._restrictions
         if restrictions is not None:
             restrictions.apply(logits)
         if number < self._min_tokens:
-            logits[list(self._ends)] = -torch.inf
+            logits[self._ends_on(logits.device)] = -torch.inf
         if self._constraint is not None:
             self._constraint.forbid(logits)
         if restrictions is not None and restrictions.can_conflict and bool(logits.isneginf().all()):
             raise NoTokenError(_CONFLICT)
+
+    def counts(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int32]]]:
+        """Return the tokens that the penalties use, and their counts, see IN_PROMPT."""
+        output = np.fromiter(self._counts, np.int64, len(self._counts))
+        prompt = self._in_prompt if self.params.penalties.repetition != 1.0 else output[:0]
+        tokens = np.union1d(prompt, output)
+        counts = np.zeros(len(tokens), np.int32)
+        counts[np.searchsorted(tokens, prompt)] = IN_PROMPT
+        counts[np.searchsorted(tokens, output)] += np.fromiter(self._counts.values(), np.int32, len(output))
+        return tokens, counts
+
+    def _ends_on(self, device: torch.device) -> torch.Tensor:
+        """Return the tokens that end the output, as a tensor that is copied once, without waiting for the device."""
+        if self._ends_tensor is None:
+            (self._ends_tensor,) = to_tensors([np.array(self._ends, np.int64)], device)
+        return self._ends_tensor
 
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -202,33 +216,70 @@ def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sam
 def draw(
     logits: torch.Tensor, requests: Sequence[RequestSampler], numbers: Sequence[int], resident: Resident | None = None
 ) -> Drawn:
-    """Sample output token `numbers[row]` for each row of logits. Overwrites the logits.
+    """Sample output token `numbers[row]` for each row of logits. May overwrite the logits.
 
     A row fails if its constraint raises, or if its logits are not finite. In the second case, its token is NO_TOKEN.
     Other rows are unaffected. With `resident`, no parameters are copied to the device.
     """
-    reports, errors = _logprobs(logits, requests), {}
+    reports, errors = report_logprobs(logits, requests), {}
+    if resident is None and (logits.is_cuda or not all(each.is_greedy and not each.is_penalized for each in requests)):
+        resident = _to_resident(requests, numbers, logits)
     for row, (request, number) in enumerate(zip(requests, numbers, strict=True)):
-        if request.changes_logits(number):
+        if request.is_on_host or (request.is_penalized and not logits.is_cuda):
             try:
+                if request.is_penalized and resident is not None:
+                    penalize(logits[row], resident.counts[resident.slots[row]], request.params.penalties)
                 request.adjust(logits[row], number)
             except Exception as error:  # the caller provides the code of the constraint
                 errors[row] = error
+    return Drawn(_choose(logits, requests, resident), reports, errors)
+
+
+def _to_resident(requests: Sequence[RequestSampler], numbers: Sequence[int], logits: torch.Tensor) -> Resident:
+    """Copy the sampling state of requests to the device."""
+    slots = np.cumsum([request.is_penalized for request in requests]) - 1
+    slots[[not request.is_penalized for request in requests]] = -1
+    heads = np.zeros((len(requests), COLUMNS), np.int64)
+    heads[:, PARAMS], heads[:, SLOT] = np.stack([request.resident for request in requests]), slots
+    counts = np.zeros((max(1, int(slots.max()) + 1), logits.shape[1]), np.int32)
+    for request, slot in zip(requests, slots.tolist(), strict=True):
+        if slot >= 0:
+            tokens, times = request.counts()
+            counts[slot, tokens] = times
+    positions = np.array([number + request.num_prompt for request, number in zip(requests, numbers, strict=True)])
+    on_device = to_tensors([heads, positions, counts], logits.device)
+    return Resident(on_device[0], on_device[1], on_device[2], slots.tolist())
+
+
+def penalize(logits: torch.Tensor, counts: torch.Tensor, penalties: Penalties) -> None:
+    """Apply the penalties to a row of logits, in place. Finite logits stay finite."""
+    at = slice(None) if logits.is_cuda else counts.nonzero().squeeze(1)  # nonzero would wait for a GPU
+    scores, found = logits[at], counts[at]
+    times = (found & (IN_PROMPT - 1)).to(logits.dtype)
+    changed = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
+    changed -= (penalties.presence + penalties.frequency * times) * (times > 0)
+    logits[at] = torch.where(found != 0, _clamped(changed, scores), scores)
+
+
+def _choose(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident | None) -> torch.Tensor:
+    if logits.is_cuda and resident is not None:
+        from kvtier.engine.sampling_triton import sample_rows
+
+        return sample_rows(logits, resident)
     random = [row for row, request in enumerate(requests) if not request.is_greedy]
-    if resident is None and random:
-        params = np.stack([request.resident for request in requests])
-        positions = np.array([number + request.num_prompt for request, number in zip(requests, numbers, strict=True)])
-        resident = Resident(*to_tensors([params, positions], logits.device))
     if len(random) == len(requests) and resident is not None:
-        chosen = _draw(logits, requests, resident)
-    else:
-        chosen = logits.argmax(-1)
-        # argmax selects a NaN if there is one, else +inf. It selects -inf only if all logits are -inf.
-        chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
-        if random and resident is not None:
-            mine = Resident(*(each[random] for each in resident))
-            chosen[random] = _draw(logits[random], [requests[row] for row in random], mine)
-    return Drawn(chosen, reports, errors)
+        return _draw(logits, requests, resident)
+    chosen = logits.argmax(-1)
+    # argmax selects a NaN if there is one, else +inf. It selects -inf only if all logits are -inf.
+    chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
+    if random and resident is not None:
+        chosen[random] = _draw(logits[random], [requests[row] for row in random], _rows_of(resident, random))
+    return chosen
+
+
+def _rows_of(resident: Resident, rows: list[int]) -> Resident:
+    slots = [resident.slots[row] for row in rows]
+    return Resident(resident.heads[rows], resident.positions[rows], resident.counts, slots)
 
 
 def to_samples(drawn: Drawn, tokens: Sequence[int], requests: Sequence[RequestSampler]) -> list[Sample]:
@@ -273,16 +324,16 @@ def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Re
         return _draw_group(logits, requests, resident)
     chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     for rows in groups.values():
-        mine = Resident(*(each[rows] for each in resident))
+        mine = _rows_of(resident, rows)
         chosen[rows] = _draw_group(logits[rows], [requests[row] for row in rows], mine)
     return chosen
 
 
 def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
     """Sample the rows of one group. Overwrites the logits."""
-    uniform = uniforms(resident.params[:, 0], resident.positions)
-    numbers = resident.params[:, 1:].view(torch.float64)
-    code = native().code if logits.device.type == "cpu" and not requests[0].params.top_k else None
+    params = resident.heads[:, PARAMS]
+    uniform, numbers = uniforms(params[:, 0], resident.positions), params[:, 1:4].view(torch.float64)
+    code = native().code if not requests[0].params.top_k else None
     if code is None or not code.takes(logits):
         return _draw_in_torch(logits, requests, numbers, uniform)
     rows = np.empty(len(requests), SAMPLING_ROW)
@@ -314,7 +365,6 @@ def _draw_in_torch(
     """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
     All sums are computed by cumsum, which adds the elements of a row in order. torch.sum does not guarantee an order.
-    Only `_heaviest` waits for the device. The host queues the other operations and continues.
     """
     params = [request.params for request in requests]
     temperature, min_p, top_p = numbers[:, 0:1].float(), numbers[:, 1:2].float(), numbers[:, 2:3]
@@ -329,7 +379,7 @@ def _draw_in_torch(
             mass = top_p * _running(weights)[:, -1:]
         else:
             mass = top_p * _running(weights)[:, -1:]
-            weights, tokens = _heaviest(mass, top_p, weights)
+            weights, tokens = weights.sort(dim=-1, descending=True, stable=True)
         dropped = _running(weights) - weights >= mass
         dropped &= top_p < 1.0  # with top_p = 1, only rounding errors could drop tokens
         weights = weights.masked_fill(dropped, 0.0)
@@ -347,33 +397,15 @@ def _running(weights: torch.Tensor) -> torch.Tensor:
     return weights.cumsum(-1, dtype=torch.float64)
 
 
-def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the heaviest weights of each row, in descending order and padded with zeros, and their tokens.
-
-    The returned weights of a row sum to at least `mass`, which is top_p times the row's total. A token is light if its
-    weight is below total * (1 - top_p) / vocab_size. The light tokens together weigh less than total * (1 - top_p), so
-    all other tokens reach `mass`. The other tokens are usually few, so sorting them is cheaper than sorting all tokens.
-    """
-    cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # 1 / top_p may be inf; no weight is above 1
-    is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)
-    counts = is_heavy.sum(-1)
-    rows, tokens = is_heavy.nonzero(as_tuple=True)
-    places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    packed = weights.new_zeros(len(weights), max(1, int(counts.max())))  # a row of NaN has no heavy token
-    owners = torch.zeros_like(packed, dtype=torch.int64)
-    packed[rows, places], owners[rows, places] = weights[rows, tokens], tokens
-    heaviest = packed.sort(dim=-1, descending=True, stable=True)
-    return heaviest.values, owners.gather(-1, heaviest.indices)
-
-
-def _logprobs(
+def report_logprobs(
     logits: torch.Tensor, requests: Sequence[RequestSampler]
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return the log-probabilities and most likely tokens of rows with `logprobs`, before penalties."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return {}
-    logprobs = logits[rows].log_softmax(-1)
+    (index,) = to_tensors([np.array(rows)], logits.device)
+    logprobs = logits[index].log_softmax(-1)
     wanted = [requests[row].params.logprobs or 0 for row in rows]
     values, tokens = logprobs.topk(min(max(wanted), logits.shape[1]), dim=-1)
     return {

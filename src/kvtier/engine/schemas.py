@@ -131,13 +131,15 @@ class GrammarConstraint:
     def forbid(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf. Raises StateError if all are forbidden or a limit is exceeded."""
         import numpy as np
-        import torch
+
+        from kvtier.engine.forward import to_tensors
 
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
         if self._matcher.is_error() or not allowed.any():
             raise self._error()
-        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
+        (is_allowed,) = to_tensors([allowed], logits.device)
+        logits.masked_fill_(is_allowed == 0, -float("inf"))
 
     def accept(self, token_id: int) -> None:
         """Advance the grammar by a token. Raises StateError if the token is forbidden."""

@@ -14,7 +14,14 @@ NUM_STEPS = 20_000 * int(os.environ.get("KVTIER_SOAK", "1")) // NUM_LIVES
 
 @pytest.mark.parametrize("phases", [1, 2])
 def test_steps_in_flight_do_not_change_the_answers(phases):
-    seen = check_lives(CacheReader(), phases, NUM_LIVES, NUM_STEPS // (1 if phases == 2 else 4))
+    seen = check_lives(CacheReader(), phases, range(NUM_LIVES), NUM_STEPS // (1 if phases == 2 else 4))
     if phases == 2:
         assert min(seen.values()) >= 20, seen
         assert len(seen) == 9, seen
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_faults_in_copies_and_stores_do_not_change_answers(phases):
+    seen = check_lives(CacheReader(), phases, range(12), 60, below=True)
+    assert min(seen[f"tokens from {tier}"] for tier in ("device", "host", "disk")) > 0, seen
+    assert seen["answers"] > 50, seen

@@ -51,7 +51,7 @@ def test_adjusted_logits_equal_transformers_processors(bias, bad_words, allowed,
         sample(logits[None].clone(), [sampler])
         assert sampler.has_conflict
         return
-    assert sampler.changes_logits(0) == bool(bias or bad_words or allowed)
+    assert sampler.is_on_host == bool(bias or bad_words or allowed)
     sampler.adjust(logits, sampler.num_accepted)
     torch.testing.assert_close(logits, expected[0])
 

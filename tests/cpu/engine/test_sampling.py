@@ -13,6 +13,7 @@ from kvtier.engine.params import PENALTY, REPETITION_PENALTY
 from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, sample, uniforms
 from kvtier.engine.sequence import StopChecker
 from kvtier.errors import ArgumentError, RangeError
+from sampling_support import penalize_row
 
 VOCAB = 50
 
@@ -192,15 +193,16 @@ def test_penalties_match_transformers_and_expected_values():
         request.accept(token)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
     actual = logits.clone()
-    request.adjust(actual[0], request.num_accepted)
+    penalize_row(actual[0], request)
     torch.testing.assert_close(actual, expected)
 
     request = RequestSampler(SamplingParams(penalties=Penalties(presence=0.5, frequency=0.25)), prompt)
-    assert request.changes_logits(0)
+    assert request.is_penalized
+    assert not request.is_on_host
     for token in output:
         request.accept(token)
     actual = logits.clone()
-    request.adjust(actual[0], request.num_accepted)
+    penalize_row(actual[0], request)
     change = torch.zeros(VOCAB)
     change[7], change[3] = 1.0, 0.75
     torch.testing.assert_close(actual[0], logits[0] - change)
@@ -316,7 +318,7 @@ def test_penalties_at_the_limits_keep_logits_finite(repetition, scale, vocab):
         request.accept(token)
     logits = rows(1, vocab=vocab).clamp(-1, 1) * scale
     adjusted = logits[0].clone()
-    request.adjust(adjusted, request.num_accepted)
+    penalize_row(adjusted, request)
     assert adjusted.isfinite().all()
     (actual,) = sample(logits, [request])
     assert 0 <= actual.token_id < vocab
@@ -327,7 +329,7 @@ def test_penalties_keep_non_finite_logits():
     request = RequestSampler(SamplingParams(penalties=Penalties(2.0, 1.0, 1.0)), range(8))
     request.accept(0)
     logits = torch.tensor([-torch.inf, torch.inf, torch.nan, *[1.0] * 5])
-    request.adjust(logits, request.num_accepted)
+    penalize_row(logits, request)
     assert logits[0] == -torch.inf
     assert logits[1] == torch.inf
     assert logits[2].isnan()

@@ -1,0 +1,70 @@
+"""Compare answers of engines with small tiers and faults with answers of engines without a cache, on a GPU.
+
+PYTHONPATH=src:.:tests python -m gpu_answers --answers 50000 --processes 14
+
+Every process runs engines one after the other: arrivals, aborts, preemptions, failing modules, one or two steps in
+flight, a host tier, a store with flipped bits and errors, failing copies. The model computes each logit from the tokens
+that it reads back from the cache in float32, so a wrong block changes the answer. The first difference is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import queue
+import sys
+import time
+from collections import Counter
+
+
+def run(first: int, step: int, device: str, wanted: int, results: multiprocessing.Queue) -> None:
+    import torch
+
+    from phases_support import CacheReader, check_lives
+
+    torch.set_num_threads(1)
+    model, seen = CacheReader(device), Counter()
+    for seed in itertools.count(first, step):
+        seen += check_lives(model, 1 + seed % 2, [seed], 400, below=seed % 3 > 0)
+        if seen["answers"] >= wanted:
+            results.put(seen)
+            return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--answers", type=int, default=50_000)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    wanted = -(-options.answers // options.processes)
+    numbers = range(options.processes)
+    processes = [
+        context.Process(target=run, args=(100 + number, options.processes, options.device, wanted, results))
+        for number in numbers
+    ]
+    for process in processes:
+        process.start()
+    total: Counter[str] = Counter()
+    waiting = len(processes)
+    while waiting:
+        try:
+            total += results.get(timeout=5)
+            waiting -= 1
+        except queue.Empty:
+            if any(process.exitcode not in (None, 0) for process in processes):
+                sys.stderr.write("an answer differs: see the error above\n")
+                return 1
+    for process in processes:
+        process.join()
+    seconds = time.perf_counter() - begin
+    sys.stdout.write(f"{total['answers']} answers compared, none different, {seconds:.0f} s\n{dict(total)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
