@@ -55,7 +55,9 @@ def main() -> None:
         stores=(StoreConfig("disk", WritebackConfig(WritePolicy.BACK, low_share=0.0), WaitPolicy.WAIT),),
         always_load=True,
     )
-    config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH))
+    config = EngineConfig(
+        BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH), phases=2
+    )
     rows: list[Row] = []
     bars: list[Bar] = []
     if not options.decode:
