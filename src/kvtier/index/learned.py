@@ -259,7 +259,7 @@ class NativeLearned:
 
     def __init__(self, tracker: ReuseTracker, code: IndexNative) -> None:
         self.tracker = tracker
-        self.offer, self.withdraw, self.victim, self._contains, self._sizes = code.policy(tracker.state)
+        self.offer, self.withdraw, self.victim, self._contains, self._sizes = code.policy(tracker, tracker.state)
 
     def __contains__(self, node: Node) -> bool:
         return bool(self._contains(node))

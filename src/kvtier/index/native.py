@@ -85,9 +85,12 @@ class IndexNative:
         self._library.kvtier_best_ratios(len(hits), *addresses)
         return best
 
-    def policy(self, state: TrackerState) -> tuple[Callable[..., Any], ...]:
-        """Return the methods of a new policy: offer, withdraw, victim, contains, sizes (see Learned)."""
-        return self._library.kvtier_policy(state, ctypes.addressof(state))  # type: ignore[no-any-return]
+    def policy(self, tracker: object, state: TrackerState) -> tuple[Callable[..., Any], ...]:
+        """Return the methods of a new policy: offer, withdraw, victim, contains, sizes (see Learned).
+
+        They keep the tracker alive, because its arrays contain the values.
+        """
+        return self._library.kvtier_policy(tracker, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def log(self, state: TrackerState) -> tuple[Callable[..., Any], ...]:
         """Return `enter` of a new tracker and `take` of its log."""
