@@ -54,7 +54,7 @@ static struct {
 static int find_names(void) {
     if (names.zero) return 1;
     const char *texts[] = {"usage", "touch",       "used",  "lost", "parent", "node",   "num_blocks", "start",  "key",
-                           "began", "num_matched", "chain", "salt", "cells",  "labels", "numbers",    "cell",   "domain",
+                           "began", "num_matched", "chain", "salt", "cells",  "labels", "numbers",    "cell", "domain",
                            "key_at"};
     PyObject **each = &names.usage;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
