@@ -34,7 +34,7 @@ def update_digest(digest: _Hash, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def files_digest(folder: Path) -> bytes:
-    """Return a digest of a model's or adapter's files: their names and sizes, configurations, and samples of weights.
+    """Return a digest of a model's or adapter's files: names, sizes, whole configurations, and samples of the weights.
 
     Weights are sampled, because hashing whole files would take minutes. A sample is enough, because training changes
     nearly every element of a matrix.

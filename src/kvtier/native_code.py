@@ -1,7 +1,7 @@
 """Load kvtier's C code: prebuilt libraries, or libraries compiled on first use and kept in the cache directory.
 
-The wheel is pure Python. `kvtier build-native DIR` compiles the libraries into a folder, for example of a container
-image; set KVTIER_NATIVE_DIR to this folder at run time. A library that uses optional processor instructions is built in
+The wheel is pure Python. `kvtier build-native DIR` compiles the libraries into a folder, for example one in a container
+image. Set KVTIER_NATIVE_DIR to this folder at run time. A library that uses optional processor instructions is built in
 several variants, and the best variant that the processor supports is loaded. If there is neither a library nor a
 compiler, or if the library does not work, `load` returns the reason, and callers use Python equivalents.
 """
@@ -62,7 +62,7 @@ X86_VARIANTS = (
     Variant("v3", ("-march=x86-64-v3",), _V3),
     Variant("v1", ("-march=x86-64",)),
 )
-"""Levels of the x86-64 instruction set, best first. VNNI and AMX are extensions for products of bytes and matrices.
+"""Levels of the x86-64 instruction set, best first. VNNI adds products of 8-bit integers, AMX products of matrices.
 The last level runs on every x86-64 processor."""
 
 

@@ -343,7 +343,7 @@ def test_state_append_with_invalid_rows_raises(placement):
     state, functor, stay = State((3, 4), "i32", placement), BatchCopy(), Permutation.identity(2)
     source = tensor([[0] * 4] * 3, placement)
     for added in (Added([2], [0], [1]), Added([0], [2], [3]), Added([0], [-1], [1]), Added([-1], [0], [1])):
-        with pytest.raises(RangeError, match="exceed 2 rows of 4 elements"):
+        with pytest.raises(RangeError, match="there are 2 rows of 4 elements"):
             state.append(stay, [0, 0], added, source, functor)
     with pytest.raises(RangeError, match="row 1 has 5 elements"):
         state.append(Permutation([1, 0], 2), [1, 5], Added([], [], []), source, functor)

@@ -281,7 +281,7 @@ def test_inspect_counts_objects_by_model(folder, capsys):
     assert main(["inspect", str(folder), "--objects"]) == 0
     output = capsys.readouterr().out
     assert output.count("5,000 bytes") == 40
-    assert "40 objects of 200,000 bytes" in output
+    assert "40 objects (200,000 bytes" in output
 
 
 def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):

@@ -149,7 +149,7 @@ class BatchData:
         self.work: Any = None
         """Data that the caller of the pipeline passes to the modules for this step."""
         self.error: BaseException | None = None
-        """Error in an op of this batch, or in a device op of an earlier batch."""
+        """Error in an op of this batch, or a StateError if a device op of an earlier batch failed."""
         self.failed_itself = False
         """True if the error occurred in this batch."""
         self._environment = Environment()

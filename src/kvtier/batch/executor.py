@@ -50,7 +50,7 @@ class Streams:
             self._engine.wait(batch.done)
 
     def synchronize(self) -> None:
-        """Wait for the engine's stream. Raise the error of failed work. Called once per step."""
+        """Wait for the engine's stream, once per step. Raise an error if work on the stream has failed."""
         if self._engine is None or self._executor is None:
             return
         try:

@@ -24,9 +24,9 @@ from kvtier.state import Permutation
 
 
 class TicketStatus(Enum):
-    """How far a request has left the pipeline. FINISHED, CANCELLED and FAILED are final.
+    """State of a request in the pipeline. FINISHED, CANCELLED and FAILED are final.
 
-    The pipeline does not know which requests wait and which run. This is the caller's state (`RequestState`).
+    The caller, not the pipeline, records whether a request waits for its next batch (`RequestState`).
     """
 
     RUNNING = "running"
@@ -168,7 +168,7 @@ class Pipeline:
         self._executor = executor(self._execute)
         # On a device, a kernel ("gather") makes the copies. The copy engines of the GPU would first finish the queued
         # copies of cache blocks. While 256 MiB were copied in each direction, a decode step took 12.9 ms with the
-        # kernel and 17 to 18.5 ms with the copy engines (H200, 2026-11-15).
+        # kernel and 17 to 18.5 ms with the copy engines (H200, measured on 2026-11-15).
         self._free = [BatchData(phase, "gather" if place.is_device else None) for phase in range(phases)]
         self._batches: deque[BatchData] = deque()  # batches in flight, oldest first
         self._steps = itertools.count()
@@ -206,7 +206,7 @@ class Pipeline:
     def step(
         self, tickets: Iterable[Ticket], *, generating: Collection[Ticket] = (), tokens: Sequence[int] = ()
     ) -> None:
-        """Submit a batch with these requests. If all phases are in use, collect the oldest batch.
+        """Submit a batch with these requests. If all phases are then in use, collect the oldest batch.
 
         All other requests are preempted and can be resumed later. Retiring requests in `tickets` are ignored.
         """
@@ -256,7 +256,7 @@ class Pipeline:
 
     @property
     def has_result(self) -> bool:
-        """True if `collect` does not wait for the oldest batch in flight."""
+        """True if the oldest batch in flight has run, so that `collect` does not wait for the executor."""
         return bool(self._batches) and self._executor.has_result() and self._batches[0].done.query()
 
     def collect(self) -> BatchData | None:

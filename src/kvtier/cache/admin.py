@@ -24,7 +24,7 @@ class CacheAdmin:
         return tiers[name]
 
     def save(self, chain: Chain) -> None:
-        """Queue a prompt's blocks and their descendants for copies to lower tiers, whatever the write policy is."""
+        """Queue copies of a prompt's blocks and their descendants to lower tiers, regardless of the write policy."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
         below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []
@@ -120,6 +120,6 @@ def _first_unshared(node: Node) -> int:
 
 
 def _keys_after(node: Node, num_blocks: int) -> bytes:
-    """Return the keys of all blocks after the first `num_blocks` blocks of a node's path, with all descendants."""
+    """Return the keys of the blocks after the first `num_blocks` blocks of a node's path, and of all descendants."""
     rest = node.keys[(num_blocks - node.start) * KEY_BYTES :]
     return rest + b"".join(child.keys for child in node.descendants())

@@ -58,7 +58,7 @@ class Allocation:
     """True while blocks are in flight to the device; see CacheManager.is_ready."""
     loads: tuple[int, ...] = field(init=False, default=())
     """Ids of the loads in flight, if these loads bring all missing blocks. Empty if loads of another allocation bring
-    some of them, because a step then cannot wait layer by layer."""
+    some of these blocks, because a step then cannot wait layer by layer."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached tokens that were found in the tier."""
     num_cached_tokens: int = field(init=False)

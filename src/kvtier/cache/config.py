@@ -23,7 +23,7 @@ class CacheConfig:
     """Tiers below the host, from the nearest to the farthest."""
     partial_scan: int = 8
     """A match ends at the first block of a prompt that is not cached. Up to this number of cached blocks are compared
-    with that block. The tokens of the longest common prefix are then copied instead of computed."""
+    with that block. The KV of the longest common prefix is then copied instead of computed."""
     free_share: float = 0.0
     """Share of the device blocks to keep free. Blocks are evicted in advance until this share is free."""
     always_load: bool = False

@@ -198,7 +198,7 @@ class CostModel:
         is_faster = load is None or compute is None or load <= compute
         self._num_refused = 0 if is_faster else self._num_refused + (not again)
         is_trial = self._num_refused >= _TRY_AFTER
-        if is_trial:  # a link without loads is not measured, so measure its speed again
+        if is_trial:  # only loads measure a link, so try one load
             self._num_refused = 0
             self._doubted |= {link: self._transfers.pop(link) for link in num_blocks if link in self._transfers}
         return LoadDecision(is_faster or is_trial, num_tokens, load, compute)

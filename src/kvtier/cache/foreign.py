@@ -81,16 +81,16 @@ class ForeignDevice:
         now: float = 0.0,
         retention: Retention = _KEEP,
     ) -> dict[int, I32]:
-        """Plan saves of the blocks in [0, stop) of the chain that the host lacks.
+        """Plan saves of the first `stop` blocks of the chain, except for blocks that the host already has.
 
         `table` contains the device block of each block of the chain. The engine has dropped the first `num_dropped`
         device blocks, because they are outside a sliding window. If the host lacks one of these blocks, nothing more is
         saved for this request.
 
-        Return the device blocks that each transfer reads, by transfer id, and update `point`. The first call for a
-        point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since the
-        previous call, nothing more is saved for this request. The host is then too small for the running requests, and
-        would evict the copies again.
+        Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. The first call for
+        a point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since
+        the previous call, nothing more is saved for this request. In this case the host is too small for the running
+        requests, and would evict the copies again.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0 or point.is_over:

@@ -118,7 +118,7 @@ class CacheManager:
         host, stores, to_host = self.config.host, self.stores.values(), []
         if host is None:
             return [], []
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # upper bound on the prompts in memory
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # at least the number of prompts in memory
         if len(tiers) == 2:
             ahead_share = host.ahead_share if host.exclusive else 0.0
             writer = HostWriter(
@@ -153,7 +153,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch again any block that was evicted after the prefetch. Return True if the request must wait."""
+        """Fetch blocks again if they were evicted after the prefetch. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -190,8 +190,8 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If there are too few slots, release the lease `allocation.source` and try once more. Then no block is copied,
-        and `num_cached_tokens` is lower.
+        If there are too few slots, release the lease `allocation.source` and try once more. In this case no block is
+        copied, and `num_cached_tokens` is lower.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):

@@ -1,4 +1,4 @@
-"""CacheMetrics: the Prometheus metrics of a cache. Each collection of the registry updates them."""
+"""CacheMetrics: the Prometheus metrics of a cache, which are updated whenever the registry is collected."""
 
 from __future__ import annotations
 

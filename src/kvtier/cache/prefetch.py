@@ -31,7 +31,7 @@ class Prefetch:
     lease: Lease | None
     """Lease on the path in memory, including blocks in flight. None if there was nothing to fetch."""
     wanted: int
-    """Number of blocks that the request can use if all of them are cached."""
+    """Number of leading blocks of the prompt that the request can use if they are cached."""
     started: float
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""

@@ -5,9 +5,9 @@ HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
 Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. A host copy stays after a
-load, so that the next eviction from the device needs no new copy. Exception: when an exclusive host tier needs slots,
-it evicts such copies first. A store keeps blocks by key, outside the tree, and evicts blocks without notice. Therefore
-recorded keys may be out of date, and a read that finds nothing is a miss.
+load, so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots, however,
+first evicts copies of blocks that are also on the device. A store keeps blocks by key, outside the tree, and evicts
+blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class HostWriter:
     """Starts copies from the device to the host.
 
     In an inclusive host tier, a copy may take the slot of any host block. In an exclusive host tier (`ahead_share` is
-    above 0), a copy of a block that stays on the device is worth less than a block that only the host holds. Such a
-    tier receives early copies only while it has free slots. All other blocks are copied when the device is about to
-    evict them.
+    above 0), a copy of a block that is still on the device is worth less than a block that only the host has. An
+    exclusive tier therefore receives early copies only while it has free slots. All other blocks are copied when the
+    device is about to evict them.
     """
 
     def __init__(
@@ -303,12 +303,12 @@ class StoreIndex:
 
     @property
     def num_known(self) -> int:
-        """Number of blocks that the store is known to have for at least one rank."""
+        """Number of recorded blocks of which at least one rank's part is in the store."""
         known, writes = self._known, self._writes.values()
         return len(known) - sum(known.get(key) is copies for keys, copies in writes for key in keys)
 
     def num_leading(self, keys: Sequence[bytes], first: int = 0) -> int:
-        """Count the consecutive keys from `first` on that the store is known to have for all ranks."""
+        """Count the consecutive keys, beginning at index `first`, that the store has for all ranks as far as known."""
         known, everyone = self._known, self._all_ranks
         for at in range(first, len(keys)):
             copies = known.get(keys[at])
@@ -317,7 +317,7 @@ class StoreIndex:
         return len(keys) - first
 
     def on_lookup(self, rank: int, lookup: StoreLookup) -> None:
-        """Record the keys that a rank found present or absent, except keys that are being written."""
+        """Record which keys a rank found in the store and which it did not. Ignore keys that are being written."""
         known, mine = self._known, 1 << rank
         present = ((key, known.get(key)) for key in split_keys(lookup.present))
         self._remember(

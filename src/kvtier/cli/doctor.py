@@ -45,7 +45,7 @@ _OPTIONAL = {  # optional module -> extra that installs the module
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Calibrate GPUs without saved costs, or all GPUs with --calibrate, and print the findings. Returns 0."""
+    """Calibrate GPUs without saved costs, or all GPUs with --calibrate, and print the findings. Return 0."""
     progress = partial(print, "measuring", file=sys.stderr)
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     costs = {

@@ -24,5 +24,5 @@ def build_native(options: argparse.Namespace) -> int:
             row = {"library": source.package, "variant": variant.name, "path": str(path), "error": error}
             text = "{library} ({variant}): {error}" if error else "{library} ({variant}): {path}"
             print(json.dumps(row) if options.json else text.format(**row))
-        failed |= bool(error)  # the last variant is the one for every processor
+        failed |= bool(error)  # the last variant runs on every processor
     return int(failed)

@@ -21,7 +21,7 @@ from kvtier.errors import ArgumentError
 
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar if standard error is a terminal. Yields `update(num_done, note)`."""
+    """Show a progress bar if standard error is a terminal. Yield `update(num_done, note)`."""
     is_shown, last = sys.stderr.isatty(), 0.0
 
     def update(num_done: int, note: str) -> None:
@@ -143,7 +143,7 @@ def add_command(
 
 
 def read_config(path: str | None, commands: Mapping[str, Parser]) -> tuple[dict[str, Any], str]:
-    """Return the contents and the path of the TOML file, or two empty values without a file. Reject unknown tables."""
+    """Return the contents and path of the TOML file. Both are empty if no file is given. Reject unknown tables."""
     path = path or os.environ.get("KVTIER_CONFIG")
     if not path:
         return {}, ""

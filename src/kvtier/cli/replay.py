@@ -24,7 +24,7 @@ PRICES = "2026-q1"  # name of the preset with the default prices
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-_SHOWN = 5  # invalid lines of a trace to print
+_SHOWN = 5  # maximum number of invalid trace lines to print
 
 
 def add(commands: Commands) -> None:
@@ -299,7 +299,7 @@ def _names(options: argparse.Namespace, setup: Deployment) -> dict[str, str]:
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar. Yields `update(share, label)`, where `share` is at most 1 and the label is optional."""
+    """Show a progress bar. Yield `update(share, label)`, where `share` is at most 1 and the label is optional."""
     with progress_bar(100, "%") as update:
         yield lambda share, what=label: update(int(share * 100), what)
 

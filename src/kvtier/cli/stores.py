@@ -1,4 +1,4 @@
-"""Commands on stores: `inspect` lists the contents, `verify` reads all objects, `keys` lists or deletes tenant keys."""
+"""Store commands: `inspect` lists the contents, `verify` reads all objects, `keys` lists or deletes tenant keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.errors import ArgumentError, StoreError
 if TYPE_CHECKING:
     from kvtier.storage import Store
 
-_UNBOUNDED = 1 << 62  # capacity in bytes, so large that the store evicts nothing
+_UNBOUNDED = 1 << 62  # capacity in bytes; a store of this size never evicts objects
 _SECRET = "file with the 32 bytes that encrypt the store"
 _WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://bucket/prefix"
 
@@ -64,7 +64,7 @@ def inspect(options: argparse.Namespace) -> int:
         print(json.dumps(summary))
         return 0
     files = f", files of {stats.used_bytes:,} bytes" if stats.used_bytes else ""
-    print(f"{inventory.num_objects} objects of {inventory.nbytes:,} bytes{files} in {summary['store']}")
+    print(f"{inventory.num_objects} objects ({inventory.nbytes:,} bytes{files}) in {summary['store']}")
     for namespace, (num_objects, nbytes) in inventory.usages.items():
         print(f"  namespace {namespace.hex()[:12]}  {num_objects:>8} objects  {nbytes:>15,} bytes")
     if summary["unreadable"]:
@@ -114,7 +114,7 @@ def keys(options: argparse.Namespace) -> int:
             _print_row(options, {"tenant": tenant.decode(errors="replace")}, "{tenant}")
         return 0
     if not keys.delete(options.delete.encode("utf-8", "surrogatepass")):
-        raise ArgumentError(f"{options.folder} has no key of tenant {options.delete!r} for this secret")
+        raise ArgumentError(f"{options.folder} has no key for tenant {options.delete!r} and this secret")
     _print_row(options, {"deleted": options.delete}, "deleted the key of {deleted}")
     return 0
 

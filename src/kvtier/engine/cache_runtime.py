@@ -41,7 +41,7 @@ TRAFFIC_SECONDS = 5.0
 class Controller(Protocol):
     """Interface of an object that executes plans.
 
-    CacheController executes them on one rank, and Ranks on several ranks. An engine without a host tier has a
+    CacheController executes plans on one rank, and Ranks on several ranks. An engine without a host tier has a
     NullController. CacheController documents the methods.
     """
 
@@ -132,11 +132,11 @@ class StepTransfers:
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def have_arrived(self) -> bool:
-        """Wait for the loads of rank 0. True if they succeeded. Called on the executor's thread."""
+        """Wait for the loads of rank 0. Return True if they succeeded. Called on the executor's thread."""
         return self._waits is None or self._waits.arrived()
 
     def have_succeeded(self) -> bool:
-        """Apply the reports of the loads. True if no rank has reported a failure."""
+        """Apply the reports of the loads. Return True if no rank has reported a failure."""
         if self._loads:
             self._runtime.poll()
         return self._runtime.failed.isdisjoint(self._loads)
@@ -221,7 +221,7 @@ class CacheRuntime:
             self.failed.update(result.transfer_id for result in report.results if not result.ok)
 
     def poll_while_waiting(self) -> bool:
-        """Apply new reports while this thread waits for the device. True if copies are still in flight.
+        """Apply new reports while this thread waits for the device. Return True if copies are in flight.
 
         Applying a report at the start of the next step would leave the device idle. Transfers to and from stores do not
         count as copies, because they take longer than a step.
@@ -275,7 +275,7 @@ class CacheRuntime:
         self._manager.unpin(self._pins.pop(name))
 
     def prefetch(self, chain: Chain) -> int:
-        """Fetch the blocks of a prompt from stores to the host. Returns the number of blocks that arrived."""
+        """Fetch the blocks of a prompt from stores to the host. Return the number of blocks that arrived."""
         prefetch = self._manager.prefetch(chain, now=self._clock())
         if prefetch is None:
             return 0
@@ -299,7 +299,7 @@ class CacheRuntime:
         return self._admin.demote(chain)
 
     def drop(self, chain: Chain) -> int:
-        """Delete a prompt from every tier. Returns the number of blocks that were in memory."""
+        """Delete a prompt from every tier. Return the number of blocks that were in memory."""
         self._drain()  # a planned write to a store would restore the blocks if it ended after the deletion
         num_dropped = self._admin.drop(chain)
         self._drain()
@@ -451,7 +451,7 @@ class CacheRuntime:
     def _drain_saves(self) -> None:
         while self._admin.plan_saves(self._clock()):
             self._drain()
-            self.wait()  # until the bandwidth budget for saves has refilled
+            self.wait()  # gives the budget for saves (`blocks_per_second`) time to refill
         self._drain()
 
 

@@ -22,8 +22,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Number of recorded keys per block that fits in a store. The oldest recorded keys are removed first, but a store evicts
-# the blocks that were not used for the longest time. With one key per block, keys of stored blocks would be removed.
+# Maximum number of recorded keys, as a multiple of the number of blocks that fit in a store. A limit of 1 would remove
+# keys of stored blocks, because the oldest keys are removed first, but the store evicts the least recently used blocks.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
@@ -38,7 +38,7 @@ def open_caches(
 ) -> tuple[list[DeviceCacheGroup], Controller, Mapping[str, Counted], Ranks | None]:
     """Open the caches of a model and its draft models. After an error, close everything that was opened.
 
-    Returns the cache groups of this rank, the controller, the stores by name, and the other ranks (None for one rank).
+    Return the cache groups of this rank, the controller, the stores by name, and the other ranks (None for one rank).
     """
     num_ranks, cache = config.tensor_parallel, config.cache
     num_host = cache.host.num_blocks if cache.host is not None and cache.prefix_caching else 0
@@ -91,8 +91,8 @@ def limit_known_keys(
 ) -> CacheConfig:
     """Return the configuration with a limit on the recorded keys of each store that only this engine writes to.
 
-    Such a store evicts without notice. Without the limit, the keys of evicted blocks would stay in memory, up to
-    `max_known` keys or 0.6 GB.
+    A store evicts blocks without notice. Without the limit, the keys of evicted blocks would stay in memory, up to
+    `max_known` keys (0.6 GB by default).
     """
     block_bytes = sum(group.block_bytes for group in groups)
 

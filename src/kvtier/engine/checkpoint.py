@@ -119,7 +119,7 @@ class GgufFile:
             ) from error
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the rows in Hugging Face order: in each head of q and k, even rows precede odd rows."""
+        """Return the rows in Hugging Face order: in each head of q and k, the file's even rows precede its odd rows."""
         rows = self._stored(self._header.tensors[_gguf_name(name)])
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows
@@ -152,7 +152,7 @@ def load_model(
 ) -> Model:
     """Load a model onto a device. `ops` defaults to the fastest operations for the device.
 
-    Raises ArgumentError for unknown `products`, and UnavailableError if the checkpoint cannot use integer products.
+    Raise ArgumentError for unknown `products`, and UnavailableError if the checkpoint cannot use integer products.
     """
     products = _products(products)
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)

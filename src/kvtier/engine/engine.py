@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvtier.engine.parallel import Ranks
 
 # Time to sleep between polls while blocks are in flight, so that other threads can run. Values from 20 us to 100 us
-# give the same step time (H200, 2026-11-16).
+# give the same step time (H200, measured on 2026-11-16).
 _POLL_SECONDS = 50e-6
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -69,10 +69,10 @@ class EngineConfig:
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
     phases: int = 0
-    """Number of steps in flight, 1 or 2. With 2, the host schedules a step while the device computes the step before
-    it. The end of a sequence can then be found one step late. In this case one computed token is discarded. 0 means 2
-    on a GPU and 1 on a CPU, where both steps need the same cores: with SmolLM2-135M, two phases take 3 % more time at 1
-    row and 8 % more at 64 rows, but 23 and 29 % less at 4 and 16 (EPYC, 2 cores, 2026-11-19)."""
+    """Number of steps in flight: 1, 2, or 0 for the default, which is 2 on a GPU and 1 on a CPU. With 2, the host
+    schedules a step while the device computes the previous step. The end of a sequence can then be found one step late,
+    and one computed token is discarded. On a CPU, both steps need the same cores. Time with 2 relative to 1: +3 % for 1
+    row, -23 % for 4, -29 % for 16, +8 % for 64 rows (SmolLM2-135M, EPYC, 2 cores, measured on 2026-11-19)."""
 
     def __post_init__(self) -> None:
         least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
@@ -152,7 +152,7 @@ class Engine:
         salt: bytes = b"",
         hints: Hints = NO_HINTS,
     ) -> str:
-        """Queue a request and return its id. Raises an error for a prompt that can never run."""
+        """Queue a request and return its id. Raise an error for a prompt that can never run."""
         params = params or SamplingParams()
         vocab = self.model.config.vocab_size
         for field_name, ids in params.named_token_ids.items():
@@ -194,7 +194,7 @@ class Engine:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """Cancel all sequences of a request and release their blocks. Returns False for an unknown request."""
+        """Cancel all sequences of a request and release their blocks. Return False for an unknown request."""
         mine = [key for key, sequence in self._live.items() if sequence.id == request_id]
         for key in mine:
             sequence = self._live.pop(key)
@@ -337,7 +337,7 @@ class Engine:
         return outputs + self._failed(step, failure)
 
     def _collect(self, num_left: int) -> list[Output]:
-        """Finish the oldest steps until `num_left` are in flight. After a failure, finish all of them."""
+        """Finish the oldest steps until at most `num_left` steps are in flight. After a failure, finish all steps."""
         outputs: list[Output] = []
         while len(self._runs) > num_left:
             while not self._pipeline.has_result and self.tiers.poll_while_waiting():
@@ -453,7 +453,7 @@ class Engine:
         return self._end(sequence, reason, request.reason)
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:
-        """End all requests of a failed step with its error. Raise the error if the engine cannot continue."""
+        """End all requests of a failed step and report `error` to them. Raise `error` if the engine cannot continue."""
         outputs = []
         if self._ranks is not None:
             error = self._ranks.error_of(error)
@@ -498,7 +498,7 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
-    # Simulating the learned policy takes longer per block, so its simulations use a smaller sample of the blocks.
+    # The learned policy takes longer per block than other policies, so its simulations use fewer sampled blocks.
     learned = GhostCache(config.block_tokens, own, policy, capacities=sizes, policies=["learned"])
     if policy == "learned":
         return learned
@@ -517,7 +517,7 @@ def _check_vocabularies(models: Sequence[Model]) -> None:
 
 
 def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
-    """Return the KV namespace of these models. It identifies their configurations, layouts and weights."""
+    """Return the KV namespace, which identifies the configurations, layouts and weights of these models."""
     digest, layouts = hashlib.sha256(), []
     for model in models:
         config, weights = model.config, model.weights

@@ -1,9 +1,9 @@
 """Run decode steps as CUDA graphs. A graph needs one launch instead of several hundred.
 
 A graph reads the tokens, positions and block tables of the rows from the device, computes the logits, samples, and
-writes the next token and position of each row. It has fixed shapes and addresses, so there is one graph for each of a
-few batch sizes, and a step uses the smallest graph that fits. The unused rows of the graph are padding: they attend to
-one token and store nothing.
+writes the next token and position of each row. A graph has fixed shapes and addresses. There is therefore one graph for
+each of a few batch sizes, and a step uses the smallest graph that fits. Unused rows of a graph are padding: they attend
+to one token and store nothing.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class DecodeGraphs:
         self.max_rows = self._sizes[-1]
         self._inputs = _padded(self.max_rows, min(len(cache), rows.tables.front.shape[1]), cache.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=cache.device)
-        # A State has two tensors, and `warp` exchanges them. The graph reads from this tensor which one is the front of
-        # the heads and of the tables, and the number of rows.
+        # Three numbers that the graph reads: which tensor is the front of the heads, which tensor is the front of the
+        # tables (each State has two tensors, and `warp` exchanges them), and the number of rows.
         self._control = torch.zeros(3, dtype=torch.int32, device=cache.device)
         self._firsts = rows.heads.front.data_ptr(), rows.tables.front.data_ptr()
         self._known = 0, 0, 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
-        # cuBLAS keeps a workspace per stream. Without this, these graphs could use one in the memory of other graphs.
+        # cuBLAS keeps a workspace per stream. Without this call, the graphs could use a workspace of older graphs.
         torch._C._cuda_clearCublasWorkspaces()
         for size in reversed(self._sizes):  # largest first, because smaller graphs reuse the memory of the largest
             self._capture(size, pool)
         torch._C._cuda_clearCublasWorkspaces()
 
     def run(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute one token of the first `count` rows. Return the logits and the tokens, valid until the next step.
+        """Compute one token for each of the first `count` rows. Return the logits and the tokens.
 
-        Rows that need the host are not sampled and not written.
+        Both tensors are valid until the next step. Rows that need the host are not sampled and not written.
         """
         fronts = self._rows.heads.front.data_ptr(), self._rows.tables.front.data_ptr()
         control = int(fronts[0] != self._firsts[0]), int(fronts[1] != self._firsts[1]), count
@@ -64,8 +64,8 @@ class DecodeGraphs:
         return self._outputs[size][:count], self._tokens[:count]
 
     def _capture(self, size: int, pool: Any) -> None:
-        # A first run, because a capture cannot compile kernels. It uses the current stream, because cuBLAS keeps 256
-        # MiB for each stream (H200, torch 2.11).
+        # Run the step once before the capture, because a capture cannot compile kernels. Use the current stream for
+        # this run, because cuBLAS keeps 256 MiB for each stream (H200, torch 2.11).
         self._step(size)
         torch.cuda.synchronize(self._cache.device)
         graph = torch.cuda.CUDAGraph()
@@ -84,7 +84,7 @@ class DecodeGraphs:
 
 
 def _padded(size: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """Return the inputs of a graph. Everything that depends on the rows is written by the graph."""
+    """Return the inputs of a graph. The graph overwrites everything that depends on the rows."""
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
     return ForwardBatch(
         input_ids=zeros,

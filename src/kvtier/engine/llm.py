@@ -41,7 +41,7 @@ class Completion:
     num_cached_tokens: int
     error: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """One element per prompt token from SamplingParams.prompt_logprobs_start on, the same for all n completions."""
+    """One element per prompt token, beginning at prompt_logprobs_start. Equal for all n completions of a prompt."""
 
 
 class LLM:
@@ -54,7 +54,7 @@ class LLM:
     quantised matrices on the CPU are faster and round their input (see weights.Products).
 
     `generate` and `chat` may be called from several threads. The engine runs on a thread of its own and serves one call
-    after the other. KeyboardInterrupt ends a call after the current step and cancels the requests of the call. Do not
+    at a time. KeyboardInterrupt ends a call after the current step and cancels the requests of the call. Do not
     use `engine` during a call. A forked child cannot use the LLM.
     """
 
@@ -77,7 +77,7 @@ class LLM:
         if tensor_parallel is not None:
             config = replace(config, tensor_parallel=tensor_parallel)
         if products == Products.INTEGER and (invariant or config.tensor_parallel > 1):
-            raise ArgumentError("integer products support neither invariant mode nor tensor_parallel; use exact")
+            raise ArgumentError("integer products do not support invariant mode or tensor_parallel; use exact products")
         self.tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device, InvariantOps() if invariant else None, products)
         self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores, listener=listener)
@@ -191,7 +191,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _joined(outputs: Sequence[Output], first: Sequence[Output]) -> Completion:
-    """Return the completion of a sequence. `first` has the outputs of sequence 0, which report the prompt's scores."""
+    """Return the completion of a sequence. `first` has the outputs of sequence 0, which include the prompt_logprobs."""
     last = outputs[-1]
     assert last.finish_reason is not None
     return Completion(

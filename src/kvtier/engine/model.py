@@ -52,7 +52,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: Tensor, before_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Compute the new tokens and store their KV. Returns the hidden states of the rows that need logits.
+        """Compute the new tokens and store their KV. Return the hidden states of the rows that need logits.
 
         `before_layer(index)` is called before a layer reads the cache, to wait for blocks that are being loaded.
         """

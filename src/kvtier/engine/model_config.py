@@ -205,7 +205,7 @@ def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
         raise CheckpointError(f"the GGUF model has {values['expert_count']} experts; kvtier supports dense models only")
     rotated = values.get("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise CheckpointError(f"rope.dimension_count is {rotated}; kvtier supports only the size of a head, {head_dim}")
+        raise CheckpointError(f"rope.dimension_count is {rotated}; kvtier requires the size of a head, {head_dim}")
     kind = values.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise CheckpointError(f"rope scaling of type {kind!r} is not supported; supported types: none, linear")

@@ -8,7 +8,7 @@ UNPREP    Sampler        copies the tokens to memory that the next step does not
 FETCH     Sampler        copies the tokens to the host
 UPDATE    Sampler        adds the tokens to the samples of the step
 
-On CUDA, a captured graph runs FORWARD of a step that only decodes: the model, the samples and the writes to the rows.
+On CUDA, a captured graph runs FORWARD if a step only decodes: it computes logits, samples, and writes to the rows.
 
 PREPARE, FORWARD and UNPREP run on the executor's thread, the other ops on the engine's thread.
 """
@@ -54,7 +54,7 @@ class StepRun:
     rows: list[tuple[EngineSequence, RowInput]] = field(default_factory=list)
     """The planned rows, in the order of the batch."""
     captured: torch.Tensor | None = None
-    """Tokens that a captured decode step has sampled. Rows that need the host have no valid token yet."""
+    """Tokens that a captured decode step has sampled. Rows whose sampling needs the host have no valid token yet."""
     drawn: Drawn | None = None
     """Sampled tokens on the device. None if a row has draft tokens, if no row samples, or if blocks are missing."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class DeviceCacheGroup:
         graph_sizes: Sequence[int] = (),
         rows: DeviceRows | None = None,
     ) -> None:
-        """On CUDA, decode steps of at most max(graph_sizes) of `rows` are captured and replayed as graphs."""
+        """On CUDA, decode steps with up to max(graph_sizes) rows run as graphs, which read and write `rows`."""
         self.model = model
         self.block_tokens = block_tokens
         self._graph_sizes = graph_sizes if model.weights.device.type == "cuda" else ()
@@ -308,7 +308,7 @@ class Sampler(Module):
 
     @staticmethod
     def _accept(run: StepRun, sequence: EngineSequence, row: Row, one: Sample, depth: int) -> bool:
-        """Record a sample. True if it equals draft token number `depth`, so that the next position can be sampled."""
+        """Record a sample. Return True if it equals draft token `depth`, so that the next position can be sampled."""
         if sequence.sampler.error or row.request.state.is_over:
             return False
         try:
@@ -321,7 +321,7 @@ class Sampler(Module):
 
 
 def plan_row(row: Row, sequence: EngineSequence) -> RowInput:
-    """Return the input of a row. Raises if the input cannot be built."""
+    """Return the input of a row. Raise an error if the input cannot be built."""
     num_scored = 0
     if sequence.scores is not None:
         num_scored = sequence.scores.num_rows(row.first, row.stop, follows=len(row.request.in_flight) > 1)

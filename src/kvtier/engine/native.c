@@ -1,6 +1,6 @@
-/* CPU kernels for steps of a few tokens, which are limited by memory bandwidth: products with matrices in the
- * quantisation of the checkpoint, and attention that reads the paged cache in place. Compiled on first use (native.py).
- * Without a compiler, torch does the same work.
+/* CPU kernels for steps of a few tokens. Memory bandwidth limits such steps. Products use matrices in the quantisation
+ * of the checkpoint, and attention reads the paged cache in place. native.py compiles this file on first use. Without a
+ * compiler, torch does the same work.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -10,7 +10,7 @@
 #endif
 
 /* LANES: floats of a vector register. TILE: outputs that are stored together in a packed matrix.
- * GRAIN: with fewer elements, waking a second thread costs more time than it saves (2 cores, 2026-11-15).
+ * GRAIN: with fewer elements, waking a second thread takes longer than it saves (2 cores, measured on 2026-11-15).
  * AHEAD: prefetch distance in attention, in tokens. */
 #if defined(__AVX512F__)
 enum { LANES = 16 };
@@ -27,7 +27,7 @@ typedef uint32_t uints __attribute__((vector_size(4 * LANES)));
 
 #define LOAD(type, from) ({ type v_; memcpy(&v_, (from), sizeof v_); v_; })
 #define STORE(to, v) ({ floats s_ = (v); memcpy((to), &s_, sizeof s_); })
-/* Prefetch `bytes` bytes. Streams of a tile are shorter than the hardware prefetcher needs. */
+/* Prefetch `bytes` bytes, because the data of one tile is too short for the hardware prefetcher. */
 #define PREFETCH(from, bytes)                                                                                         \
     for (long line_ = 0; line_ < (bytes); line_ += 64) __builtin_prefetch((from) + line_)
 #define INLINE static inline __attribute__((always_inline))
@@ -95,7 +95,7 @@ typedef struct {
     long sequences, q_stride, heads, kv_heads, dim, table_width, block_tokens, block_stride, token_stride, v_offset;
     long max_length;
     float scale;
-    long parts; /* of the heads of a sequence: with fewer sequences than threads, each kv head is one */
+    long parts; /* per sequence: kv_heads if there are fewer sequences than threads, otherwise 1 */
 } Attention;
 
 /* Return the keys of a token. The keys of all heads are contiguous, so they are read together. */
@@ -148,7 +148,7 @@ static void attend_parts(const void *data, long begin, long end, int thread) {
     for (long i = begin; i < end; ++i) attend_one(a, i / parts, i % parts * heads, (i % parts + 1) * heads, scores);
 }
 
-/* dim is a multiple of 16. sizes: the `long` fields of Attention, in order. */
+/* dim is a multiple of 16. sizes: the `long` fields of Attention up to max_length, in order. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
     const long parts = sizes[0] < threads ? sizes[3] : 1;

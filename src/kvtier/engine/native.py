@@ -58,7 +58,7 @@ class PackedWeight:
 
 
 class EngineNative:
-    """The compiled functions. They release the GIL and run on torch's threads."""
+    """The compiled functions. They release the GIL and use as many threads as torch (see native_threads.h)."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -144,7 +144,7 @@ class EngineNative:
         )
 
     def draw(self, logits: Tensor, params: np.ndarray[Any, Any]) -> Tensor:
-        """Sample one token per row of logits, or -1 if the row is not finite. Overwrites the logits.
+        """Sample one token per row of logits, or -1 if no token of the row can be sampled. Overwrite the logits.
 
         `params` is an array of dtype SAMPLING_ROW, with one element per row.
         """
@@ -164,7 +164,7 @@ class EngineNative:
 
 
 def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | None:
-    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Returns None if its type or size is not supported.
+    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if its type or size is not supported.
 
     With `integer`, products of quantised matrices use integer instructions, which round the input.
     """
@@ -218,7 +218,7 @@ def _group_columns(elements: _U8) -> _U8:
 def native() -> Native[EngineNative]:
     """Return the kernels for this processor, or the kernels that KVTIER_CPU_ISA names.
 
-    Raises ArgumentError if KVTIER_CPU_ISA is unknown, and UnavailableError if the named kernels cannot run here.
+    Raise ArgumentError if KVTIER_CPU_ISA is unknown, and UnavailableError if the named kernels cannot run here.
     """
     isa = os.environ.get("KVTIER_CPU_ISA")
     if not isa:

@@ -1,7 +1,7 @@
 /* Products for 5 to 16 tokens with AMX, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k].
  *
  * A bf16 has 8 significant bits. Each x is split into three bf16 values whose sum is exactly x, and a stored q (4 or 8
- * bits) fits into one bf16. The products of the tile unit are therefore exact, and it adds them in float32. Scales are
+ * bits) fits into one bf16. The products are therefore exact, and the tile unit adds them in float32. Scales are
  * applied in float32, once per 32 columns:
  *   sum of (d * q + m) * x  =  d * sum of (q - 8) * x  +  (m + 8 d) * sum of x
  * The rounding error is smaller than that of a sum in column order. The result of a token does not depend on the other
@@ -11,8 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* LEAST: with fewer tokens, the tile unit is not faster than the loops. Compared with them, it is as fast for 4 tokens,
- * a fifth faster for 8 and a third faster for 16 (Xeon with AMX, 2 cores, 2026-11-15).
+/* LEAST: minimum number of tokens. Compared with the loops, the tile unit is equally fast for 4 tokens, a fifth faster
+ * for 8 and a third faster for 16 (Xeon with AMX, 2 cores, measured on 2026-11-15).
  * AMX_AHEAD: prefetch distance in blocks of weights. */
 enum { PARTS = 3, LEAST = 5, AMX_AHEAD = 2 };
 static const uint32_t TOP = 0xffff0000u;
@@ -87,7 +87,7 @@ INLINE void multiply(const uint16_t *parts, long columns, long tokens, uints pai
     _tile_stored(1, found[1], 64);
 }
 
-/* Compute tiles [begin, end), two at a time. If the number is odd, the last tile is computed twice and stored once. */
+/* Compute tiles [begin, end), two at a time. With an odd number, the last tile is computed twice and stored once. */
 INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
     const long blocks = p->columns / BLOCK, bytes = BLOCK_BYTES[kind], tokens = p->tokens;
     const uint16_t *parts = (const uint16_t *)p->x;

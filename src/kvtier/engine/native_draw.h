@@ -1,12 +1,12 @@
-/* Sampling with temperature, top-p and min-p, included by native.c. Draws one token per row of logits, like sampling.py
- * with torch. Weights are float32, and their sums are double. The result of a row depends only on that row.
+/* Sampling with temperature, top-p and min-p, included by native.c. Draws one token per row of logits, as sampling.py
+ * does with torch. Weights are float32, and their sums are double. The result of a row depends only on that row.
  */
 typedef double doubles __attribute__((vector_size(8 * LANES)));
 enum { CHUNK = 256 };
 
 typedef struct {
     float temperature, min_p;
-    double top_p, uniform; /* if top_p is 1, all tokens are drawn from, in vocabulary order */
+    double top_p, uniform; /* if top_p is 1, the draw is from all tokens, in vocabulary order */
 } RowParams;
 
 typedef struct {
@@ -93,7 +93,7 @@ static void sift(uint64_t *heap, long length, long at) {
 }
 
 /* Draw from the heaviest tokens whose weights sum to top_p * total. Tokens lighter than (1 - top_p) * total / vocab are
- * never among these tokens and are skipped.
+ * never among the heaviest and are skipped.
  *
  *   heap  [ remaining ......... | taken, the heaviest last ]
  *         0                   left                        count

@@ -1,11 +1,11 @@
-/* Products in integer instructions, included by native_product.h. They round the input, so results differ from those of
- * the exact products: in blocks of 32 columns, x = s * r with integers |r| <= 16256 and s = max |x| / 16256.
+/* Products with integer instructions, included by native_product.h. They round the input, so results differ from those
+ * of the exact products: a block of 32 columns of x becomes s * r with integers |r| <= 16256 and s = max |x| / 16256.
  *   Q4: sum of (d * q + m) * x  =  d * s * sum of q * r  +  m * s * sum of r
  *   Q8: sum of d * q * x        =  d * s * sum of q * r
- * r = 128 * high + low, with -127 <= high <= 127 and -64 <= low < 64, so that each half is a factor of the instructions
- * for bytes. Integers of 8 bits would halve these instructions, but changed 3 % of the greedy tokens of SmolLM2-135M
- * (5,120 positions, 2026-11-18). The sums over the columns of a block are exact, and blocks are added in float32 in
- * column order. The result of a token does not depend on the other tokens.
+ * r = 128 * high + low, with -127 <= high <= 127 and -64 <= low < 64, so that instructions for bytes can multiply each
+ * half. An r of 8 bits would need only half of these instructions, but changed 3 % of the greedy tokens of SmolLM2-135M
+ * (5,120 positions, measured on 2026-11-18). The sums over the columns of a block are exact, and blocks are added in
+ * float32 in column order. The result of a token does not depend on the other tokens.
  *
  * Data of each tile of 16 outputs and 32 columns; 4 columns of an output are contiguous, as the instructions need:
  *   Q4: float d[16], m[16]; uint8 q[4][16][4]: low nibble column 4 * i + k, high nibble column 16 + 4 * i + k
@@ -80,7 +80,7 @@ INLINE ints join_pairs(ints a) { return (ints)_mm256_madd_epi16((__m256i)a, _mm2
 INLINE ints size_of(ints q) { return (ints)_mm256_abs_epi8((__m256i)q); }
 INLINE ints with_sign(ints r, ints q) { return (ints)_mm256_sign_epi8((__m256i)r, (__m256i)q); }
 #else
-/* One output per element, without an instruction for it. `low` is 0 for unsigned q, 128 for signed q. */
+/* Fallback without dot-product instructions, one output per element. `low` is 0 for unsigned q, 128 for signed q. */
 INLINE ints dot_bytes(ints sum, ints q, ints r, int low) {
     for (int k = 0; k < 32; k += 8) sum += ((((q >> k) & 255) ^ low) - low) * (r << (24 - k) >> 24);
     return sum;

@@ -1,8 +1,8 @@
 /* Products with packed matrices, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k].
  *
  * Weights are widened to float32 in registers. They equal the weights of the dequantised matrix, because d * q is exact
- * (11 bits times 4 or 8 bits) and adding m rounds once, as in dequantisation. Each output is a float32 sum in column
- * order, so it does not depend on the number of tokens. On CPUs with AMX, native_amx.h computes 5 or more tokens.
+ * (11 bits times 4 or 8 bits) and adding m rounds once, as in dequantisation. Each output is a float32 sum in a fixed
+ * column order, so it does not depend on the number of tokens. With AMX, native_amx.h computes 5 or more tokens.
  *
  * A packed matrix is a sequence of tiles of 16 outputs. Within a tile, the 16 weights of a column are contiguous, so a
  * vector holds the weights of several outputs and the input is broadcast. Data of each tile and 32 columns:
@@ -52,7 +52,7 @@ INLINE floats nibbles_of(ints q) {
 #endif
 }
 
-/* Dequantise columns j and j + 16 of a block, LANES outputs from `lane`. */
+/* Dequantise columns j and j + 16 of a block for LANES outputs, beginning at output `lane`. */
 INLINE void q4_1(const char *block, int lane, int j, floats *first, floats *second) {
     const floats d = LOAD(floats, block + 4 * lane), m = LOAD(floats, block + 64 + 4 * lane);
     const ints q = bytes_at(block + 128 + 16 * j + lane);

@@ -1,10 +1,10 @@
 /* Threads, included by native.c. `run` divides [0, count) among threads, in one of two ways:
  *
- *   TEAM   GOMP_parallel of the OpenMP runtime that torch has loaded, in equal parts. For long inputs, between products
- *          that torch computes: torch's threads spin for milliseconds, so other threads would find no free core.
- *   POOL   threads of this library, in small chunks that each thread takes when it is free. For steps of a few tokens.
- *          If another process uses a core, the other cores compute its chunks, and nobody waits for a thread that has
- *          not started. A thread without work sleeps after SPIN_NANOSECONDS.
+ *   TEAM   equal parts on torch's threads (GOMP_parallel of the OpenMP runtime that torch has loaded). For long inputs,
+ *          between products that torch computes: torch's threads spin for milliseconds and leave no core to others.
+ *   POOL   small chunks on threads of this library. Each thread takes a chunk when it is free. For steps of a few
+ *          tokens. If another process uses a core, the other cores compute more chunks, and no thread waits for a
+ *          thread that has not started. A thread without work sleeps after SPIN_NANOSECONDS.
  */
 #include <pthread.h>
 #include <signal.h>
@@ -25,7 +25,7 @@ void kvtier_threads(void *parallel_, void *thread_number_, void *team_size_) {
     team_size = (int (*)(void))team_size_;
 }
 
-/* Return the way to run a call for `tokens` tokens and `numbers` elements. */
+/* Return ALONE, TEAM or POOL for a call with `tokens` tokens and `numbers` elements. */
 static int way_of(int threads, long numbers, long tokens) {
     if (threads < 2 || numbers < GRAIN) return ALONE;
     return tokens > MAX_TOKENS && parallel ? TEAM : POOL;
@@ -44,8 +44,8 @@ static void team_share(void *data) {
 }
 
 /* The job of the pool. `state` has the number of the job (24 bits), its threads (8), its chunks (16) and the next chunk
- * (16). A thread takes a chunk by adding 1, which fails if the job has changed. It reads the other fields only after
- * that, when the job cannot end before the chunk is done. */
+ * (16). A thread takes a chunk by adding 1 to `state`, which fails if the job has changed. The thread reads the other
+ * fields only afterwards: they stay valid, because the job cannot end before the chunk is done. */
 static struct {
     uint64_t state;
     long done;
@@ -115,7 +115,7 @@ static void *work_on_jobs(void *number) {
     return NULL;
 }
 
-/* Start threads until there are `threads`, with the caller. They block all signals, which are for Python's threads. */
+/* Start workers until there are `threads` with the caller. Workers block all signals: Python's threads handle them. */
 static void start_workers(int threads) {
     sigset_t all, before;
     sigfillset(&all);
@@ -129,7 +129,7 @@ static void start_workers(int threads) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Threads do not exist in a forked child, and a job that ran at the fork is not computed there. */
+/* A forked child has no workers, and does not continue a job that was running at the time of the fork. */
 static void forget_workers(void) {
     pool.state = pool.state >> 40 << 40;
     pthread_mutex_init(&pool.mutex, NULL);
@@ -143,7 +143,7 @@ __attribute__((constructor)) static void register_fork_handler(void) { pthread_a
 static void wait_for_end(long chunks) {
     for (const long end = nanoseconds() + SPIN_NANOSECONDS; nanoseconds() < end; pause_briefly())
         if (__atomic_load_n(&pool.done, __ATOMIC_SEQ_CST) == chunks) return;
-    /* A thread was interrupted in a chunk. While this thread sleeps, its core is free for the other one. */
+    /* Another thread was interrupted in a chunk. Sleep, so that the other thread can use the core of this thread. */
     pthread_mutex_lock(&pool.mutex);
     __atomic_store_n(&pool.waiting, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&pool.done, __ATOMIC_SEQ_CST) != chunks) pthread_cond_wait(&pool.job_ended, &pool.mutex);

@@ -140,7 +140,7 @@ class Ops(Protocol):
         """Rotate q and k in place and write k and v to `batch.slots`. cos and sin are [tokens, head_dim / 2]."""
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute attention for the new tokens. Call `rotate_and_store` first. Returns [tokens, q_dim]."""
+        """Compute attention for the new tokens. Call `rotate_and_store` first. Return [tokens, q_dim]."""
 
 
 class TorchOps:
@@ -182,7 +182,7 @@ class CpuOps:
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens. Memory bandwidth limits such steps, and this matrix has fewer bytes."""
+        """Use the packed matrix for few tokens, because it is smaller and memory bandwidth limits such products."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

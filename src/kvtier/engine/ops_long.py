@@ -12,8 +12,8 @@ def long_parts(
 ) -> Iterator[tuple[slice, ForwardBatch, bool]]:
     """Split a batch into long chunks, one sequence each, and the runs of sequences between them.
 
-    A chunk is long if it has `least_queries` queries, and queries times keys are at least `least_scores`. Yields the
-    rows, the sequences as a batch, and whether it is a long chunk.
+    A chunk is long if it has at least `least_queries` queries, and if queries x keys is at least `least_scores`. Yield
+    for each part its rows, its sequences as a batch, and True if the part is a long chunk.
     """
     is_long = [
         count >= least_queries and count * context >= least_scores

@@ -24,8 +24,8 @@ from kvtier.engine.ops_triton_long import LONG_LIMITS, long_attention, supports_
 from kvtier.engine.weights import Linear
 
 # Prefill tiles: query rows, keys, warps, and stages of the software pipeline.
-# For the heads of Llama-3-8B, 64 x 64 reaches 32 to 400 TFLOP/s for 512 to 32k queries, 128 x 64 with 8 warps and 3
-# stages 28 to 358 (H200, 2026-11-19).
+# TFLOP/s for the heads of Llama-3-8B and 512 to 32k queries: 32 to 400 with 64 x 64, 4 warps and 2 stages; 28 to 358
+# with 128 x 64, 8 warps and 3 stages (H200, measured on 2026-11-19).
 _TILE = (64, 64, 4, 2)
 _TILE_SMALL_HEADS = (128, 64, 4, 3)  # head_dim up to 64
 _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 would take minutes to compile
@@ -94,7 +94,7 @@ def _rotate_and_store(
 
 
 def _power_of_2(number: int) -> int:
-    """Return the next power of two. Triton's own function takes 1.5 us, a tenth of a launch."""
+    """Return the next power of two. Triton's own function takes 1.5 us, a tenth of the time of a launch."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -102,7 +102,7 @@ class TritonOps:
     """Fused Triton kernels. The default on CUDA."""
 
     def __init__(self, long_limits: tuple[int, int] = LONG_LIMITS) -> None:
-        """`long_limits` are the fewest queries, and queries x keys, of a chunk with the kernel for long chunks."""
+        """Chunks with at least `long_limits` (queries, queries x keys) use the kernel for long chunks."""
         self._long_limits = long_limits
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
@@ -384,7 +384,7 @@ def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
 
     `rows` is the number of rows of all tiles. Splits help if few tokens attend to many keys, for example after a cached
     prefix. There are then too few tiles for all multiprocessors. Time of one layer with the heads of Llama-3-8B over
-    32k keys, with tiles of 128 rows (H200, 2026-11-15):
+    32k keys, with tiles of 128 rows (H200, measured on 2026-11-15):
         tokens               16     64     256    512
         without splits, ms   0.95   1.00   1.04   0.96
         with splits, ms      0.14   0.22   0.62   1.05

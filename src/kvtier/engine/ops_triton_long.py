@@ -1,8 +1,8 @@
 """Triton kernels for long prompt chunks: attention over contiguous keys with TMA loads.
 
-TMA copies whole tiles into shared memory without address computations in the threads, but it needs keys of equal
-strides. The keys of a sequence are therefore copied out of the paged cache first. The copy of 32k tokens takes 0.1 ms,
-their attention by 2k queries 2.2 ms (H200, 2026-11-19).
+TMA copies whole tiles into shared memory without address computations in the threads, but it needs keys at equal
+distances. The keys of a sequence are therefore copied out of the paged cache first. For 32k keys, the copy takes 0.1 ms
+and the attention of 2k queries takes 2.2 ms (H200, measured on 2026-11-19).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Chunks with fewer queries, or with fewer queries x keys, keep the paged kernel, which has no copy. TFLOP/s for the
-# heads of Llama-3-8B (H200, 2026-11-19):
+# Minimum queries and queries x keys. Smaller chunks use the paged kernel, which needs no copy. TFLOP/s for the heads of
+# Llama-3-8B (H200, measured on 2026-11-19):
 #     queries/keys   512/512   512/2k   512/8k   2k/2k   2k/8k   8k/8k   32k/32k
 #     paged kernel        32      145      267     183     329     345       380
 #     this kernel         20      123      298     202     438     492       488
 LONG_LIMITS = (512, 2048 * 2048)
-# Query rows, keys, warps and stages of the pipeline. Prefill of 2k, 8k and 32k tokens reached .811, .785 and .716 of
-# the matrix rate; with 128 x 128, 8 warps and 3 stages .794, .781 and .732 (H200, 2026-11-19).
+# Query rows, keys, warps and stages of the pipeline. A prefill of 2k, 8k and 32k tokens reached .811, .785 and .716 of
+# the matrix rate, and .794, .781 and .732 with 128 x 128, 8 warps and 3 stages (H200, measured on 2026-11-19).
 _ROWS, _KEYS, _WARPS, _STAGES = 64, 64, 4, 3
 _COPIED = 4096  # elements of a block that one program copies
 
@@ -82,7 +82,7 @@ def _gather(
     cache_ptr, table_ptr, out_ptr, context, block_stride, kv_stride, out_stride,
     TOKEN: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a part of a block of keys or values, which has BLOCK elements, TOKEN for each token."""
+    """Copy up to COPIED elements of the keys or values of a block. Each part has BLOCK elements, TOKEN per token."""
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     block = tl.load(table_ptr + index).to(tl.int64)
     at = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
@@ -98,7 +98,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def supports_long(q: Tensor, kv_heads: int) -> bool:
-    """True if `long_attention` takes queries [tokens, heads, head_dim] like these. A tile needs a row per head."""
+    """True if `long_attention` supports q [tokens, heads, head_dim]. A tile needs a row per query head of a KV head."""
     is_small = q.shape[1] // kv_heads <= _ROWS and q.shape[2] in (64, 128)
     return is_small and q.dtype in (torch.bfloat16, torch.float16) and _is_hopper(q.device)
 

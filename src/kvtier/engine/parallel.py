@@ -37,7 +37,7 @@ from kvtier.storage import StoreStats
 from kvtier.storage.open import sum_stats
 from kvtier.worker.layer_waits import LayerWaits
 
-_MAIN = "from kvtier.engine.rank_process import main; main({})"  # program of the process of another rank
+_MAIN = "from kvtier.engine.rank_process import main; main({})"  # Python program that each other rank runs
 _SLOW_SECONDS = 600.0
 """Timeout for calls that allocate memory: start, wake and resize_host."""
 _CLOSE_SECONDS = 30.0
@@ -69,7 +69,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
-        self._num_ended = [0] * (num_ranks - 1)  # computed steps for which `end_step` was not called yet
+        self._num_ended = [0] * (num_ranks - 1)  # by other rank: computed steps without a call of `end_step`
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
@@ -98,12 +98,12 @@ class Ranks:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step, inputs: Sequence[SequenceInput]) -> None:
-        """Compute a step on the other ranks, after the steps before it. Rank 0 must compute the step too."""
+        """Compute a step on the other ranks, after all earlier steps. Rank 0 must compute the step too."""
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads), replies=False))
 
     def end_step(self) -> None:
-        """Wait until the other ranks have computed the oldest step. Then `poll` returns the reports of its loads."""
+        """Wait for the other ranks to compute the oldest step. `poll` then returns the reports of that step's loads."""
         for rank in self._ranks:
             while not self._num_ended[rank - 1]:
                 self._next(rank, self._timeout)

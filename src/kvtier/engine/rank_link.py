@@ -70,12 +70,12 @@ class RankMessage(NamedTuple):
 
 
 def send(connection: Connection[Any, Any], message: object) -> None:
-    """Send a message. Raises OSError if the other end is closed."""
+    """Send a message. Raise OSError if the other end is closed."""
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection[Any, Any], timeout: float | None = None) -> Any:
-    """Return the next message. Raises EngineError on timeout, and EOFError or OSError if the other end is closed."""
+    """Return the next message. Raise EngineError on timeout, and EOFError or OSError if the other end is closed."""
     if not connection.poll(timeout):
         raise EngineError(f"no message within {timeout} seconds")
     return pickle.loads(connection.recv_bytes())

@@ -131,7 +131,7 @@ class RankWorker:
 
 def _read(link: Connection[Any, Any], calls: queue.SimpleQueue[RankCall | Exception]) -> None:
     """Read calls on a separate thread. A pipe holds 200 KB, and plans and reports can be larger. Without this thread,
-    both ends could wait forever for the other end to read."""
+    the two processes could wait forever for each other to read."""
     try:
         while True:
             calls.put(receive(link))

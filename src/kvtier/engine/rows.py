@@ -33,7 +33,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RowInput(NamedTuple):
-    """A row of a step, its input for the model, and the number of prompt tokens that it scores."""
+    """A row of a step, its input for the model, the number of prompt tokens to score, and its sampler."""
 
     row: Row
     inputs: SequenceInput
@@ -67,11 +67,11 @@ class Staging:
         self.host[...] = 0
 
     def send(self, copy: BatchCopy, first: Any, count: Any) -> None:
-        """Add copies of `count[i]` elements from element `first[i]` on to the device."""
+        """Add copies to the device. Copy i has `count[i]` elements and begins at element `first[i]`."""
         copy.pieces(self._host, first, count, self._there, first)
 
     def fetch(self, copy: BatchCopy, count: int) -> None:
-        """Add a copy of the first `count` elements to the host."""
+        """Add a copy of the first `count` elements from the device to the host."""
         copy(self._there, count, self._host)
 
 
@@ -191,7 +191,7 @@ class DeviceRows:
         self._resident = after
 
     def _add_blocks(self, phase: _PhaseRows, at: int, old: Any, table: Any) -> None:
-        """Record the blocks to send: all blocks of the new table from the first difference to the old table on."""
+        """Record the blocks to send: all blocks of the new table after its common prefix with the old table."""
         common = min(len(old), len(table))
         differs = old[:common] != table[:common]
         first = int(differs.argmax()) if differs.any() else common

@@ -41,7 +41,7 @@ class EngineRunner:
             raise ClosedError("this engine was closed") from self.error
         future: Future[T] = Future()
         self._calls.put((function, future))
-        if self._closed.is_set():  # closed after the first check; perhaps the thread no longer reads the queue
+        if self._closed.is_set():  # closed since the check above, so the thread may have stopped reading the queue
             self._refuse_calls()
         return future
 
@@ -109,10 +109,10 @@ class EngineRunner:
                 _, future = call
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)
-            self._calls.put(None)  # the thread ends when it reads None
+            self._calls.put(None)  # put it back: the thread ends when it reads None
 
     def _run_calls(self, *, wait: bool) -> bool:
-        """Run queued calls. False if the runner was closed."""
+        """Run queued calls. While the engine has no work, wait for calls. Return False if the runner was closed."""
         while wait or not self._calls.empty():
             call = self._calls.get()
             if call is None:

@@ -1,12 +1,12 @@
 """Sample tokens on CUDA without sorting, and write the next token and position into the rows on the device.
 
-One program samples one row. It reads the row several times: the row stays in the L2 cache, and no pass needs another
-kernel. A threshold for top-k or top-p is found by bisection of the sorted order of float32 numbers: each pass compares
-all scores with three thresholds, so at most 16 passes find one of 2^32 numbers. Of equal scores, the lower token ids
-are kept. The token is then found by its place in the running sum of the kept weights, in the order of the token ids.
+One program samples one row. It reads the row several times, but in one kernel, and the row stays in the L2 cache. The
+threshold for top-k or top-p is searched among all float32 numbers in order: each pass compares all scores with three
+numbers, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, those with lower ids are kept. The
+sampled token is found by its place in the running sum of the kept weights, in the order of the token ids.
 
-A thread adds its 16 tokens of each chunk in float32, at most a few hundred numbers, and the sums of the threads are
-added in float64. The order depends only on the size of the vocabulary.
+Each thread adds its 16 weights of every chunk in float32, a few hundred numbers at most. The sums of the threads are
+added in float64. The order of all additions depends only on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier.engine.rows import DeviceRows
 from kvtier.engine.sampling import COLUMNS, IN_PROMPT, SLOT, Resident
 from kvtier.state import State
 
-_CHUNK, _WARPS = 8192, 16  # 16 tokens per iteration and thread: fastest of 6 pairs (H200, 2026-11-19)
+_CHUNK, _WARPS = 8192, 16  # 16 tokens per iteration and thread: fastest of 6 pairs (measured on an H200, 2026-11-19)
 # Columns of a head, see sampling.COLUMNS.
 _POSITION, _KEY, _TEMPERATURE, _MIN_P, _TOP_P = (tl.constexpr(each) for each in range(1, 6))
 _TOP_K, _REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(each) for each in range(6, SLOT))
@@ -63,7 +63,7 @@ def _penalize(logits, counts, head, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 def _highest(logits, vocab, CHUNK: tl.constexpr):
-    """Return the highest score, its first token, and True if it is not finite or a score is not a number."""
+    """Return the highest score, the first token that has it, and True if this score is infinite or any score is NaN."""
     best, best_at = tl.full((CHUNK,), -float("inf"), tl.float32), tl.zeros((CHUNK,), tl.int32)
     wrong = tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
@@ -78,14 +78,14 @@ def _highest(logits, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 def _key(score):
-    """Return an integer in the order of the scores."""
+    """Map a score to an integer. The integers have the same order as the scores."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0, because -0.0 and 0.0 are equal
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _score(key):
-    """Return the score with this key."""
+    """Return the score that `_key` maps to `key`."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -99,7 +99,7 @@ def _weigh(logits, at, vocab, highest, scale, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the weight of all tokens above a score, the weight of one token with this score, and their number."""
+    """Return the weight of all tokens above `cut`, the weight of one token with this score, and how many have it."""
     above, equal, count = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -112,7 +112,7 @@ def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the highest score such that the tokens with at least this score weigh `goal`. `lowest` is low enough."""
+    """Return the highest score for which the tokens with this score or more weigh `goal`. Search from `lowest` up."""
     low, high = _key(lowest), _key(highest)
     while low < high:
         step = (high - low + 3) // 4
@@ -136,7 +136,7 @@ def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constex
 
 @triton.jit
 def _last_tie(logits, vocab, cut, ties, CHUNK: tl.constexpr):
-    """Return the token with number `ties`, counted from 1, among the tokens with the score `cut`."""
+    """Return the last of the first `ties` tokens with the score `cut`, in the order of the token ids."""
     last, seen = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -148,14 +148,14 @@ def _last_tie(logits, vocab, cut, ties, CHUNK: tl.constexpr):
 
 @triton.jit
 def _kept(logits, at, vocab, highest, scale, min_p, cut, last):
-    """Return the weights of tokens above the cut and of tokens up to `last` with this score, and 0 for the others."""
+    """Return the weight of each kept token, and 0 for the others. Tokens with the score `cut` are kept up to `last`."""
     score, weight = _weigh(logits, at, vocab, highest, scale, True)
     return tl.where(((score > cut) | ((score == cut) & (at <= last))) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
 def _pick(logits, vocab, highest, scale, min_p, cut, last, uniform, CHUNK: tl.constexpr, MOST: tl.constexpr):
-    """Return the token at the share `uniform` of the running sum of the kept weights. There are at most MOST chunks."""
+    """Return the token at which the running sum of kept weights exceeds `uniform` * total. MOST limits the chunks."""
     lanes, chunks = tl.arange(0, CHUNK), tl.arange(0, MOST)
     sums = tl.zeros((MOST,), tl.float64)
     for first in range(0, vocab, CHUNK):
@@ -181,9 +181,9 @@ def _sample_rows(
 ):  # fmt: skip
     """Sample one row.
 
-    In a graph, `control_ptr` has the number of the front tensor of the heads (0 or 1), and at index 2 the number of
-    rows. `other_heads` is the distance to the second tensor. Rows that need the host are skipped. The next token and
-    position of the other rows are written to the heads, and the token is counted.
+    In a graph, `control_ptr` points to the number of the heads' front tensor (0 or 1), and at index 2 to the number of
+    rows. `other_heads` is the distance from the first tensor to the second. Rows that need the host are skipped. For
+    the other rows, the next token and position are written to the heads, and the token is counted.
     """
     row = tl.program_id(0).to(tl.int64)
     head, logits = heads_ptr + row * _COLUMNS, logits_ptr + row * vocab
@@ -202,7 +202,7 @@ def _sample_rows(
             position = tl.load(positions_ptr + row)
         if (temperature > 0) & (is_wrong == 0):
             top_k, top_p = tl.load(head + _TOP_K), _number(head, _TOP_P)
-            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # with exp2; infinity times 0 is not a number
+            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite: infinity times 0 is NaN
             cut, ties = highest * 0 - float("inf"), tl.full((), vocab, tl.float64)
             one, count = tl.zeros((), tl.float64), tl.zeros((), tl.int32)
             if (top_k > 0) & (top_k < vocab):
@@ -217,7 +217,7 @@ def _sample_rows(
                 low = highest + tl.log2(((total - mass) / (2 * vocab)).to(tl.float32)) / scale
                 low = _threshold(logits, vocab, highest, scale, tl.maximum(low, cut), mass, True, CHUNK)
                 above, one, count = _above(logits, vocab, highest, scale, low, True, CHUNK)
-                # The smallest set of the heaviest tokens that weighs `mass` has this many tokens with the lowest score.
+                # The smallest set of heaviest tokens that weighs `mass` contains this many tokens with the score `low`.
                 needed = tl.maximum(tl.ceil((mass - above) / tl.maximum(one, 1e-300)), 1.0)
                 ties = tl.where(low == cut, tl.minimum(needed, ties), needed)
                 cut = low
@@ -240,7 +240,7 @@ def _load_rows(
     heads_ptr, other_heads, tables_ptr, other_tables, table_stride, control_ptr, ids_ptr, positions_ptr, slots_ptr,
     contexts_ptr, out_ptr, out_stride, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Read the inputs of the model for one row. The distances `other_*` are those to the second tensor of a State."""
+    """Write the model inputs of one row. `other_*` is the distance from the first tensor of a State to the second."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < tl.load(control_ptr + 2)
     head = heads_ptr + tl.load(control_ptr).to(tl.int64) * other_heads + row * _COLUMNS

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # White space has a fixed form. If it were flexible, a model could generate white space without end.
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SCHEMA_BYTES = 512 << 10  # maximum size of the text of a grammar
-# The time to compile a schema grows up to quadratically with these counts: 1,000 properties take 0.4 s, 5,000 take 9 s
-# (vocabulary of SmolLM2, x86-64, 2 busy cores, 2026-11-16). The server stops schemas that are slow for other reasons.
+# The time to compile a schema can grow with the square of these counts: 1,000 properties take 0.4 s, 5,000 take 9 s
+# (SmolLM2, measured on 2 busy x86-64 cores, 2026-11-16). The server stops schemas that are slow for other reasons.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
 # A mask is computed on the engine thread for every token, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
@@ -88,7 +88,7 @@ class SchemaCompiler:
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Compile a grammar without holding the GIL. Raises ArgumentError if the grammar is not supported.
 
-        A schema of 2 KB can take hours. Compile an untrusted grammar first in a process that can be killed.
+        A schema of 2 KB can take hours. Therefore, first compile an untrusted grammar in a process that can be killed.
         """
         new, text = self._llguidance.LLMatcher, grammar.text
         try:

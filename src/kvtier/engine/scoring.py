@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens. They are computed together with the prompt, in the steps that compute its KV.
+"""Log-probabilities of prompt tokens, computed in the same steps as the KV of the prompt.
 
 logits of token    0  1  2  3          A token that comes from the cache has no logits. The scheduler therefore
 score token        1  2  3  4 ..       uses the cache only up to the first scored token.
@@ -37,7 +37,7 @@ class PromptScores:
         """
         begin, end = max(self._next - 1, first if follows else 0), min(stop, len(self._tokens) - 1)
         if first > begin < end:
-            raise StateError(f"token {begin} came from the cache, but token {begin + 1} needs its logits")
+            raise StateError(f"cannot score token {begin + 1}: token {begin} came from the cache, without logits")
         return max(0, end - begin)
 
     def targets(self, stop: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -69,7 +69,7 @@ class EngineSequence:
     """Handle of the sequence in the pipeline, set when the sequence starts."""
 
     def take(self, samples: list[Sample]) -> Output:
-        """Add sampled tokens and return the output. Tokens after the end of the sequence are dropped."""
+        """Add sampled tokens and return the output of this step. Drop tokens after the end of the sequence."""
         if not self.sampler.params.max_tokens:  # the sample is not part of the output
             self.finish_reason = FinishReason.LENGTH
             return self.output("", [])

@@ -40,8 +40,8 @@ class SpecialText:
     def hide(self, value: Any) -> tuple[Any, Mapping[str, str]] | None:
         """Mark the special tokens in all strings of a JSON value. Returns None if there are no special tokens.
 
-        Otherwise returns the changed value, and a map from marks to characters for `show`. If a string ends with the
-        first characters of a special token, they are marked too, because a template may append the rest of the token.
+        Otherwise returns the changed value, and a map from marks to characters for `show`. The beginning of a special
+        token at the end of a string is marked too, because a template may append the rest of the token.
         """
         strings = list(_strings(value))
         if not any(self._positions(string) for string in strings):

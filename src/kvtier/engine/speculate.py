@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Proposer(Protocol):
-    """Drafts tokens. If it drafts with models, `models` lists them.
+    """Drafts tokens. `models` lists the draft models, if the proposer uses any.
 
-    The engine keeps a cache group for each of these models. In every step, these models also compute the new tokens.
+    The engine keeps a cache group for each draft model. In every step, the draft models compute the new tokens too.
     """
 
     num_tokens: int
@@ -73,14 +73,14 @@ class DraftProposer:
         self.num_tokens = num_tokens
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Run the small model on the newest token, then on each of its own draft tokens."""
+        """Run the small model on the newest token of each request, then on each token that it has drafted."""
         (group,) = groups
         tables = [each.allocation.table for each in requests if each.allocation is not None]
         limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)
         room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
         drafts: list[list[int]] = [[] for _ in requests]
         for depth in range(self.num_tokens):
-            # the input token at this depth needs a KV slot at position num_tokens - 1 + depth
+            # the input token at this depth needs a KV slot at position chain.num_tokens - 1 + depth
             alive = [i for i in range(len(requests)) if depth <= room[i]]
             if not alive:
                 break

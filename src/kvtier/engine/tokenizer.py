@@ -115,7 +115,7 @@ class Tokenizer:
 
         add_special: add the tokens that the model expects around a text (often a bos token).
         parse_special: encode the text of a special token ("<|im_end|>") as that token, not as plain text.
-        max_tokens: raise RangeError before encoding if the text is far too long. The caller checks the exact number.
+        max_tokens: raise RangeError before encoding if the text is far too long. The caller checks the token count.
         """
         try:
             size = len(text.encode())
@@ -165,7 +165,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token that is not the first of a text. The bytes may be only a part of a character."""
+        """Return the bytes that a token adds to a text after other tokens. They may be only a part of a character."""
         if token_id not in self._token_bytes:
             self._token_bytes[token_id] = self._find_bytes(token_id)
         return self._token_bytes[token_id]
@@ -280,7 +280,7 @@ class TokenStream:
             text, length = codecs.utf_8_decode(data, "replace", False)
             self._incomplete = data[length:]
             if self._incomplete:
-                # Release the tokens before this one, unless this one completes their last character.
+                # Release the earlier tokens, unless this token completes a character that they began.
                 apart = before.decode("utf-8", "replace") + codecs.utf_8_decode(own, "replace", False)[0]
                 return self._release(len(self._held) - 1 if apart == text else 0)
         return self._release(len(self._held))

@@ -27,7 +27,7 @@ class Linear:
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
     packed: PackedWeight | None = None
-    """The same matrix in fewer bytes. CpuOps uses it for few tokens, when memory bandwidth limits the speed."""
+    """The same matrix in fewer bytes. CpuOps uses it in steps of few tokens: memory bandwidth limits their speed."""
 
 
 @dataclass(frozen=True, slots=True)

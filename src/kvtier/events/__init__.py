@@ -31,11 +31,11 @@ class EventConfig:
     token_ids: bool = True
     """True to send the tokens of stored blocks, for routers that hash prompts."""
     num_kept: int = 10_000
-    """Number of messages kept for replay. The state before them is kept too, so every replay is complete."""
+    """Number of messages kept for replay. The state before these messages is kept too, so every replay is complete."""
     max_queued: int = 100_000
     """Maximum number of queued events. Further events are dropped, and an AllBlocksCleared replaces them."""
     shared_tiers: tuple[str, ...] = ("shared",)
-    """Names of the stores outside this machine. Their blocks have the locality REMOTE, all others LOCAL."""
+    """Names of the stores outside this machine. The locality of their blocks is REMOTE, that of all others LOCAL."""
 
     def __post_init__(self) -> None:
         if not self.endpoint or self.rank < 0 or min(self.num_kept, self.max_queued) < 1:

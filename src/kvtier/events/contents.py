@@ -56,7 +56,7 @@ class IndexContents:
                     yield from self._stored(each)
 
     def _parent(self, key: bytes) -> bytes | None:
-        """Return the parent of a block if a tier has the parent, otherwise None."""
+        """Return the key of a block's parent, or None if no tier contains the parent."""
         block = next(blocks[key] for blocks in self._tiers.values() if key in blocks)
         return block.parent if any(block.parent in blocks for blocks in self._tiers.values()) else None
 

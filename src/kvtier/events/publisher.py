@@ -33,11 +33,11 @@ from kvtier.events.wire import as_map
 from kvtier.index import Event, IndexCleared
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_LINGER_MS = 1000  # limit on the time that closing the sockets waits for unsent messages
+_LINGER_MS = 1000  # longest wait for unsent messages when the sockets are closed
 
 
 class EventPublisher:
-    """Queues events without blocking. A separate thread encodes and sends them. Call the publisher from one thread.
+    """Queues events without blocking. A separate thread encodes and sends them. Only one thread may call the publisher.
 
     `num_dropped` counts the events that were dropped because the queue was full.
     """

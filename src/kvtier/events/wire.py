@@ -45,10 +45,9 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 
 
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
-    """Return the hashed data of each block except its tokens.
+    """Return for each block the adapter, and for the first block also the salt. Block keys depend on both.
 
-    This data is the adapter and, for the first block, also the salt. The salt is the request's `cache_salt`. If there
-    are tenants, the tenant's name and a NUL precede the `cache_salt`.
+    The salt is the request's `cache_salt`. If there are tenants, it begins with the tenant's name and a NUL.
     """
     shared = [adapter] if adapter is not None else []
     first = [*shared, _text(salt.removeprefix(b"\0"))] if salt else shared

@@ -33,8 +33,8 @@ class Stack:
     """Shadow for LRU and FIFO that covers all sizes at once.
 
     A cache of size n contains a mark if fewer than n other marks were used after this mark. Leaves are evicted first,
-    so the end of a path is evicted before its start. FIFO orders paths by their newest blocks. It therefore differs
-    from LRU only for requests that add no block.
+    so the end of a path is evicted before its start. LRU moves the path of each request to the newest end. FIFO moves
+    a path only if a request adds a block to it.
 
         newest   | top: marks of the newest path, in order | times: last use of all other marks |   oldest
 
@@ -46,7 +46,7 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if a request whose only mark is the newest mark changes nothing. Such a request is a hit for every
+        """True if using the newest mark again changes nothing. A request with only this mark is then a hit for every
         size."""
         self._clock = 0
         self._top: list[int] = []
@@ -162,13 +162,13 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 }
 
 
-# `record` only copies sampled bytes. `_play` then processes 4096 requests at once, because Python code that runs once
-# per request is three to five times as slow as the same code in a loop (2026-11-15).
+# `record` only copies sampled bytes. `_play` later processes 4096 requests in one loop. The same Python code took three
+# to five times as long if it ran separately for each request (measured on 2026-11-15).
 #
 #   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. The first word (w0)
 #   words   |       w0         |           w1              |         has three looks, and all later words have four.
 #           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  A mark is a hash of all words up to its position.
-STEP_BYTES = 1021  # odd, so that all four bytes of tokens are sampled
+STEP_BYTES = 1021  # odd, so that looks fall on each of the four bytes of a token in turn
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # only marks whose last look is in a full block are used
 _FIELDS = 3  # numbers per request in GhostCache._waiting
@@ -187,7 +187,7 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimated hit rate, as a share of full blocks.
+    """An estimated hit rate: the share of full blocks that are found in the cache.
 
     In about 19 of 20 cases, the true hit rate differs from the estimate by at most `error`. For S3-FIFO, whose shadow
     evicts marks instead of nodes, this held for 13 of 16 estimates on a generated trace.
@@ -204,10 +204,10 @@ class GhostCache:
 
     `policy` and `capacity` describe the real cache. `rate` is the share of sampled marks. The default is 1/64, or more
     if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited to the sampled bytes
-    of 4096 prompts and, for each policy, the marks that fit into its largest capacity.
+    of 4096 prompts and, for each policy, the marks that fit into the largest capacity.
 
-    `sparse` is a second GhostCache, with a lower rate, for policies whose shadows take longer. Both record the same
-    requests.
+    `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` passes each request on
+    to it.
     """
 
     def __init__(
@@ -262,12 +262,13 @@ class GhostCache:
         """Return the estimated hit rate of a policy at each capacity. The default is the policy of the real cache.
 
         The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
-        rate plus the lead, as a share of the sampled marks. The error is twice the standard error plus the model error.
+        rate plus the lead divided by the number of sampled marks. The error is twice the standard error plus the model
+        error.
 
         The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
-        the sums of the groups are independent, and their variance measures this source. Second, the number of sampled
-        marks is correct only on average. This has the same effect as a wrong capacity of both shadows, so it is
-        weighted with the steepness of the curve.
+        the sums of the groups are independent, and their variance measures this source. Second, the share of marks that
+        are sampled deviates from `rate`. This has the same effect as a slightly wrong capacity of both shadows, so the
+        deviation is multiplied by the steepness of the curve.
         """
         name = policy or self._real
         if name not in self._shadows:
@@ -282,7 +283,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # Add the larger of both model errors, the rounding of sizes to whole marks, and the prompts without marks.
+        # Add the larger model error, the error of rounding sizes to whole marks, and that of unsampled prompts.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left

@@ -138,7 +138,6 @@ class Cells:
         self.apps, self.tenants = Busiest(), Busiest()
         self.numbers: dict[tuple[int, ...], int] = {}
         """Features of a class -> its number."""
-        """Features of a class -> its number."""
         for plain in np.ndindex(*SIZES[:3]):
             self._add((*plain, 0, 0, 0, 0))
 
@@ -164,7 +163,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class with the same features but the hint "over"."""
+        """Return the class with the same features but the hint "over". If this class cannot exist, return `cell`."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

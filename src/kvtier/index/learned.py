@@ -191,7 +191,7 @@ class Learned:
     def _replace_floor(self, item: _Item) -> None:
         """Replace the lowest entry, which is the common entry of the young candidates of a class.
 
-        The new entry is only for the youngest of them, with its own value.
+        The new entry is for the youngest candidate only, and has the value of this candidate.
         """
         heappop(self._by_value)
         queue = self._queues[item[5]]
@@ -236,7 +236,7 @@ class Learned:
 
     def _is_valid(self, item: _Item) -> bool:
         if item[5] == _SINGLE:
-            return True  # at most one per class: the next one is added only after this entry was removed
+            return True  # a class has at most one such entry: the next is added only after this entry was removed
         queue = self._queues[item[5]]
         return item is queue.item or item is queue.floor
 
@@ -253,7 +253,7 @@ class Learned:
 
 
 class NativeLearned:
-    """Learned in native code (native_policy.h). It chooses the same victims."""
+    """The class Learned in native code (native_policy.h), which chooses the same victims."""
 
     name = "Learned"
 
@@ -265,7 +265,7 @@ class NativeLearned:
         return bool(self._contains(node))
 
     def sizes(self) -> list[int]:
-        """Return the lengths of the longest queue, the longest list of young candidates, and both other heaps."""
+        """Return four lengths: longest queue, longest list of young candidates, heap of values, heap of timers."""
         sizes: list[int] = np.frombuffer(self._sizes(), np.int64).tolist()
         return sizes
 

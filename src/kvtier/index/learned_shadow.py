@@ -127,7 +127,7 @@ class LearnedShadow:
             self._ended.append((old.cell, max(0.0, use.time - old.time), old.weight, False))
 
     def _take(self, now: float) -> list[F64]:
-        """Return class, age and weight of the marks that were used again, were forgotten, and of all others."""
+        """Return (class, age, weight) of marks in three arrays: those used again, those forgotten, and all others."""
         if self._native:
             return [np.frombuffer(part).reshape(-1, 3) for part in self._native[1](now)]
         ended, self._ended = self._ended, []
@@ -146,7 +146,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of marks with one size. Each class has a heap of marks, oldest first. Evicted marks may stay in it."""
+    """A cache of marks with one size. Each class has a heap of marks, oldest first, which may contain evicted marks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -83,7 +83,7 @@ class Lookahead:
             held = node.held[self._tier]
             if node.leases or not node.attached or held is None or held.num_held > count:
                 raise StateError(
-                    f"{count} blocks of a node are in the queue, but the node has {node.leases} leases and holds {held}"
+                    f"a node is in the queue with {count} blocks, but has {node.leases} leases and holds {held}"
                 )
 
     def _count(self, node: Node) -> None:

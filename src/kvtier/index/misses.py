@@ -27,7 +27,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """First block that did not match, and the reason. `time` is the logical time of the block's removal.
+    """The first block that did not match, and the reason. `time` is the logical time at which the block was removed.
 
     If the learned policy evicted the block, `cell` is the class of the block and `value` is the estimate that led to
     the eviction. Otherwise `cell` is -1.

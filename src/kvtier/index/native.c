@@ -1,9 +1,9 @@
-// The learned policy's work per request (kvtier.index.learned and kvtier.index.tracker), and its shadow (shadow.h).
+// The learned policy: its work for each request (kvtier.index.learned, kvtier.index.tracker) and its shadow.
 //
-// The functions that need nodes are Python functions, bound to their state by a capsule: a call takes 0.05 us, through
-// ctypes 0.5 us (EPYC, 2026-11-19). They use only CPython's stable ABI (PEP 384), which is declared here, so that
-// neither the headers of Python nor a build for each version of it are needed. Every function has an equivalent in
-// Python, which makes the same decisions.
+// The functions that need nodes are Python functions. A capsule binds them to their state. A call takes 0.05 us, and a
+// call through ctypes 0.5 us (measured on an EPYC, 2026-11-19). The functions use only CPython's stable ABI (PEP 384),
+// which is declared here. The build therefore needs no Python headers, and works with all versions of Python. Every
+// function has an equivalent in Python, which makes the same decisions.
 
 #include <math.h>
 #include <stdint.h>
@@ -62,7 +62,7 @@ static int find_names(void) {
     return (names.zero = PyLong_FromLongLong(0)) != NULL;
 }
 
-// Set an item of a tuple that may be NULL to an object that may be NULL, with its reference. Returns 0 after an error.
+// Set an item of a tuple, and take over the reference to `object`. Returns 0 after an error, or if an argument is NULL.
 static int set_item_of(PyObject *tuple, Py_ssize_t at, PyObject *object) {
     if (tuple && object) return !PyTuple_SetItem(tuple, at, object);
     if (object) Py_DecRef(object);
@@ -77,7 +77,7 @@ static int64_t int_of(PyObject *object, PyObject *name) {
     return number;
 }
 
-// Make room for `count` elements of `size` bytes. The capacity at least doubles. Returns 0 without memory.
+// Make room for `count` elements of `size` bytes. A capacity that grows at least doubles. Returns 0 if out of memory.
 static int reserve(void **data, int64_t *capacity, int64_t count, size_t size) {
     if (count <= *capacity) return 1;
     int64_t wanted = 2 * *capacity > count ? 2 * *capacity : count < 16 ? 16 : count;
@@ -104,7 +104,7 @@ typedef struct {
     const int64_t *uses_bin;
 } Tracker;
 
-// The bucket of an age: the number of limits that are not larger. The last end is infinite.
+// Return the bucket of an age: the number of ends that the age has reached. The last end is infinite.
 static int bucket_of(const double *ends, double age) {
     int low = 0, high = NUM_BUCKETS - 1;
     while (low < high) {

@@ -26,10 +26,10 @@ _DOUBLE, _INT, _POINTER = ctypes.c_double, ctypes.c_int64, ctypes.c_void_p
 
 
 class TrackerState(ctypes.Structure):
-    """State of a ReuseTracker and its TouchLog that Python and C share. The pointers refer to arrays of the tracker."""
+    """State of a ReuseTracker and its TouchLog, shared by Python and C. The pointers refer to arrays of the tracker."""
 
     now: float
-    """Latest time of any call."""
+    """Latest time that a call has passed as `now`."""
     lowest: float
     """Value of the last victim."""
     version: int
@@ -47,7 +47,7 @@ class TrackerState(ctypes.Structure):
     num_in_lru: int
     """Number of blocks that LRU would hold. They are the open blocks of all touches from `frontier` on."""
     num_requests: int
-    """Requests since the last update of the guard; then their blocks, hits, and hits that LRU would have had."""
+    """Requests since the last update of the guard. The next fields count their blocks, hits and hits with LRU."""
     num_blocks: int
     num_hits: int
     num_lru_hits: int
@@ -79,7 +79,7 @@ class IndexNative:
         self._library = library
 
     def best_ratios(self, hits: F64, seconds: F64) -> F64:
-        """Return the highest ratio of hits to seconds from each bucket to a later one, in each row (see `gittins`)."""
+        """Return the highest ratio of hits to seconds between each bucket and any later one, by row (see `gittins`)."""
         best = np.empty((len(hits), hits.shape[1] - 1))
         addresses = (array.ctypes.data for array in (hits, seconds, best))
         self._library.kvtier_best_ratios(len(hits), *addresses)
@@ -88,12 +88,12 @@ class IndexNative:
     def policy(self, tracker: object, state: TrackerState) -> tuple[Callable[..., Any], ...]:
         """Return the methods of a new policy: offer, withdraw, victim, contains, sizes (see Learned).
 
-        They keep the tracker alive, because its arrays contain the values.
+        The methods keep `tracker` alive, because they read the values from its arrays.
         """
         return self._library.kvtier_policy(tracker, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def log(self, state: TrackerState) -> tuple[Callable[..., Any], ...]:
-        """Return `enter` of a new tracker and `take` of its log."""
+        """Return `enter` of a new tracker, `take` of its log, and its `take_ghosts` and `add_ghost`."""
         return self._library.kvtier_log(state, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def shadow(

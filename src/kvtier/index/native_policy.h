@@ -1,5 +1,5 @@
-// kvtier.index.learned.Learned: the same steps with the same order of ties. A removed candidate leaves its place in the
-// pool at once; entries that refer to it are recognised by its sequence number.
+// The same steps as in kvtier.index.learned.Learned, with the same order of ties. The place of a removed candidate in
+// the pool is free at once. Entries that still refer to this candidate are recognised by its sequence number.
 
 typedef struct {
     int64_t used, number;
@@ -19,8 +19,8 @@ typedef struct {
     double until;
     int64_t id;      // number of this entry
     int32_t at;      // place of the candidate in the pool, or -1 for all young candidates of the class
-    int32_t cell;    // -1 for any other single candidate
-    int32_t of_cell;
+    int32_t cell;    // class, or -1 for a single candidate that is not the oldest of its class
+    int32_t of_cell; // class, in both cases
 } Item;
 
 typedef struct {
@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     Waiting *heap, *young;
     int64_t size, heap_capacity, num_young, young_capacity, count;
-    int64_t item, floor;  // number of the entry in the heap of values, or 0
+    int64_t item, floor;  // ids of these entries in the heap of values, or 0
     double item_value;
     int64_t item_number;  // sequence number of the entry's candidate
     double timer;
@@ -113,7 +113,7 @@ static int64_t home_of(const Policy *policy, const PyObject *node) {
     return (int64_t)(((uint64_t)(uintptr_t)node >> 4) * 0x9E3779B97F4A7C15u >> 20) & (policy->table_size - 1);
 }
 
-// Return the index in the table of a node's candidate, or of the free entry where it belongs.
+// Return the index of a node's candidate in the table, or the index of the free entry for it.
 static int64_t find(const Policy *policy, const PyObject *node) {
     int64_t at = home_of(policy, node);
     while (policy->table[at] >= 0 && policy->pool[policy->table[at]].node != node)
@@ -318,7 +318,7 @@ static int rebuild(Policy *policy) {
 
 // ---- methods --------------------------------------------------------------------------------------------------------
 
-// Read class and time of a node's last use, and its logical time. Returns 0 after an error.
+// Read the class, the time and the logical time of a node's last use. Returns 0 after an error.
 static int read_usage(const Tracker *tracker, PyObject *node, Candidate *into) {
     PyObject *usage = PyObject_GetAttr(node, names.usage), *touch = NULL;
     if (usage && (touch = PyObject_GetAttr(usage, names.touch))) {
@@ -409,7 +409,7 @@ static PyObject *policy_contains(PyObject *self, PyObject *node) {
     return PyBool_FromLong(policy->table_size && policy->table[find(policy, node)] >= 0);
 }
 
-// Bring the heap of values up to date. Returns 0 without memory.
+// Bring the heap of values up to date. Returns 0 if out of memory.
 static int refresh(Policy *policy) {
     const Tracker *tracker = policy->tracker;
     if (policy->version != tracker->version && !rebuild(policy)) return 0;
@@ -462,7 +462,7 @@ static PyObject *policy_victim(PyObject *self, PyObject *none) {
     return NONE;
 }
 
-// Return the lengths of the longest queue, of the list of young candidates, of the heap of values and of the timers.
+// Return the lengths of the longest queue, the longest list of young candidates, the heap of values, and the timers.
 static PyObject *policy_sizes(PyObject *self, PyObject *none) {
     const Policy *policy = PyCapsule_GetPointer(self, POLICY);
     int64_t sizes[4] = {0, 0, policy->num_items, policy->num_timers};
@@ -491,7 +491,7 @@ static void free_policy(PyObject *self) {
     PyMem_Free(policy);
 }
 
-// Return a tuple with the bound methods. It takes over the reference to the capsule.
+// Return a tuple with the bound methods. Takes over the reference to the capsule.
 static PyObject *bind(PyObject *capsule, PyMethodDef *methods, int count) {
     PyObject *bound = capsule ? PyTuple_New(count) : NULL;
     for (int i = 0; bound && i < count; i++) {

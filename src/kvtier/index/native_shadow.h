@@ -1,4 +1,4 @@
-// kvtier.index.learned_shadow.LearnedShadow without its fits: the same hits, the same observations in the same order.
+// kvtier.index.learned_shadow.LearnedShadow without its fits. Hits and observations are the same, in the same order.
 
 typedef struct {
     int64_t place;
@@ -13,7 +13,7 @@ typedef struct {
     int64_t size, capacity;
 } MarkQueue;
 
-// All that is known about a mark. It is freed when no cache holds it and its last use is forgotten.
+// All that is known about a mark. The entry is freed when no cache holds the mark and its last use is forgotten.
 typedef struct {
     uint64_t mark;
     double time, weight;
@@ -38,7 +38,7 @@ typedef struct {
     int64_t num_entries, entries_capacity, held_capacity, table_size;
     int32_t *table, free_entry, oldest, newest;
     MarkQueue (*queues)[NUM_MARK_CELLS];
-    Ended *ended[2];  // forgotten and used marks
+    Ended *ended[2];  // [0]: marks that were forgotten, [1]: marks that were used again
     int64_t num_ended[2], ended_capacity[2];
     int32_t *request;
     int64_t request_capacity, live;
@@ -86,7 +86,7 @@ static void free_entry(Shadow *shadow, int32_t at) {
     shadow->live--;
 }
 
-// Return the entry of a mark, which may be new, or -1 without memory.
+// Return the entry of a mark. Adds an entry for a new mark. Returns -1 if out of memory.
 static int32_t entry_of(Shadow *shadow, uint64_t mark) {
     if (2 * shadow->live >= shadow->table_size && !grow_marks(shadow)) return -1;
     int64_t at = find_mark(shadow, mark);
@@ -108,7 +108,7 @@ static int32_t entry_of(Shadow *shadow, uint64_t mark) {
     return entry;
 }
 
-// End the last use of a mark, with a use of it or because it is forgotten. Returns 0 without memory.
+// Record the end of a mark's last use: the mark is used again, or forgotten. Returns 0 if out of memory.
 static int end_use(Shadow *shadow, int32_t at, double now, int is_use) {
     MarkEntry *entry = &shadow->entries[at];
     int64_t number = shadow->num_ended[is_use]++;
@@ -128,7 +128,7 @@ static int end_use(Shadow *shadow, int32_t at, double now, int is_use) {
     return 1;
 }
 
-// LearnedShadow._use. `request` becomes the entries of the marks. Returns 0 without memory.
+// LearnedShadow._use. Sets `request` to the entries of the marks. Returns 0 if out of memory.
 static int use_marks(Shadow *shadow, const uint64_t *marks, int64_t count, double now, int new_label) {
     double weight = pow((double)count, -0.5);
     shadow->place += count;
@@ -187,7 +187,7 @@ static void evict_mark(Shadow *shadow, int cache, double now) {
     free_entry(shadow, at);
 }
 
-// MarkCache.use. Returns 0 without memory.
+// MarkCache.use. Returns 0 if out of memory.
 static int use_in_cache(Shadow *shadow, int cache, int64_t count, double now) {
     for (int64_t i = 0; i < count; i++) {
         int32_t at = shadow->request[i];
@@ -253,7 +253,7 @@ static PyObject *shadow_play(PyObject *self, PyObject *const *arguments, Py_ssiz
     return PyLong_FromLongLong(next);
 }
 
-// take(now): return the ends of uses by a use, those by being forgotten, and the open uses, each as bytes of `Ended`.
+// take(now): return three arrays of `Ended` as bytes: marks that were used again, forgotten marks, and all others.
 static PyObject *shadow_take(PyObject *self, PyObject *now_object) {
     Shadow *shadow = PyCapsule_GetPointer(self, SHADOW);
     double now = PyFloat_AsDouble(now_object);

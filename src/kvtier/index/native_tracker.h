@@ -1,14 +1,14 @@
-// The parts of kvtier.index.tracker that run for each request: `enter` with TouchLog.use and TouchLog.add.
+// The work of kvtier.index.tracker for each request: enter (with TouchLog.use and .add), take_ghosts and add_ghost.
 
 typedef struct {
     Tracker *tracker;
     PyObject *owner;  // keeps `tracker` alive
-    // Observations since the last `take`, as in TouchLog: class and blocks of new touches, number and used blocks of
-    // old ones, and four numbers per request.
+    // Observations since the last `take`, as in TouchLog: class and number of blocks of each new touch, number and used
+    // blocks of each old touch, and four numbers per request.
     int64_t *started, *ended;
     double *requests;
     int64_t num_started, started_capacity, num_ended, ended_capacity, num_requests, requests_capacity;
-    // For one request: its path, upwards, and the runs of its blocks by their last touch.
+    // For the current request: its path, last node first, and runs of its blocks: number of the last touch, blocks.
     PyObject **path, *root;
     int64_t *runs;
     int64_t path_capacity, num_runs, runs_capacity;
@@ -23,7 +23,7 @@ static int add_run(Log *log, int64_t number, int64_t count) {
     return 1;
 }
 
-// TouchLog.use for `runs`. Returns -1 without memory.
+// TouchLog.use for `log->runs`. Returns -1 if out of memory.
 static int64_t use_runs(Log *log, int64_t limit) {
     Tracker *t = log->tracker;
     int64_t hits = 0, at = 0, oldest = t->next - t->num_touches;
@@ -45,7 +45,7 @@ static int64_t use_runs(Log *log, int64_t limit) {
     return hits;
 }
 
-// TouchLog.add without `sync`. Returns 0 without memory.
+// TouchLog.add. Returns 0 if out of memory.
 static int add_touches(Log *log, int64_t first, double now, double began) {
     Tracker *t = log->tracker;
     if (!RESERVE(log->requests, log->requests_capacity, log->num_requests + 4)) return 0;
@@ -90,14 +90,14 @@ static PyObject *new_touch(int64_t number, int64_t cell, double now, int64_t use
     return touch;
 }
 
-// What a request knows about its blocks.
+// Facts about a request and its blocks.
 typedef struct {
     int64_t matched, fresh_from, again, stop;
     double now;
     PyObject *tracker, *labels, *numbers;
 } Request;
 
-// Start the touches of the nodes in `path`, and collect their last touches in `runs`. Returns 0 after an error.
+// Start new touches for the nodes in `path`, and collect their previous touches in `runs`. Returns 0 after an error.
 static int touch_path(Log *log, const Request *request, int64_t length) {
     Tracker *t = log->tracker;
     int64_t first = log->num_started, cell = -1, number = t->next - 1, run_uses = -1, last = -1;
@@ -160,7 +160,7 @@ static int add_ghosts(Log *log, PyObject *ghosts) {
     return 1;
 }
 
-// Fill `path` with the nodes of a lease, upwards. Returns their number, or -1 after an error.
+// Fill `path` with the nodes of a lease, last node first. Returns their number, or -1 after an error.
 static int64_t find_path(Log *log, PyObject *lease) {
     int64_t length = 0;
     PyObject *node = PyObject_GetAttr(lease, names.node), *parent;
@@ -261,7 +261,7 @@ static int append_pair(PyObject *list, int64_t number, int64_t count) {
     return 1;
 }
 
-// The key of the block that follows `node`: that of the next node on the path, if it begins there, or the chain's.
+// Return the key of a node that begins with `block`: the key of `first` if it is this node, otherwise from the chain.
 static PyObject *key_of(PyObject *first, PyObject *chain, int64_t block) {
     if (first && int_of(first, names.start) == block) return PyObject_GetAttr(first, names.key);
     PyObject *number = PyLong_FromLongLong(block);
@@ -302,7 +302,7 @@ static PyObject *log_returned(PyObject *self, PyObject *const *arguments, Py_ssi
     int64_t block = request.matched, again = 0, length;
     if (block >= request.stop) goto none;
     if ((length = find_path(log, lease)) < 0) return NULL;
-    // The path is upwards. Find the last node that begins before `block`, and the node after it.
+    // The path contains the last node first. Find the last node that begins before `block`, and the node below it.
     int64_t at = 0;
     while (at < length && int_of(log->path[at], names.start) >= block) at++;
     PyObject *first = at ? log->path[at - 1] : NULL, *node = at < length ? log->path[at] : NULL;

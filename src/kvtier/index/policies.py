@@ -239,7 +239,7 @@ class S3FIFO:
         self._time = 0
 
     def offer(self, node: Node) -> None:
-        """Add a node to the end of main if it has a ghost, or to its old place in main, or otherwise to small."""
+        """Add a node: at the end of main if it has a ghost, at its old place if it was in main, otherwise to small."""
         if node in self:
             return
         mark = fingerprint(node)
@@ -259,7 +259,7 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node that has spent all its uses. Search small if it exceeds its share, otherwise main.
+        """Return the first node that has spent all its uses. Search small while it exceeds its share, otherwise main.
 
         A node with unspent uses moves to the end of main. A move within main spends one use.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.messages import I32
 
-# Up to this number of ids, a Python loop finds runs faster than numpy (x86-64, Python 3.11, 2026-11-15).
+# Up to this number of ids, a Python loop finds runs faster than numpy (measured on x86-64, Python 3.11, 2026-11-15).
 _FEW = 64
 
 

@@ -1,13 +1,13 @@
 """ReuseTable: estimates the value of a block from its class and age.
 
 A block that is held for one second costs one block-second. Let c be the class of a block, and a its age, which is the
-time since its last use. If the block is evicted at the latest at age s, it brings an expected number of hits and costs
-an expected number of block-seconds. The value of the block is the ratio of both for the best s:
+time since its last use. Suppose that the block is kept until its next use, but at most until age s. We can then expect
+a number of hits and a number of block-seconds. The value of the block is the highest ratio of these numbers for any s:
 
     value(c, a) = max over s > a of   expected hits in (a, s) / expected block-seconds in (a, s)
 
-This is the Gittins index. It depends on no capacity, horizon or threshold. If all blocks have one class, and the value
-falls with age, the order of the values is LRU.
+This is the Gittins index. It does not depend on a capacity, a horizon or a threshold. If all blocks have the same
+class, and the value falls with age, the order of the values is LRU.
 
 The hazard is the number of hits per second of a block that has not been used again. It is counted by class and age
 bucket, and modelled as a product: a common curve, one factor per feature, one factor per class, and the shape of a
@@ -29,7 +29,7 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 # Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The hit rates of a prototype changed little
-# with other units of time and with other ratios from 1.25 on. A first bucket of 10 s is too coarse for agents.
+# with other units of time and with other ratios of at least 1.25. A first bucket of 10 s is too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
@@ -39,7 +39,7 @@ NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # array
 # PRIOR and ENOUGH count typical observations. A typical observation has the average weight of the observations.
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
-DECAY, DECAY_REQUESTS = 0.98, 128  # half of the weight after about 4,400 requests; the value of the prototype
+DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, as in the prototype
 MAX_FACTOR = 16.0  # limits the factor of a feature value whose blocks were never used again
 NOISE = 1.2  # values that differ by less than this factor count as equal, because their difference is mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
@@ -63,7 +63,7 @@ class ReuseTable:
         self.all_values: F64 = np.zeros((MAX_CELLS, NUM_BUCKETS))
         self.all_floors: F64 = np.full(MAX_CELLS, np.inf)
         self.all_rises: F64 = np.zeros(MAX_CELLS)
-        """The same numbers as in the next three lists, for native code."""
+        """These three arrays contain the same numbers as the next three lists. Native code reads the arrays."""
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
@@ -76,7 +76,7 @@ class ReuseTable:
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
         """Add blocks whose observation ended at these ages.
 
-        `is_use` is True if it ended with a use of the block, and False if the block was forgotten.
+        `is_use` is True if the observations ended with a use of the block, and False if the blocks were forgotten.
         """
         flat = add_time(self._at_risk, cells, ages, weights)
         if is_use:
@@ -192,7 +192,7 @@ def gittins(hazard: F64, code: IndexNative | None = None) -> F64:
 
 
 def _common_hazard(events: F64, at_risk: F64, k: float) -> F64:
-    """Return the hazard of all classes together. The prior is proportional to 1 / age, which makes the policy LRU."""
+    """Return the hazard of all classes together. The prior, proportional to 1 / age, alone gives LRU."""
     prior = 1 / (0.5 * (EDGES[:-1] + EDGES[1:]) + 1)
     prior *= events.sum() / max(float(prior @ at_risk), 1e-12)
     return prior * (_neighbours(events) + k) / (_neighbours(at_risk * prior) + k)

@@ -117,7 +117,7 @@ class Tier:
         self.learns = policy.name == Learned.name
         self.num_evicted = 0
         self.num_duplicates_evicted = 0
-        """Number of evicted blocks that the faster tier also held. Each of them may have to be copied here again."""
+        """Number of evicted blocks that the faster tier also held. They may have to be copied to this tier again."""
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
@@ -125,7 +125,7 @@ class Tier:
         """Candidates of each tenant with a quota."""
         self.faster: Tier | None = None
         self.slower: Tier | None = None
-        """Neighbours of this tier. They are set only if the slower of two neighbours is exclusive of the faster one."""
+        """The next faster and the next slower tier. Each is set only if the slower tier of the pair is exclusive."""
 
     def learn_from(self, tracker: ReuseTracker) -> None:
         """Use the learned policy, with a tracker that tiers share. Call it before the first block is cached."""
@@ -206,7 +206,7 @@ class Tier:
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose next victims until they and the free slots have about `num_blocks` slots. Return the new victims."""
+        """Choose next victims until they and the free slots make up about `num_blocks`. Return the new next victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():
@@ -347,7 +347,7 @@ class Tier:
         for node in nodes:
             held = node.held[self.number]
             if self.slower is not None:
-                self.slower.list_duplicate(node)  # it may have been one of the next victims before
+                self.slower.list_duplicate(node)  # it may have been a next victim of the tenant until now
             if tenant is not None and held is not None and not node.leases and self._limited(node) is tenant:
                 tenant.num_blocks += held.num_held
                 if not node.below[self.number]:

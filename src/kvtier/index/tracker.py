@@ -42,12 +42,12 @@ from kvtier.messages import I32
 # The log must reach back further than the cache. With 4,096 touches, the hit rate of the prototype was 0.4 points below
 # LRU in caches of 30,000 to 50,000 blocks.
 NUM_TOUCHES = 16_384
-# Requests between two fits: a quarter of all requests so far, within these limits. A fit takes 1 ms. With an eighth and
-# at most 512, fits take 3 instead of 2 us per request, and the hit rates differ by at most 0.2 points (2026-11-19).
+# Requests between two fits: a quarter of all requests so far, within limits. A fit takes 1 ms. Measured on 2026-11-19:
+# with FIT_SHARE 8 and LAST_FIT 512, fits take 3 instead of 2 us per request, and hit rates differ by up to 0.2 points.
 FIRST_FIT, LAST_FIT, FIT_SHARE = 64, 1024, 4
-GUARD_REQUESTS = 8  # requests between two updates of the guard; with 32, it reacts too late in small caches
+GUARD_REQUESTS = 8  # requests between two updates of the guard; with 32, the guard reacts too late in small caches
 MAX_RUNS = 64  # maximum number of touches per request; the last of them includes the rest of the path
-_MARGIN = 4096  # touches that the ring can hold in addition; `learn` synchronises the log when half of them are used
+_MARGIN = 4096  # places in the ring beyond NUM_TOUCHES; `learn` calls `TouchLog.sync` when half of them are used
 _RING = NUM_TOUCHES + _MARGIN
 _RUNNING = 2**62  # touch number of blocks that a running request has published; LRU would hold these blocks
 MAX_USES = 4
@@ -78,16 +78,16 @@ class TouchLog:
         self.state = state or TrackerState()
         self.left = array("i", bytes(4 * _RING))
         self.synced = 0
-        """Number of the next touch at the last `sync`."""
+        """Value of `state.next` at the last `sync`."""
         self.native_take: Callable[[], tuple[bytes, bytes, bytes]] | None = None
-        """Returns what native code has collected instead of the next three lists, and clears it."""
+        """Return and clear the numbers that native code collects instead of using the next three lists."""
         self.started: list[int] = []
         """Class and number of blocks of each touch since the last `sync`."""
         self.ended: list[int] = []
-        """Number of a touch and number of its blocks that a request used again, since the last `sync`."""
+        """Number of a touch, and how many of its blocks a request used again, for all uses since the last `sync`."""
         self.requests: list[float] = []
-        """Four numbers per request since the last `sync`: its time, the time of its match, and the lengths of `started`
-        and `ended` after it."""
+        """Four numbers per request since the last `sync`: the times of its end and of its beginning, and the lengths of
+        `started` and `ended` at its end."""
         self.times: F64 = np.zeros(_RING)
         self.cells: I32 = np.zeros(_RING, np.int32)
         self.blocks: I32 = np.ones(_RING, np.int32)
@@ -272,7 +272,7 @@ class ReuseTracker:
             self._share(code)
 
     def _share(self, code: IndexNative) -> None:
-        """Let native code use the arrays, and enter the uses."""
+        """Give native code the addresses of the arrays, and use its functions from now on."""
         state, table = self.state, self.table
         state.num_touches, state.ring, state.max_runs, state.running = NUM_TOUCHES, _RING, MAX_RUNS, _RUNNING
         state.guard_requests = GUARD_REQUESTS
@@ -306,7 +306,7 @@ class ReuseTracker:
             self.learn()
 
     def cell(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. A new class gets its values."""
+        """Return the number of a class. Add the values of a new class to the table."""
         cell = self.cells.number(uses, labels)
         self.table.row(cell)
         return cell
@@ -337,7 +337,7 @@ class ReuseTracker:
             self._shorten(node)
         ghosts = self._ghosts
         if self._add_ghost(ghosts, node) >= NUM_TOUCHES + _MARGIN:
-            # Many at once, because finding the first entry of a dict passes all entries that were deleted before it.
+            # Delete many at once: the search for the first entry of a dict passes all entries deleted before it.
             for oldest in list(islice(ghosts, _MARGIN)):
                 del ghosts[oldest]
 
@@ -412,7 +412,7 @@ class ReuseTracker:
             raise StateError(f"the LRU frontier {state.frontier} is not in [{state.oldest}, {state.next}]")
         in_lru = int(left[np.arange(state.frontier, state.next) % _RING].sum())
         if in_lru != state.num_in_lru or in_lru > state.capacity:
-            raise StateError(f"{state.num_in_lru} blocks counted for LRU of {state.capacity}, but {in_lru} exist")
+            raise StateError(f"{state.num_in_lru} blocks counted for LRU, {in_lru} exist, capacity {state.capacity}")
         if len(self._ghosts) >= NUM_TOUCHES + _MARGIN or self.cells.count > len(self.cells.features):
             raise StateError(f"{len(self._ghosts)} ghosts and {self.cells.count} classes exceed their limits")
         rows = self.table.values
@@ -543,7 +543,7 @@ def add_ghost(ghosts: Ghosts, node: Node) -> int:
     usage = node.usage
     assert usage.touch is not None
     number, _, _, uses = usage.touch
-    # One int per ghost, because tuples would be visited by each garbage collection.
+    # A ghost is one int, because each garbage collection would visit tuples.
     packed = number << _NUMBER_BIT | min(node.num_blocks + usage.lost, _MAX_GHOST) << _BLOCKS_BIT | uses
     ghosts[hash((node.domain, node.key, node.start))] = packed
     return len(ghosts)

@@ -237,7 +237,7 @@ class RadixTree:
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
         """Evict n blocks from a tier. If fewer are evictable, evict none and return a Shortage.
 
-        With `salt`, evict only blocks of its tenant.
+        With `salt`, evict only blocks of the salt's tenant.
         """
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: the tenant of {salt.hex() or 'no salt'} has no quota")
@@ -459,7 +459,7 @@ class RadixTree:
                 node = above
 
     def _split_at(self, node: Node, block: int) -> None:
-        """Split the node on the path to `node` that contains `block`, so that a node begins with this block."""
+        """On the path to `node`, split the node that contains `block`, so that a node begins with this block."""
         while node.start >= block and node.parent is not None:
             node = node.parent
         if node.start < block < node.stop:
@@ -471,7 +471,7 @@ class RadixTree:
         return AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
 
     def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
-        """Extend a lease by an existing child. Return the child, and True if it took over the slots of the lease.
+        """Extend a lease by an existing child. Return the child, and True if the child took over the lease's slots.
 
         If the child already has device blocks, the lease keeps its own slots as duplicates.
         """
@@ -575,7 +575,7 @@ class RadixTree:
         return freed
 
     def _evict_duplicates(self, tier: Tier, node: Node, n: int) -> list[I32]:
-        """Evict at most n blocks of a node that a faster tier also holds. Return their slots."""
+        """From a node, evict at most n blocks that the faster tier also holds. Return their slots."""
         freed: list[I32] = []
         for first, stop in tier.duplicate_runs(node, n):
             if self._listener:

@@ -188,7 +188,7 @@ def _conflicts(table: I64) -> tuple[I64, I64] | None:
     write_starts, read_starts = dst[writes], src[reads]
     write_ends, read_ends = write_starts + nbytes[writes], read_starts + nbytes[reads]
     find = np.searchsorted
-    # Two intervals overlap if one starts inside the other. The starts inside an interval are adjacent if sorted.
+    # Two intervals overlap if one starts inside the other. The sorted starts inside an interval are consecutive.
     ranges = (
         (writes, writes, np.arange(n) + 1, find(write_starts, write_ends)),
         (writes, reads, find(read_starts, write_starts), find(read_starts, write_ends)),

@@ -41,9 +41,9 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
     """Check the parts of a tool call that chat templates use."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool call needs function.name, a text")
+        raise ValueError("function.name of a tool call must be a string")
     if not isinstance(function.get("arguments"), str | dict | None):
-        raise ValueError("function.arguments must be a text with a JSON object")
+        raise ValueError("function.arguments must be a string with a JSON object")
     return call
 
 

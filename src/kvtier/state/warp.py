@@ -203,7 +203,10 @@ def append_rows(old: Rows, perm: Permutation, sizes: Any, added: I64, source: Ro
     element = out.row_bytes // max(1, capacity)
     row, first, count = added
     if len(row) and (added.min() < 0 or row.max() >= len(perm) or (first + count).max() > capacity):
-        raise RangeError(f"elements {added.tolist()} exceed {len(perm)} rows of {capacity} elements")
+        raise RangeError(
+            f"cannot append to rows {row.tolist()} from elements {first.tolist()} on, counts {count.tolist()}: "
+            f"there are {len(perm)} rows of {capacity} elements"
+        )
     if out is not old:
         kept = _whole_numbers("sizes", sizes, len(perm))
         kept[row] = first

@@ -1,4 +1,4 @@
-"""Attention of the long chunks of a batch and of the sequences between them equals attention of the batch."""
+"""Splitting a batch into its long chunks and the sequences between them does not change the results of attention."""
 
 import numpy as np
 import pytest

@@ -196,7 +196,7 @@ def test_integer_products_without_quantised_matrix_raise(checkpoint):
 
 
 def test_integer_products_with_invariant_mode_raise():
-    with pytest.raises(ArgumentError, match="neither invariant mode nor tensor_parallel"):
+    with pytest.raises(ArgumentError, match="do not support invariant mode or tensor_parallel"):
         LLM(products="integer", invariant=True)
 
 

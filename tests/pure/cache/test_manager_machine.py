@@ -81,7 +81,7 @@ class Mirror:
             tier.update(keys)
 
     def check(self, manager: CacheManager) -> None:
-        """Compare the keys with the tree and the stores. Every key of a store must be known as present on all ranks."""
+        """Compare the keys with the tree and the stores. The manager must know each key that the events report."""
         held: dict[str, set[bytes]] = {}
         for node in manager.tree.nodes():
             for tier, part in zip(manager.tree.tiers, node.held, strict=True):

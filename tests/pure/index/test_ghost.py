@@ -1,4 +1,4 @@
-"""Shadow caches have the hits of naive caches, and estimates of GhostCache agree with exact replays."""
+"""Shadow caches hit and miss like naive caches, and estimates of GhostCache agree with exact replays."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_ghost_with_full_sampling_has_small_error(block_tokens):
 
 
 def large_cache_hit_rate(chains: list[Chain], capacity: int = 4) -> float:
-    """Return the estimated hit rate of a very large cache. The real cache reports no hits."""
+    """Return the estimated hit rate of a very large cache. Every request is recorded as a miss of the real cache."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
         ghost.record(chain, 0)

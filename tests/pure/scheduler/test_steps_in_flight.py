@@ -115,7 +115,7 @@ class Life:
             if row.request in live and result.finished and result is not WORTHLESS:
                 assert row.request.state is RequestState.FINISHED
         for each in late:
-            assert each.allocation is not None, "its row in flight still writes to its blocks"
+            assert each.allocation is not None, "blocks were freed while a row in flight writes to them"
 
     def fail(self) -> None:
         """Fail the oldest step on the device. The step after it does not run."""
@@ -163,7 +163,7 @@ def test_two_steps_in_flight_generate_right_tokens():
 
 
 def _two_steps(scheduler, device, names="a", new=4, **options):
-    """Schedule a step with the prompts of new requests and a step after it."""
+    """Schedule two steps: the first one computes the prompts of new requests, the second one follows it."""
     created = [request(scheduler, name, [1, 2], new, **options) for name in names]
     steps = [scheduler.schedule(0.0), scheduler.schedule(1.0)]
     return created, [(step, device.submit(step)) for step in steps]

@@ -18,11 +18,11 @@ _HEAD = "node:__internal_head__"  # resource of the head node of every Ray clust
 _QUIET = MappingProxyType({"enable_access_log": False})  # kvtier logs requests itself
 MAX_REPLICAS = 64
 """Maximum number of replicas of a router. During an update, both the old and the new replicas count."""
-_MOST_ONGOING = 100_000  # so large that Ray Serve never limits requests; the front end does
+_MOST_ONGOING = 100_000  # so large that Ray Serve never limits requests; the front end limits them instead
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """Return the application for a Serve config file. `args` are options of `kvtier serve`, as in its [serve] table."""
+    """Return the application for a Serve config file. `args` may contain options of `kvtier serve`, and `tenants`."""
     from kvtier.cli.serve import fleet_config_of
 
     return fleet_app(fleet_config_of(args))

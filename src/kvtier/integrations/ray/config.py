@@ -18,7 +18,7 @@ class RayConfig:
     cluster: str = option("", "where the engines run: ray for replicas on Ray Serve (default: here)", metavar="ray")
     num_replicas: int = option(1, "number of engines on the cluster", "replicas")
     max_replicas: int = option(0, "largest number of engines if their number follows the load; 0: fixed number")
-    """If it is not 0, `num_replicas` is the smallest number of engines."""
+    """If `max_replicas` is not 0, `num_replicas` is the smallest number of engines."""
     replica_cpus: float = option(1.0, "CPUs that Ray reserves for an engine", metavar="N")
     """The engine may use more CPUs than Ray reserves."""
     replica_gpus: float = option(0.0, "GPUs of an engine; 0: one with --device cuda, else none", metavar="N")

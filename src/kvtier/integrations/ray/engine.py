@@ -23,7 +23,7 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages import PING, Reply, StepOutputs, Submit, decode_message, encode_message
 
 _log = logging.getLogger("ray.serve")
-# Errors that mean that the replica, node or deployment of a call failed. Another replica can run the request.
+# Errors after a failure of the replica, its node or the deployment. Another replica can run the request.
 _LOST = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, ClosedError, OSError)
 _RETRY_SECONDS = 0.2  # pause before another attempt
 _GRACE_SECONDS = 5.0  # added to the deadline of the replica, so that the front end reports a timeout first
@@ -123,7 +123,7 @@ class FleetEngine:
         deadline: float,
         routing: asyncio.Timeout,
     ) -> None:
-        """Run the requests on one replica. The timeout `routing` applies until the replica has accepted them."""
+        """Run the requests on one replica. The timeout `routing` ends when the replica has accepted the requests."""
         ticket.replica = ""
         bodies = [encode_message(submit) for submit in submits]
         num_left = mailbox.num_left

@@ -17,7 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The application of the server without lifespan events and response ids. Serve's proxy handles these."""
+    """The server's application without lifespan events and x-request-id headers. Serve's proxy handles both."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class FleetIngress:
         self._watch = asyncio.create_task(self._front.heartbeat.run())
 
     def reconfigure(self, config: dict[str, int]) -> None:
-        """Set the request limit for the number of replicas. Ray Serve calls this at the start and on changes."""
+        """Set how many answers may run on all replicas. Ray Serve calls this method at the start and on changes."""
         self._front.admission.num_rows = self._rows_per_replica * config["most_replicas"]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

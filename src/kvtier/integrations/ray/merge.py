@@ -1,4 +1,4 @@
-"""Merges the replies of several engines to one control call."""
+"""Merges the replies that several engines send to the same control call."""
 
 from __future__ import annotations
 

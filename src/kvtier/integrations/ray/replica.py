@@ -26,7 +26,7 @@ _log = logging.getLogger("ray.serve")
 class EngineReplica:
     """Runs requests and control calls on one engine. Ray Serve calls all methods on one event loop."""
 
-    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc] # Ray Serve supports it
+    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc] # Ray Serve allows async here
         address = f"tcp://{ray.util.get_node_ip_address()}:*"
         options = replace(config.engine, events=address, events_replay=address, events_token_ids=False)
         self._engine = EngineClient(options)

@@ -52,7 +52,7 @@ class RouteTicket:
         self.replica = replica
 
     def on_first_token(self) -> None:
-        """Remove the prompt from the queue of its replica."""
+        """Remove the prompt from the router's queue for the chosen replica."""
         with self._lock:
             if self._place is not None:
                 loop, router, decision = self._place

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvtier.errors import ArgumentError
 from kvtier.fingerprint import files_digest
 
-# Settings of SGLang itself in the extra config. SGLang removes its prefetch settings before it passes the config on.
+# Settings in the extra config that only SGLang uses. Its prefetch settings are not listed: it removes them.
 _OF_SGLANG = (
     "backend_name",
     "module_path",
@@ -70,7 +70,7 @@ class HiCacheSettings:
         return any(urlsplit(url).scheme == "disk" for url in self.store)
 
     def revision_of(self, model_name: str) -> str:
-        """Return the revision of the weights. Raise ArgumentError if a persistent store needs it and it is unknown."""
+        """Return the revision of the weights. If it is unknown and a store is persistent, raise ArgumentError."""
         if self.revision:
             return self.revision
         if model_name and Path(model_name).exists():
@@ -115,6 +115,6 @@ class RankIdentity:
         return (self.pp[0] * self.cp[1] + self.cp[0]) * tp[1] + tp[0], tp[1] * self.pp[1] * self.cp[1]
 
     def describe(self, *, is_sharded: bool) -> str:
-        """Describe the ranks that determine the bytes of a pool. With `is_sharded`, the bytes differ by TP rank."""
+        """Describe the ranks that determine a pool's bytes. With `is_sharded`, each TP rank has different bytes."""
         places = [("tp", self.tp if is_sharded else (0, 1)), ("pp", self.pp), ("cp", self.cp)]
         return " ".join(f"{name} {rank}/{size}" for name, (rank, size) in places)

@@ -1,6 +1,6 @@
-"""Caches of transformers whose tokens PrefixCache records.
+"""Subclasses of transformers' caches, for PrefixCache.
 
-A cache of transformers does not contain tokens. PrefixCache records the tokens in forward hooks. The caches here add
+A cache of transformers does not contain tokens, so PrefixCache records the tokens in forward hooks. The subclasses add
 three things: they detect reordered rows, they detect removed tokens, and they keep the states that sliding layers drop.
 """
 
@@ -23,7 +23,7 @@ class RecentStates:
 
     def __init__(self, sliding: Sequence[int]) -> None:
         self.is_valid = True
-        """False after `stop`, for example because rows were reordered. Blocks can then no longer be saved."""
+        """False after `stop`, which is called if rows are reordered, for example. No more blocks are saved then."""
         self.start = 0
         self._pieces: dict[int, list[Pair]] = {layer: [] for layer in sliding}
 
@@ -87,7 +87,7 @@ class PrefixDynamicCache(DynamicCache):
             if is_cut and tokens_to_remove:
                 raise ArgumentError(
                     f"cannot remove {abs(tokens_to_remove)} tokens: layer {number} has a sliding window of "
-                    f"{layer.sliding_window} tokens and has dropped the tokens before it; call `begin` again with the "
+                    f"{layer.sliding_window} tokens and has dropped all earlier tokens; call `begin` again with the "
                     f"shorter prompt"
                 )
         if self.recent.layers:

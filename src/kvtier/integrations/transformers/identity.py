@@ -1,4 +1,4 @@
-"""Identity of a model's KV, which determines the models that can share blocks. Rejects models that cannot be cached."""
+"""Identity of a model's KV: models share blocks only if it is equal. Rejects models whose KV cannot be cached."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PROBE_ELEMENTS = 4  # sampled elements per tensor
 
 
 def base_model_of(model: Any) -> PreTrainedModel:
-    """Return the transformers model, which may be inside a PEFT or compiled model.
+    """Return the transformers model inside `model`, which may be a PEFT model or a compiled model.
 
-    Raise ArgumentError if its KV cannot be cached.
+    Raise ArgumentError if the model's KV cannot be cached.
     """
     model = getattr(model, "_orig_mod", model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -50,7 +50,7 @@ def base_model_of(model: Any) -> PreTrainedModel:
 
 
 def _rope_types(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the rope types of all rotary modules. Models with several kinds of layers have a table of types."""
+    """Yield the rope types of all rotary modules. A module for several kinds of layers has a dict of rope types."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         yield from kind.values() if isinstance(kind, dict) else [kind] if isinstance(kind, str) else []
