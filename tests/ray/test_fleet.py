@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import httpx
@@ -74,6 +75,13 @@ def test_closed_stream_cancels_the_request(fleet):
         wait_until(lambda: fleet.state()["running"] == 0 and fleet.state()["in_flight"] == 0, "cancelled request")
 
 
+@pytest.mark.ray_ci
+def test_metrics_of_a_fleet_have_series_of_every_replica(fleet):
+    page = httpx.get(f"{fleet.url}/metrics", timeout=60).text
+    names = re.findall(r'kvtier_cache_queried_tokens_total{replica="([^"]+)"}', page)
+    assert sorted(names) == sorted(each["replica"] for each in fleet.replicas())
+
+
 def test_unknown_model_of_a_fleet_is_404(fleet):
     with fleet.client() as client, pytest.raises(openai.NotFoundError, match="unknown model"):
         client.completions.create(model="other", prompt="a")
@@ -136,7 +144,7 @@ def test_killed_proxy_closes_connections_and_retry_succeeds(fleet, answer):
         assert ask(client, "retry", 8, stream=True) == answer("retry", 8)
 
 
-def test_scaling_from_one_to_three_to_one_loses_nothing(fleet, answer):
+def test_scaling_between_one_and_three_loses_no_request(fleet, answer):
     load = Load(fleet)
     with load.running():
         for number in (1, 3, 1, 3):

@@ -27,8 +27,8 @@ class CacheAdmin:
         """Queue copies of a prompt's blocks and their descendants to lower tiers, regardless of the write policy."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
-        below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []
-        leaves = [leaf for leaf in below if not leaf.children]
+        below = (node, *node.descendants()) if node is not None and num_blocks == chain.num_blocks else ()
+        leaves = [leaf for leaf in below if not leaf.children and leaf.stop > num_blocks]
         for each in (chain, *(Chain.of_node(manager.namespace, leaf) for leaf in leaves)):
             for queue in manager.queues:
                 queue.jobs.append(WritebackJob(each, 0, each.num_blocks, always=True))
@@ -46,7 +46,10 @@ class CacheAdmin:
         return any(queue.jobs for queue in self._manager.queues)
 
     def demote(self, chain: Chain) -> int:
-        """Free the device slots of those blocks of a prompt that are also on the host. Return the number of slots."""
+        """Free the device slots of a prompt's blocks and, if the whole prompt is cached, of all its continuations.
+
+        Blocks that are leased or not on the host keep their slots, as do their ancestors. Return the number of slots.
+        """
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
 

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import sys
 
+import msgspec
 import pytest
 
 from kvtier.cli.main import main
@@ -15,11 +16,13 @@ from kvtier.events import EventConfig, publish_events
 from kvtier.index import Chain, Namespace
 from kvtier.index.events import BlocksStored
 from kvtier.integrations.ray.config import RayConfig
-from kvtier.integrations.ray.merge import merged
+from kvtier.integrations.ray.merge import labelled, merged
 from kvtier.integrations.ray.subscriber import follow
 from kvtier.integrations.ray.ticket import RouteTicket
+from kvtier.metrics import CollectedMetric, Distribution, Registry
 from kvtier.router import Router, RouterConfig, hashes_of
 from kvtier.server.config import ServerConfig
+from kvtier.server.messages import Reply, decode_message, encode_message
 
 NAMESPACE = Namespace("model", block_tokens=4)
 
@@ -55,7 +58,7 @@ def test_finished_ticket_leaves_no_decision_in_router():
     async def run():
         router, ticket = make_router(), make_ticket()
         chosen = ticket.choose(router, frozenset("ab"))
-        ticket.on_routed(router, "a" if chosen == "b" else "b")  # Serve sent the request elsewhere
+        ticket.on_routed(router, "a" if chosen == "b" else "b")  # Ray Serve chose the other replica
         ticket.on_first_token()
         ticket.finish()
         ticket.finish()
@@ -86,6 +89,28 @@ def test_merged_replies_add_counts_and_merge_rows_by_name():
         "tiers": [{"name": "device", "num_used": 7, "block_bytes": 8}],
         "ghost": {"a": 1},
     }
+
+
+def test_merged_replies_keep_ghost_curve_of_first_replica():
+    curves = [[{"num_blocks": n, "hit_rate": n * scale, "error": 0.01} for n in (5, 10)] for scale in (0.01, 0.02)]
+    first, second = ({"ghost": {"policy": "lru", "num_blocks": 5, "points": points}} for points in curves)
+    assert merged([{"ghost": None}, first, second]) == first
+
+
+def test_merged_metrics_have_series_of_every_replica():
+    def reply(replica, hits):
+        registry = Registry()
+        registry.counter("kvtier_hit_tokens_total", "Tokens.", ("tier",)).of("host").add(hits)
+        registry.histogram("kvtier_wait_seconds", "Seconds.", bounds=(1.0,)).of().observe(hits)
+        value = {"metrics": registry.collect()}
+        collected = decode_message(encode_message(Reply(0, value))).value["metrics"]
+        return {"metrics": labelled(collected, replica)}
+
+    joined = merged([reply("a", 3), reply("b", 4)])["metrics"]
+    hits, waits = msgspec.convert(joined, tuple[CollectedMetric, ...])
+    assert hits.labels == ("tier", "replica")
+    assert hits.series == ((("host", "a"), 3.0), (("host", "b"), 4.0))
+    assert waits.series == ((("a",), Distribution((1.0,), (0, 1), 3.0)), (("b",), Distribution((1.0,), (0, 1), 4.0)))
 
 
 def test_ray_serve_config_file_accepts_options_of_kvtier_serve():

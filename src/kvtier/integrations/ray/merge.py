@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Numbers that must not be added, because they are settings or ratios of each engine. The first value is used.
-_SAME = frozenset({"block_bytes", "window_seconds", "limit_gb_per_s", "hit_rate", "error", "num_cached_tokens"})
+# Fields whose first value is used: settings and estimates of an engine, or facts about one request.
+_SAME = frozenset({"block_bytes", "window_seconds", "limit_gb_per_s", "ghost", "error", "num_cached_tokens"})
 _NAMES = ("name", "source", "target")  # fields that identify a row of a table
 
 
 def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one reply. Add counts, and merge rows with the same names. Take other values from the first reply."""
+    """Add counts, combine flags with `and`, merge rows of the same name, and join the series of a metric.
+
+    Take other values from the first reply.
+    """
     keys = dict.fromkeys(key for value in values for key in value)
     return {key: _merged_value(key, [value[key] for value in values if key in value]) for key in keys}
 
@@ -19,15 +22,31 @@ def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _merged_value(key: str, values: Sequence[Any]) -> Any:
     first = next((value for value in values if value is not None), None)
     match first:
+        case _ if key in _SAME:
+            return first
         case bool():
             return all(values)
-        case int() | float() if key not in _SAME:
+        case int() | float():
             return sum(value for value in values if value is not None)
         case Mapping():
             return merged([value for value in values if value is not None])
+        case list() | tuple() if key == "series":
+            return [each for value in values for each in value]
         case list() | tuple() if first and all(isinstance(row, Mapping) for value in values for row in value):
             rows: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
             for row in (row for value in values for row in value):
                 rows.setdefault(tuple(row.get(name) for name in _NAMES), []).append(row)
             return [merged(group) for group in rows.values()]
     return first
+
+
+def labelled(metrics: Sequence[Mapping[str, Any]], replica: str) -> list[dict[str, Any]]:
+    """Add the label `replica` to encoded CollectedMetrics. Sums of replicas would decrease if one is replaced."""
+    return [
+        {
+            **metric,
+            "labels": [*metric["labels"], "replica"],
+            "series": [[[*labels, replica], value] for labels, value in metric["series"]],
+        }
+        for metric in metrics
+    ]

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from kvtier.errors import KvtierError, StateError
+from kvtier.integrations.ray.merge import labelled
 from kvtier.integrations.ray.ticket import RouteTicket
 from kvtier.server.config import ServerConfig
 from kvtier.server.engine_client import EngineClient, Heartbeat, Mailbox
@@ -62,7 +63,10 @@ class EngineReplica:
     async def call(self, name: str, arguments: dict[str, Any]) -> bytes:
         """Call a control function of the engine. Return the encoded reply."""
         try:
-            return encode_message(Reply(0, await self._heartbeat.call(name, **arguments)))
+            value = await self._heartbeat.call(name, **arguments)
+            if name == "metrics":
+                value = {"metrics": labelled(value["metrics"], _replica_name())}
+            return encode_message(Reply(0, value))
         except KvtierError as error:
             return encode_message(Reply(0, error=error))
 
@@ -76,9 +80,8 @@ class EngineReplica:
 
     async def info(self) -> dict[str, Any]:
         """Return the name, the node, and the process ids of this replica and its engine."""
-        name = ray.serve.get_replica_context().replica_id.to_full_id_str()
         return {
-            "replica": name,
+            "replica": _replica_name(),
             "pid": os.getpid(),
             "engine_pid": self._engine.pid,
             "node": ray.util.get_node_ip_address(),
@@ -110,3 +113,8 @@ class EngineReplica:
         with contextlib.suppress(AttributeError):  # there is no `_watch` if the constructor failed
             self._watch.cancel()
             await self._engine.close(CLOSE_SECONDS)
+
+
+def _replica_name() -> str:
+    name: str = ray.serve.get_replica_context().replica_id.to_full_id_str()
+    return name
