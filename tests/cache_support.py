@@ -1,7 +1,8 @@
-"""Simulated workers that execute the plans of a CacheManager on dictionaries and check the content of every block.
+"""Lab: a CacheManager with simulated workers, which execute its plans on dictionaries instead of memories and stores.
 
 The content of a block is a tuple of everything that determines its KV. A slot holds the content that was computed or
-copied into it last. While a copy is planned but not executed, its target slot holds RUBBISH.
+copied into it last. While a copy is planned but not executed, its target slot holds RUBBISH. `Lab.start` checks the
+content of every cached block that a request uses.
 """
 
 from __future__ import annotations

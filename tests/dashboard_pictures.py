@@ -9,7 +9,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from dashboard_support import LOOKS, Traffic, chromium, conversations, take_picture
+from dashboard_support import LOOKS, Traffic, chromium, random_texts, take_picture
 from server_support import ServerProcess
 from tiny_model import make_tiny_model
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _take_all(server: ServerProcess, options: argparse.Namespace) -> None:
-    with chromium() as browser, Traffic(server, conversations(16, options.chars)):
+    with chromium() as browser, Traffic(server, random_texts(16, options.chars)):
         page = browser.new_page()
         page.goto(server.url)
         page.wait_for_timeout(options.seconds * 1000)

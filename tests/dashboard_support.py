@@ -36,10 +36,11 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
+def random_texts(num: int, num_chars: int, seed: int = 3) -> list[str]:
     """Return `num` different texts of about `num_chars` characters each."""
     words = ["river", "stone", "lamp", "paper", "winter", "harbour", "silver", "garden", "window", "letter"]
     dice = random.Random(seed)
+    # a word and a space have six to seven characters
     return [f"Text {i}: " + " ".join(dice.choices(words, k=num_chars // 6)) for i in range(num)]
 
 

@@ -17,7 +17,7 @@ class Driver:
 
     def __init__(self, model: Model, num_sequences: int, tokens: int, block_tokens: int = 4, seed: int = 0) -> None:
         per_sequence = -(-tokens // block_tokens)
-        blocks = np.random.default_rng(seed).permutation(num_sequences * per_sequence + 3)
+        blocks = np.random.default_rng(seed).permutation(num_sequences * per_sequence + 3)  # 3 blocks stay unused
         self.model = model
         self.block_tokens = block_tokens
         self.cache = model.new_cache(len(blocks), block_tokens)

@@ -113,7 +113,7 @@ def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams
 
 def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
     """Return the answer of a new engine that runs only this request, without prefix caching."""
-    engine = make_engine(model, 256 // 4, 4, max_step_tokens=256, prefix_caching=False, **options)
+    engine = make_engine(model, max_step_tokens=256, prefix_caching=False, **options)
     name = engine.add(prompt, params)
     return finish(engine)[name]
 
@@ -137,7 +137,10 @@ def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool
 
 
 class Recorder(Model):
-    """A model that records the logits of every prefix, and lists the prefixes whose logits differ between two runs."""
+    """A model that records the logits after each token prefix.
+
+    If a prefix is computed again, `num_again` is increased. If its logits then differ, the prefix is in `different`.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.config, model.weights, model.ops)
@@ -179,14 +182,17 @@ class Recorder(Model):
 
 
 def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Engine, Recorder]:
-    """Return an engine and the Recorder that is its model. Several engines can share a Recorder."""
+    """Return an engine and the Recorder that is its model.
+
+    Several engines can share a Recorder if each engine has ended before the next one is made.
+    """
     recorder = recorder or Recorder(model)
     recorder.engine = make_engine(recorder, *args, **options)
     return recorder.engine, recorder
 
 
 def conversations(random: Any, count: int, vocab: int = 61) -> list[list[list[int]]]:
-    """Return the user turns of conversations that share two system prompts."""
+    """Return three user messages for each conversation. Each message begins with one of two common prefixes."""
     systems = [[random.randrange(vocab) for _ in range(9)] for _ in range(2)]
     return [[systems[i % 2] + [random.randrange(vocab) for _ in range(3)] for _ in range(3)] for i in range(count)]
 

@@ -17,7 +17,8 @@ from kvtier.scheduler import SchedulerConfig
 from support import check_pipeline
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
-# Number of steps with a failing row per stage. `make soak` sets KVTIER_SOAK to 20 by default, which gives 2,000 steps.
+# Number of steps with a failing row per stage; for the stage "proposer", which fails no row, the number of all steps.
+# `make soak` sets KVTIER_SOAK to 20 by default, which gives 2,000 steps.
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
 POISON = 197  # the only token that the broken tokenizer cannot decode; it is sampled only if a constraint forces it
 NUM_LIVE, NUM_VICTIMS = 4, 2
@@ -153,6 +154,7 @@ STAGES = {
     "detokenize": "Break: detokenize",
     "proposer": "",
 }
+"""Stage at which the victims fail -> start of their error message. A failing proposer fails no request."""
 VALUES = {
     "nan": torch.nan,
     "one nan": [torch.nan] + [1.0] * (VOCAB - 1),
@@ -160,6 +162,7 @@ VALUES = {
     "-inf": -torch.inf,
     "nan with logprobs": torch.nan,
 }
+"""Stage -> logits of the victims."""
 
 
 def other(number):
@@ -179,7 +182,10 @@ def other(number):
 
 
 def victim(stage, number):
-    """Return the prompt, the parameters and the age of a victim. The victim fails at `stage` after `age` tokens."""
+    """Return the prompt and the parameters of a victim, and its age.
+
+    The age is the number of tokens before the victim fails, for the stages that can count tokens.
+    """
     random = np.random.default_rng([2, number])
     age = int(random.integers(0, 4))
     (prompt,) = prompts(number % 5, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
@@ -188,7 +194,7 @@ def victim(stage, number):
     if stage in ("forbid", "forbid everything", "accept", "detokenize"):
         options["constraint"] = lambda: BrokenConstraint(stage, age)
     if stage == "penalties":
-        options["penalties"] = BrokenPenalties(options["n"] + age)  # each sequence reads it once when it starts
+        options["penalties"] = BrokenPenalties(options["n"] + age)  # each sequence reads `presence` when it starts
     if stage == "stop":
         options["stop"] = (BrokenStop("never found"),)
     if stage == "nan with logprobs":
@@ -214,7 +220,7 @@ class Run:
         self.stage = stage
         self.model = FaultyModel(model, VALUES.get(stage))
         proposer = BrokenProposer() if stage == "proposer" else NgramProposer(2, shortest=1)
-        # no graphs, because they would replay the logits without the faults
+        # no CUDA graphs, because they would replay the computation of the logits without the faults
         config = EngineConfig(4, CacheConfig(48), SchedulerConfig(8, 24), graph_sizes=())
         ticks = itertools.count()
         self.engine = Engine(self.model, tokenizer, config, proposer=proposer, clock=lambda: float(next(ticks)))

@@ -2,9 +2,10 @@
 
 PYTHONPATH=src:.:tests python -m gpu_answers --answers 50000 --processes 14
 
-Every process runs engines one after the other: arrivals, aborts, preemptions, failing modules, one or two steps in
-flight, a host tier, a store with flipped bits and errors, failing copies. The model computes each logit from the tokens
-that it reads back from the cache in float32, so a wrong block changes the answer. The first difference is an error.
+Every process runs engines one after the other, with one or two steps in flight. There are arrivals, aborts,
+preemptions and failing modules. Two thirds of the engines also have a host tier with failing copies, and a store with
+errors and flipped bits. The model computes each logit from the tokens that it reads back from the cache in float32, so
+a wrong block changes the answer. The first difference is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> int:
             waiting -= 1
         except queue.Empty:
             if any(process.exitcode not in (None, 0) for process in processes):
-                sys.stderr.write("an answer differs: see the error above\n")
+                sys.stderr.write("a process failed, for example because an answer differs: see the error above\n")
                 return 1
     for process in processes:
         process.join()

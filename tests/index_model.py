@@ -124,9 +124,11 @@ class Holder:
     path: list[Block]
     table: list[int]
     since: int
+    """Logical time of the match."""
     priority: int = 0
     ttl: float = math.inf
     spare: list[int] = field(default_factory=list)
+    """Slots of blocks that another lease had already published."""
     stopped: str | None = None
     num_matched: int = 0
     unused_blocks: bool = False
@@ -150,7 +152,7 @@ class Model:
         self.exclusive = exclusive
         self.next_victims: list[dict[bytes | None, set[Name]]] = [{} for _ in sizes]
         """Names of the blocks that the tree will evict next, per tier and tenant. The key None stands for all tenants.
-        The machine copies these names from the tree before each eviction."""
+        The state machine of the tests copies these names from the tree before each eviction."""
         self.roots: dict[Domain, Block] = {}
         self.holders: list[Holder] = []
         self.reserved: list[dict[int, Domain]] = [{} for _ in sizes]
@@ -337,7 +339,10 @@ class Model:
         return [block for block in candidates if not any(b in candidates for b in block.below() if b is not block)]
 
     def check_pulled(self, tier: int, pulled: set[Name]) -> None:
-        """Check that no chosen leaf has a higher priority or a later use than a leaf that was not chosen."""
+        """Check the blocks that the tree has just chosen as next victims.
+
+        None of them has a higher priority or a later use than a leaf that was not chosen.
+        """
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}
         assert pulled <= evictable, "a leased block was chosen as the next victim"

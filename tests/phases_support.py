@@ -90,7 +90,7 @@ class Alternating:
 
 
 class Proposer:
-    """Drafts tokens of which about half are right."""
+    """Drafts up to three tokens of the right answer, sometimes followed by a random token."""
 
     models, num_tokens = (), 3
 
@@ -99,9 +99,9 @@ class Proposer:
 
     def propose(self, requests, groups):
         del groups
-        answers = [CASES_BY_PROMPT[tuple(each.chain.tokens[: each.num_prompt_tokens].tolist())] for each in requests]
+        numbers = [CASES_BY_PROMPT[tuple(each.chain.tokens[: each.num_prompt_tokens].tolist())] for each in requests]
         drafts = []
-        for each, number in zip(requests, answers, strict=True):
+        for each, number in zip(requests, numbers, strict=True):
             right = self._model.expected(number).tokens[each.num_new_tokens :][: self._chance.randint(0, 3)]
             wrong = [self._chance.randrange(VOCAB)] if self._chance.random() < 0.3 else []
             drafts.append(tuple([*right, *wrong][:3]))
@@ -155,7 +155,10 @@ def break_copies(engine: Engine, chance: random.Random, share: float) -> None:
 
 
 class Life:
-    """Random requests on one engine. With `below`, every engine has a host tier and a store, and both have faults."""
+    """Random requests on one engine.
+
+    With `below`, the engine has the tiers below the device: host memory and a store. Some copies and store calls fail.
+    """
 
     def __init__(self, model: CacheReader, seed: int, phases: int, *, below: bool = False) -> None:
         self.model = model
@@ -181,7 +184,8 @@ class Life:
         )
         if below:
             break_copies(self.engine, self.chance, 0.03)
-        self.answers, self.numbers, self.broken = Answers(), {}, set()
+        self.answers, self.numbers = Answers(), {}
+        self.broken: set[str] = set()  # requests that failed or were aborted, so that their answers may be incomplete
         self.fails_at = None
         for module, op in ((InputBuilder, "setup"), (ModelForward, "forward"), (Sampler, "fetch"), (Sampler, "update")):
             self._break(next(each for each in self.engine._pipeline.modules if type(each) is module), op)

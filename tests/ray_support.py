@@ -126,7 +126,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class Load:
-    """Clients that send prompts one after the other until the with statement ends. Each answer is recorded."""
+    """Client threads that send one prompt after the other during `running`. All answers and errors are recorded."""
 
     fleet: Fleet
     num_clients: int = 6

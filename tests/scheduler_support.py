@@ -18,7 +18,7 @@ WORTHLESS = RowResult((77,), finished=True)
 
 
 class Inputs(NamedTuple):
-    """Inputs of a row as the host sends them. They lack a token that a step in flight has yet to sample."""
+    """Inputs of a row as the host sends them. They lack a token that a step in flight has not sampled yet."""
 
     tokens: tuple[int, ...]
     draft: tuple[int, ...]
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 class Device:
-    """Simulated memory and model. Each dictionary maps (slot, offset) to the prefix whose KV was computed there.
+    """Simulated memory and model. `kv` and `host` map (slot, offset) to the prefix whose KV is there.
 
     `move` executes transfers. Until a transfer is executed, its target slots contain the mark "rubbish".
     """
@@ -104,7 +104,7 @@ class Device:
 
     def _compute(self, row: Row, sent: Inputs, finish: set[str]) -> RowResult:
         request, table, known = row.request, sent.table, sent.tokens
-        if row.first == len(known):  # the previous step sampled the last token
+        if row.first == len(known):  # the host did not know the token that the previous step sampled
             known += (self.sampled[request.id],)
         assert row.first < len(known)
         tokens = known + sent.draft
@@ -189,7 +189,9 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
-                ahead += BLOCK - 1  # slots reserved for a partial hit, which was given up because of a shortage
+                # If a partial hit is given up because of a shortage, the row ends up to BLOCK - 1 tokens before the end
+                # of its slots. Such a request looks like one without a partial hit, so this is allowed for both.
+                ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"
             )

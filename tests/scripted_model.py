@@ -15,9 +15,10 @@ _HIDDEN = 64
 def make_scripted_model(folder: Path, script: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Path:
     """Write a tiny model that answers every chat with the texts of `script`. Each text is one token.
 
-    Attention and MLP add nothing, so the next token depends only on the last token. The embedding of token i of the
-    script is the unit vector i. The same vector is row i + 1 of the output matrix, so that token i selects token i + 1.
-    The line feed at the end of the generation prompt selects the first token of the script.
+    Attention and MLP add nothing, so the next token depends only on the last token. `chain` contains a line feed, the
+    tokens of the script and the end token. The embedding of token i of the chain is unit vector i. The row of token
+    i + 1 in the output matrix has the same direction, so token i selects token i + 1. A generation prompt ends with a
+    line feed and therefore selects the first text.
     """
     import tokenizers
     import torch

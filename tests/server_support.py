@@ -49,7 +49,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine process. The other child processes are helpers of multiprocessing."""
+        """Process id of the engine process. Preparation workers and helpers of multiprocessing are also children."""
         for child in psutil.Process(self.process.pid).children():
             if "spawn_main" in " ".join(child.cmdline()):
                 return child.pid

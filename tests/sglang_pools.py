@@ -77,7 +77,7 @@ def make_pool(layout: str, *, is_mla: bool = False, num_pages: int = 12, page_si
     dtype = options.pop("dtype", torch.float16)
     shape = {"layer_num": 3, "start_layer": 0, "end_layer": 3, "device": "cpu", "store_dtype": dtype}
     shape |= {"layer_shard_enabled": False, **options}
-    size = (num_pages - 1) * page_size
+    size = (num_pages - 1) * page_size  # of the device pool; SGLang's host pool has one page more
     if is_mla:
         module = importlib.import_module("sglang.srt.mem_cache.pool_host.mla")
         device: Any = types.SimpleNamespace(kv_lora_rank=24, qk_rope_head_dim=8, size=size, **shape)
@@ -133,6 +133,6 @@ def indices_of(pages: list[int], page_size: int = 4) -> torch.Tensor:
 
 
 def fill(pool: Any, seed: int) -> None:
-    """Fill a pool with random bytes. Equal pools get equal bytes."""
+    """Fill a pool with random bytes. With the same seed, pools of the same size get the same bytes."""
     flat = pool.kv_buffer.view(torch.uint8).view(-1)
     flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))

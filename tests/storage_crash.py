@@ -57,7 +57,7 @@ def write_line(*words: object) -> None:
 
 
 def write_until_killed(folder: str, workload: Workload, seed: int, sync: Sync) -> None:
-    rng, version = random.Random(seed), seed * 1_000_000
+    rng, version = random.Random(seed), seed * 1_000_000  # each seed has its own versions
     store = workload.open(folder, sync)
     while True:
         numbers = rng.sample(range(NUMBERS), rng.randint(1, 6))
@@ -75,7 +75,8 @@ def write_until_killed(folder: str, workload: Workload, seed: int, sync: Sync) -
 class Victim:
     """The parent process and its writers.
 
-    `possible` contains, for each object, the versions that the store might contain now. None means a missing object.
+    `possible` contains, for each object, the versions that the store might contain now, and None if the object might be
+    missing.
     """
 
     def __init__(self, folder: Path, workload: str = "small") -> None:

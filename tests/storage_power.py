@@ -34,7 +34,7 @@ class Versions:
                 assert target == b"\xee" * nbytes, "a miss changed the caller's memory"
                 if "expected" not in result.reason:
                     return None
-                continue
+                continue  # the stored version has another size
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
             found = [v for v in matching if payload_of(number, nbytes, v) == target]
             assert found, f"object {number} has bytes that were never written; its last version is {version}"
@@ -45,8 +45,8 @@ class Versions:
 class PowerFailure:
     """Runs calls on a simulated disk until the power fails, just before the disk operation with number `at`.
 
-    `left` is the disk after the failure. `durable` contains the objects whose state was reported as durable: the
-    version by the number of the object, or None if the object was removed.
+    `left` is the disk after the failure. `durable` maps the number of each object whose state was reported as durable
+    to its version, or to None if the object was removed.
     """
 
     def __init__(

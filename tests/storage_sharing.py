@@ -2,9 +2,10 @@
 
 `python storage_sharing.py FOLDER WORKLOAD` runs the parent process of the workers. The class Crowd starts this process.
 
-The parent reads lines from its standard input. For "start PLACE SEED SYNC", it forks a worker and prints "pid PLACE N".
-For "wait PLACE N", it waits until a killed worker has ended, and prints "dead PLACE". Each worker writes and removes
-only the objects of its own place, and reads objects of all places. The lines of a worker begin with its place:
+A place is a number from 0 to 7. It has one worker at a time and a range of objects. A worker writes and removes only
+the objects of its own place, and reads objects of all places. The parent reads lines from its standard input. For
+"start PLACE SEED SYNC", it forks a worker and prints "pid PLACE PID". For "wait PLACE PID", it waits until a killed
+worker has ended, and prints "dead PLACE". The lines of a worker begin with its place:
 
     trying, stored, dropping   as in storage_crash
     dropped NUMBER 0           after each removal
@@ -61,7 +62,8 @@ class Worker:
 
     def __init__(self, folder: str, workload: str, place: int, seed: int, sync: Sync) -> None:
         self._place, self._is_full = place, workload == "full"
-        self._random, self._version = random.Random(seed * NUM_PLACES + place), seed * 1_000_000
+        self._random = random.Random(seed * NUM_PLACES + place)
+        self._version = seed * 1_000_000  # each seed has its own versions
         self._store = open_folder(folder, workload, sync)
         self._own = range(place * NUMBERS_PER_PLACE, (place + 1) * NUMBERS_PER_PLACE)
         self._last: dict[int, int | None] = {}
@@ -132,7 +134,11 @@ class Worker:
 
 
 class Crowd:
-    """Starts and kills workers. `possible` contains, for each object, the versions that the store might contain now."""
+    """Starts and kills workers.
+
+    `possible` contains, for each object, the versions that the store might contain now, and None if the object might be
+    missing.
+    """
 
     def __init__(self, folder: Path, workload: str = "roomy") -> None:
         self.folder, self.workload = folder, workload
@@ -244,7 +250,10 @@ class Crowd:
 
 
 def kill_crowd(crowd: Crowd, num_kills: int, rng: random.Random) -> None:
-    """Keep all places busy, and kill the owner or another worker `num_kills` times."""
+    """Start a worker at every place. Then kill a worker and start another at its place, `num_kills` times.
+
+    Every second victim is the owner of the folder, if a worker owns it.
+    """
     for place in range(NUM_PLACES):
         crowd.start(place, rng.choice([*Sync]))
     for number in range(num_kills):

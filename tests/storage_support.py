@@ -139,7 +139,10 @@ class Fault:
 
 
 class FaultyStore:
-    """A MemoryStore that applies the next fault to each call. A hang advances the clock by the timeout of the call."""
+    """A MemoryStore that applies the next fault to each call.
+
+    A hang advances the clock by the timeout of the call. `scan` only fails: it changes neither objects nor the clock.
+    """
 
     def __init__(
         self, inner: MemoryStore, faults: Iterable[Fault] = (), clock: Clock | None = None, timeout_s: float = 10.0
@@ -216,7 +219,8 @@ def apply(data: bytearray, offset: int, written: bytes | None) -> None:
 class SimulatedDisk:
     """Implements the file operations of a DiskStore with files in memory. A crash loses random unsynced data.
 
-    `pending_names` lists the unsynced changes of the folder as (operation, name, node or new name).
+    `pending_names` lists the unsynced changes of names: ("create", name, node), ("rename", old name, new name) or
+    ("unlink", name, None).
     """
 
     def __init__(self, names: dict[str, Node] | None = None, capacity: int = 1 << 30) -> None:
@@ -345,9 +349,9 @@ class SimulatedDisk:
         return self.capacity - sum(len(node.current) for node in self.names.values())
 
     def after_crash(self, keep: Callable[[], bool]) -> SimulatedDisk:
-        """Return the disk after a crash.
+        """Return the disk after a crash. Of the unsynced changes, only those remain for which `keep` returns True.
 
-        `keep` is called for each unsynced name or sector, which is lost if it returns False.
+        A write of more than one sector may remain as a whole, in some of its sectors, or not at all.
         """
         with self._lock:
             names = dict(self.durable_names)

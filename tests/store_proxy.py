@@ -26,7 +26,7 @@ class Faults:
     cut_at: int | None = None
     """Offset at which the connection is closed."""
     hangs_at: int | None = None
-    """Offset after which the proxy forwards nothing."""
+    """The proxy forwards no data that the server sends after this offset. The piece that contains it is held, too."""
     latency_s: float = 0.0
     """Delay before the first piece of each answer."""
 
@@ -138,7 +138,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Faults], None]]]:
-    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and function `set`."""
+    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and method `set`."""
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(upstream, child_end), daemon=True)

@@ -58,7 +58,10 @@ def _kv_of(data: bytes) -> torch.Tensor:
 
 
 class Faults:
-    """Yields random faults for store calls. They depend only on the seed, so that a failing example is reproducible."""
+    """Yields a random fault for a share of the store calls, and no fault for the others.
+
+    The faults depend only on the seed, so that a failing example is reproducible.
+    """
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = random.Random(seed), share
@@ -248,6 +251,7 @@ class TiersMachine(RuleBasedStateMachine):
         **PROMPT,
     )
     def operate(self, what, which, longer):
+        """Run an operation. `forget` is a reset that keeps the stores; it is listed three times to be frequent."""
         prompt = self.prompt(which, longer)
         if what in ("demote", "drop", "prefetch"):
             getattr(self.tiers, what)(prompt)
@@ -308,7 +312,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
-    """Run a machine. Check that the examples together had enough steps and that every tier had hits.
+    """Run a machine. Check that the examples had at least 40 steps on average and that every tier had hits.
 
     Examples are random, so a tier may have no hits by chance. Then the machine runs again, up to three runs in all.
     """

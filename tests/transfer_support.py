@@ -146,7 +146,10 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """Return a CPU manager, its mover, and the tensors of its cache. Each slice of a transfer contains one block."""
+    """Return a CPU manager, a SteppedMover, and the tensors of its cache. Each slice of a transfer contains one block.
+
+    If `around` is given, the manager calls it instead of the SteppedMover, which it should call in turn.
+    """
     mover = SteppedMover()
     options = TransferConfig(
         **{"slice_bytes": SMALL.block_bytes, "max_in_flight_bytes": 2 * SMALL.block_bytes, **config}

@@ -13,6 +13,7 @@ import transformers as hf
 VOCABULARY = 61
 PAD = 0
 TIE = 1e-4
+"""In a tie, the logits of two tokens differ by less than this."""
 _SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -83,10 +84,11 @@ class Counts:
     num_ties: int = 0
     num_hits: int = 0
     num_all_but_one: int = 0
+    """Cases in which all but one token of the longest prompt were cached."""
 
 
 class RandomCases:
-    """Draws batches whose prompts share prefixes, and compares `generate` with and without a PrefixCache."""
+    """Draws batches of prompts with common prefixes, and compares `generate` with and without a PrefixCache."""
 
     def __init__(self, model: Any, prefix: Any, block_tokens: int, seed: int) -> None:
         self._model, self._prefix, self._block_tokens = model, prefix, block_tokens
@@ -95,7 +97,7 @@ class RandomCases:
         self.counts = Counts()
 
     def _prompt(self) -> list[int]:
-        """Return a prompt that starts like an earlier prompt. Half of the common prefixes end at a block boundary."""
+        """Return a prompt. Most start like an earlier prompt, and half of these prefixes are cut to whole blocks."""
         rng = self._random
         tokens: list[int] = []
         if self._history and rng.random() < 0.8:
@@ -119,7 +121,7 @@ class RandomCases:
             options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": rng.choice((1, 2))}
         options |= {"max_new_tokens": rng.randint(1, 12), "return_dict_in_generate": True, "output_logits": True}
         seed, rows = rng.randrange(1 << 30), options.get("num_return_sequences", 1)
-        static = inputs["input_ids"].shape[1] + 12 if rng.random() < 0.25 else None
+        static = inputs["input_ids"].shape[1] + 12 if rng.random() < 0.25 else None  # at most 12 tokens are generated
         cache = self._prefix.begin(**inputs, num_return_sequences=rows, max_length=static)
         self._count(cache, prompts)
         torch.manual_seed(seed)
@@ -132,11 +134,11 @@ class RandomCases:
             self._continue(cache, inputs, output.sequences)
 
     def _continue(self, cache: Any, inputs: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
-        """Remove the last columns of the cache and continue the generation with other tokens."""
+        """Continue the generation with other tokens. Without sliding windows, first remove columns from the cache."""
         rng, past = self._random, int(cache.get_seq_length())
-        longest = int(inputs["attention_mask"].sum(1).min())
-        if not any(cache.is_sliding) and longest > 1:
-            removed = rng.randint(1, past - (inputs["input_ids"].shape[1] - longest) - 1)
+        shortest = int(inputs["attention_mask"].sum(1).min())
+        if not any(cache.is_sliding) and shortest > 1:
+            removed = rng.randint(1, past - (inputs["input_ids"].shape[1] - shortest) - 1)
             cache.crop(-removed)
             past -= removed
         pads = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)

@@ -28,6 +28,7 @@ class Faults:
     fail_loads: int = 0
     """If n > 0, every n-th load raises an exception."""
     fail_saves: int = 0
+    """The same for saves."""
     rank: int = -1
     """The rank that the faults affect, or -1 for all ranks."""
     ready_slots: int = 0

@@ -22,11 +22,16 @@ class Ledger:
 
         self._driver = driver
         self._computed: dict[Any, set[int]] = {}
+        """vLLM's block hash -> checksums of the computed bytes."""
         self._local: dict[str, int] = {}
+        """Request -> number of leading blocks that vLLM found on the device."""
         self._loads: dict[str, tuple[int, int]] = {}
         """Request -> range of its loaded blocks that have not been compared yet."""
         self._done: dict[str, int] = {}
-        """Request -> number of leading blocks that need no more checks: they are local hits, compared or recorded."""
+        """Request -> number of leading blocks that need not be recorded as computed.
+
+        These are local hits, loaded blocks (which are compared through `_loads`), and blocks already recorded.
+        """
         self._failed: set[int] = set()
         self.num_compared = 0
         driver.after_step.append(self._after_step)
@@ -124,7 +129,7 @@ def num_compared(driver: Driver) -> int:
 
 
 FREED, UNWRITTEN = float("nan"), 1e30
-"""Poison for free blocks, and poison for blocks that a request has but has not computed. The second is not NaN, because
+"""Poison for free blocks, and poison for blocks that a request has but has not computed. UNWRITTEN is not NaN, because
 vLLM's CPU attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
 
 
@@ -258,7 +263,11 @@ def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, ha
 
 
 def check_offers(driver: Driver) -> None:
-    """Check after every step that no waiting request holds host blocks of an offer that was not accepted."""
+    """After every step, check that no request has an offer.
+
+    An offer is a lease on host blocks that get_num_new_matched_tokens takes until vLLM allocates device blocks. It must
+    end in its own scheduling step, so that waiting requests hold no host blocks.
+    """
 
     def check() -> None:
         for each in connectors(driver):
@@ -307,13 +316,16 @@ def reset_while_loading(driver: Driver, prompt: Sequence[int]) -> Answer:
 
 
 def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) -> Answer:
-    """Reset the connector while a request runs and its saves wait. Return the answer to the request."""
+    """Reset the connector while a request runs. Return the answer to the request.
+
+    Without `running`, the saves of the request wait. With `running`, they end first, and vLLM preempts the request.
+    """
     faults = _faults()
     faults.saves_may_run.clear()
     name = driver.add(prompt, max_tokens=40)
     driver.step_until(lambda: driver.state(name) == "RUNNING", "the request runs")
     driver.step()
-    if running:  # vLLM can preempt the request only while no save holds device blocks
+    if running:  # vLLM can preempt the request only if no save holds device blocks
         faults.saves_may_run.set()
         driver.step_until(lambda: not connectors(driver)[0].scheduler.num_held_blocks, "the saves have ended")
     driver.reset(connector=True, running=running)
@@ -338,7 +350,8 @@ def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps
 def sleep(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> bool:
     """Put the engine to sleep while requests run, then wake it up. Drop the answers. Return True if it slept.
 
-    On a CPU, vLLM keeps its memory during sleep. As on a GPU, it empties its own cache and the cache of the connector.
+    On a CPU, vLLM keeps the memory of the model during sleep. It empties its own cache and the cache of the connector,
+    as on a GPU.
     """
     for prompt in prompts:
         driver.add(prompt, max_tokens=30)
@@ -419,7 +432,7 @@ def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answ
 
 
 def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
-    """Overwrite every host block. With `is_scrubbed`, wait until the scrubber reports them.
+    """Overwrite every host block in use. With `is_scrubbed`, wait until the scrubber has found all of them.
 
     Return the number of blocks.
     """
@@ -441,7 +454,7 @@ def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
 
 
 def metric_after(driver: Driver, name: str, at_least: float = 1.0) -> float:
-    """Wait until a connector metric reaches `at_least`. vLLM updates it at most once per second, after a step."""
+    """Send requests until a connector metric reaches `at_least`. vLLM updates metrics at most once per second."""
     for _ in range(5000):
         value = driver.metrics().get(name, 0.0)
         if value >= at_least:
@@ -467,7 +480,7 @@ def ask_with_embeddings(driver: Driver, seed: int, num_tokens: int) -> Answer:
 
 
 def ask_with_audio(driver: Driver, prompt: Sequence[int], num_samples: int, pitches: Sequence[int]) -> list[Answer]:
-    """Send the prompt once per tone, each time with an empty device cache. One prompt token stands for the tone."""
+    """Send the prompt once per pitch, each time with an empty device cache. One prompt token stands for the tone."""
     import numpy as np
 
     answers = []
@@ -521,6 +534,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
     )
 
     def changed(pair: tuple[dict[str, Any], dict[str, Any]], keep: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the pair, with the fields in `keep` of the second request replaced by those of the first."""
         return pair[0], {name: pair[name not in keep][name] for name in pair[0]}
 
     names = st.sets(st.sampled_from(["tokens", "salt", "lora", "media", "embeds"]), min_size=3)
@@ -528,13 +542,14 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
     @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=[*HealthCheck])
     @given(st.tuples(drawn, drawn), names)
     def check(pair: tuple[dict[str, Any], dict[str, Any]], keep: set[str]) -> None:
-        one, other = (_request(hasher, adapters, **each) for each in changed(pair, keep))
+        compared = changed(pair, keep)
+        one, other = (_request(hasher, adapters, **each) for each in compared)
         keys = [builder.build(each) for each in (one, other)]
         for block in range(min(len(one.block_hashes), len(other.block_hashes))):
             is_equal = one.block_hashes[block] == other.block_hashes[block]
             counts[is_equal] += 1
             first, second = (each.key_list(block, block + 1) for each in keys)
-            assert (first == second) == is_equal, f"block {block} of {pair} with {keep} equal"
+            assert (first == second) == is_equal, f"block {block}: hashes are equal: {is_equal}; requests: {compared}"
 
     check()
     del driver

@@ -85,6 +85,7 @@ class Conversation:
     prompt: tuple[int, ...]
     salt: str
     version: int = 0
+    """Version of the weights that compute the KV."""
     tokens: list[int] = field(default_factory=list)
     kv: list[int] = field(default_factory=list)
 
@@ -131,7 +132,10 @@ class PendingCopy:
 
 
 class SimulatedWorker:
-    """One rank. A copy stays in flight until the test calls `finish`."""
+    """One rank. A copy stays in flight until the test calls `finish`.
+
+    With `fails_requests`, a failed load fails its whole request, otherwise only the blocks that did not arrive.
+    """
 
     def __init__(self, rank: int, setup: EngineSetup, namespace: bytes, *, fails_requests: bool) -> None:
         self.rank, self._namespace = rank, namespace
@@ -166,7 +170,7 @@ class SimulatedWorker:
                     self.garbage.fill(self.device, block)
 
     def end_step(self, step: StepPlan) -> None:
-        """Start the other transfers of a step, after its loads."""
+        """Apply the drops and probes of a step, and start all transfers except loads."""
         plan = step.plan
         self._epoch = plan.epoch
         for drop in plan.drops:
@@ -383,7 +387,7 @@ class SteppedEngine:
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
         """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
 
-        vLLM cannot preempt while saves hold device blocks. In this case, `preempts` has no effect.
+        vLLM cannot preempt while saves hold device blocks or a batch is in flight. Then `preempts` has no effect.
         """
         while self.batches and not self.setup.is_async:
             self.execute()

@@ -14,7 +14,8 @@ from kvtier.integrations.vllm.worker_side import Load, StepPlan
 from kvtier.messages import Plan, Route, TransferRequest, slot_bytes
 
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""Names of vLLM's layouts. A name lists the axes from the outermost to the innermost."""
+"""Names of vLLM's layouts. A name lists the axes from the outermost to the innermost: layer (L), block (B), head (H),
+token (N) and content (C)."""
 STEPS = Path(__file__).parent / "data" / "vllm_steps.jsonl"
 """Transfers of 40 random conversations with 4 preemptions, recorded with vLLM 0.32 (CPU, 40 device blocks, 128 host
 slots)."""

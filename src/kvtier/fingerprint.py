@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 NUM_SAMPLES = 1000
-"""Number of elements to hash per tensor. A sample is enough, because fine-tuning or merging an adapter changes nearly
-every element of a matrix."""
+"""Minimum number of elements to hash per tensor. A smaller tensor is hashed whole. A sample is enough, because both
+fine-tuning a model and merging an adapter into it change nearly every element of a matrix."""
 _SAMPLE_BYTES = 4096  # one page, the smallest unit that the operating system reads from a disk
 _NUM_FILE_SAMPLES = 64  # 256 KiB per file
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -47,7 +47,7 @@ def files_digest(folder: Path) -> bytes:
             if path.suffix == ".json":
                 digest.update(file.read())
             else:
-                digest.update(file.read(1 << 16))  # safetensors: names, types and shapes of the tensors
+                digest.update(file.read(1 << 16))  # in a safetensors file: names, types and shapes of the first tensors
                 for number in range(_NUM_FILE_SAMPLES):
                     file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_FILE_SAMPLES - 1))
                     digest.update(file.read(_SAMPLE_BYTES))

@@ -5,7 +5,7 @@ layers of a group:
 
     block of "main"   [ layer 0              | layer 1              | ... | draft layer          ]
                         key | value | scales   key | value | scales         key | value
-                          tensor_span(0, "value") ^
+                                ^ tensor_span(0, "value")
     host slot         [ block, then padding up to a multiple of 4 KiB ]
 
 In host memory, on disk and on the network, a block has this order without gaps, regardless of the order in the device

@@ -24,7 +24,7 @@ KEY_BYTES = 32
 
 
 class Route(StrEnum):
-    """Source and target of a transfer. Requests wait only for "load" and "fetch"."""
+    """Source and target of a transfer. Inference requests wait only for "load" and "fetch"."""
 
     HOST_TO_DEVICE = "load"
     DEVICE_TO_HOST = "save"
@@ -130,8 +130,7 @@ class TransferResult:
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """One byte per block: 1 if the block arrived, otherwise 0. May be empty if all blocks arrived (`ok`) or none
-    did."""
+    """One byte per block: 1 if the block arrived, otherwise 0. May be empty if all blocks (`ok`) or none arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +141,7 @@ class StoreLookup:
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Id of the probe that caused this lookup, or 0. Each rank replies to a probe with one lookup, even if the probe
-    failed."""
+    """Id of the probe that caused this lookup, or 0. Each rank replies to a probe once, even if the probe failed."""
 
 
 @dataclass(frozen=True, slots=True)

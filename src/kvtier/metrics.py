@@ -62,7 +62,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Contents of a histogram at one time."""
+    """Contents of a histogram at one time. `total` is the sum of the observed values."""
 
     bounds: tuple[float, ...]
     """Inclusive upper bounds of the buckets. The last bucket has no bound."""

@@ -74,8 +74,7 @@ class NativeSource:
     files: tuple[str, ...]
     flags: tuple[str, ...]
     local_flags: tuple[str, ...] = ()
-    """Flags that make the code depend on this processor. Only libraries in the cache directory are compiled with
-    them."""
+    """Flags that make the code depend on this processor. They are used only for libraries in the cache directory."""
     x86_variants: tuple[Variant, ...] = (Variant(),)
     is_x86_only: bool = False
 
@@ -91,7 +90,7 @@ class NativeSource:
         return () if self.is_x86_only else (Variant(),)
 
     def with_only(self, name: str) -> NativeSource:
-        """Return a copy with only the variant `name`. Libraries in the cache directory are built with its flags too."""
+        """Return a copy with only the variant `name`. Its `local_flags` are the flags of this variant."""
         [variant] = (each for each in self.x86_variants if each.name == name)
         return replace(self, local_flags=variant.flags, x86_variants=(variant,), is_x86_only=True)
 
@@ -168,7 +167,7 @@ def num_usable_cores(root: Path = Path("/")) -> int:
     for folder in (top / group, *(top / parent for parent in Path(group).parents)):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
-        except (OSError, ValueError):  # the root group has no limit, and a container does not see groups outside
+        except (OSError, ValueError):  # the root group has no limit, and a container sees no groups above its own
             continue
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))

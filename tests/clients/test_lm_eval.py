@@ -61,5 +61,5 @@ def test_lm_eval_scores_equal_scores_of_transformers(
             found.append(float(value))
     expected = transformers_scores(pairs)
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-3
-    assert len({round(value, 3) for value in expected}) == len(expected)
+    assert len({round(value, 3) for value in expected}) == len(expected)  # so that swapped scores are detected
     assert "acc,none" in results["results"]["local_questions"]

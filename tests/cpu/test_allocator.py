@@ -29,7 +29,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 class Pool:
-    """Provides an allocator, which gets its memory from torch, and records its allocations and deallocations."""
+    """Provides an allocator that gets its memory from torch. Records all allocations and deallocations."""
 
     def __init__(self, placement: Placement = CPU) -> None:
         self.placement = placement
@@ -499,7 +499,7 @@ def test_allocator_repr_shows_counters():
 
 
 class StatisticsMachine(RuleBasedStateMachine):
-    """Allocates, exports and drops buffers at random. The model contains the sizes of all referenced buffers."""
+    """Allocates, exports and drops buffers at random. Compares the statistics with the sizes of buffers in `held`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -540,7 +540,7 @@ class StatisticsMachine(RuleBasedStateMachine):
         self.pool.allocator.trim()
 
     @invariant()
-    def counters_match_model(self) -> None:
+    def counters_match_held_buffers(self) -> None:
         stats = self.pool.allocator.stats
         sizes = [size for size, owners in self.held if owners]
         # An export of zero bytes holds no reference to its allocation, so the allocation can be freed before the

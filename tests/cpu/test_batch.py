@@ -1,4 +1,4 @@
-"""The parts of a batch life cycle: ops, environment, slot states and module declarations."""
+"""The parts of a batch life cycle: ops, environment, states of a pipeline slot, and declarations of modules."""
 
 import pytest
 from hypothesis import settings
@@ -85,12 +85,12 @@ def test_check_modules_requires_one_writer_per_entry():
         check_modules([Writer(), Writer()], [BATCH])
 
 
-# ---- slot states ----
+# ---- states of a pipeline slot ----
 
 
 def test_batch_data_reports_its_sizes():
     batch = BatchData(1)
-    batch.begin(4, Permutation([1, 9, 0], 2), ["x", "y", "z"], [5, 6])
+    batch.begin(4, Permutation([1, 9, 0], 2), ["x", "y", "z"], [5, 6])  # the second of 3 rows is new
     assert (batch.phase, batch.sequence, batch.bs0, batch.bsz) == (1, 4, 2, 3)
     assert batch.global_token_num == 11
 
@@ -109,7 +109,7 @@ def test_batch_data_with_invalid_arguments_raises():
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Tries ops in random order. The slot accepts only the op that is next in the life cycle."""
+    """Tries ops in random order. A pipeline slot (BatchData) accepts only the op that is next in the life cycle."""
 
     @initialize()
     def start(self):

@@ -25,6 +25,7 @@ paths = pytest.mark.parametrize("path", [None, *PATH_NAMES])
 
 
 def numbers(size, seed=0):
+    """Return random bytes."""
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
@@ -408,7 +409,7 @@ def test_batch_copy_of_gpu_memory_on_host_stream_raises():
         batch.run()
 
 
-# ---- random batches compared with a model ----
+# ---- random batches compared with numpy ----
 
 
 @given(data=st.data())

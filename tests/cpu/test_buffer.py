@@ -35,8 +35,8 @@ packed_names = [dtype.name for dtype in dt.ALL if dtype.bits < 8]
 integer_names = [name for name in names if name[0] in "ui" and name not in packed_names]
 
 
-def counting(values: Any, name: str = "i32") -> np.ndarray:
-    return np.arange(values, dtype=dt.dtype(name).numpy)
+def counting(count: int, name: str = "i32") -> np.ndarray:
+    return np.arange(count, dtype=dt.dtype(name).numpy)
 
 
 class RecordingMemory:

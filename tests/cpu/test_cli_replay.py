@@ -99,8 +99,9 @@ def test_refused_requests_are_reported_only_if_there_are_any(command, files, cap
     output = capsys.readouterr().out
     assert "are refused" not in output
     assert "\nrefused " not in output
-    blocks = max(request.input_tokens for request in read_trace(files[0]).requests) // 512
-    small_device = f"{blocks * 512 * preset(ModelSpec, files[2]).token_bytes}B"
+    block_tokens = 512  # of a trace
+    blocks = max(request.input_tokens for request in read_trace(files[0]).requests) // block_tokens
+    small_device = f"{blocks * block_tokens * preset(ModelSpec, files[2]).token_bytes}B"
     arguments = [command[0], *files, *command[1:], "--device", small_device]
     runs = run_json(capsys, *arguments)["results"]
     refused, count = runs[0]["num_refused"], runs[0]["num_requests"]
@@ -222,7 +223,7 @@ def test_plan_with_copies_simulates_the_routing_of_a_fleet(files, capsys):
     assert "one index becomes the bottleneck at" in shown
 
 
-def test_plan_with_zero_copies_or_copies_and_html_fails(files, tmp_path, capsys):
+def test_plan_with_copies_and_html_or_with_zero_copies_fails(files, tmp_path, capsys):
     options = ["plan", *files, "--ttft-p99", "500ms", "--copies"]
     assert main([*options, "1", "--html", str(tmp_path / "p.html")]) == 1
     assert "--copies has no HTML report" in capsys.readouterr().err

@@ -196,7 +196,7 @@ def test_host_copy_on_gpu_stream_runs_in_stream_order(make):
     device, host, twin = make(Placement("cuda", 0), bytes([7] * 8)), Buffer(8, "u8", "pinned"), Buffer(8, "u8")
     stream = Stream("cuda:0")
     with torch.cuda.stream(stream.native):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(100_000_000)  # about 50 ms
     copy(device, host, stream=stream)
     copy(host, twin, stream=stream)
     stream.synchronize()

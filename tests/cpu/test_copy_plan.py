@@ -138,6 +138,7 @@ def test_adjacent_entries_in_different_waves_do_not_merge():
     plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (4, 4, 104)]
     assert plan.wave_starts == [0, 2, 3]
+    # the third entry reads the result of the first entry, so its neighbours do not merge with it
     plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104), (8, 4, 108), (12, 4, 112)))
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (8, 8, 108), (4, 4, 104)]
     assert plan.wave_starts == [0, 3, 4]

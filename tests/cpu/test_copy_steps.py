@@ -23,6 +23,7 @@ PLACES = [CPU, PINNED]  # both are host memory, so no GPU is needed
 
 
 def numbers(size, seed=0):
+    """Return random bytes."""
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 

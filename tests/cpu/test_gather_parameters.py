@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from kvtier.memory.gather import fill_pieces, fill_rows
 from kvtier.memory.native import native
 
-HEADER_WORDS = 10
+CAPACITY = 50
+"""Number of pieces that fit into a parameter block in most tests."""
+HEADER_WORDS, PIECES_HEADER_WORDS = 10, 2
+"""4-byte words before the arrays of Rows<N> and Pieces<N> in gather.cu."""
 
 
 def decode_rows(block, capacity):
@@ -40,12 +43,12 @@ def fillers():
 def test_fill_rows_encodes_table_or_returns_zero(table):
     results = []
     for fill in fillers():
-        block = np.zeros(HEADER_WORDS + 2 * 50, np.uint32)
-        size = fill(table, 50, block)
+        block = np.zeros(HEADER_WORDS + 2 * CAPACITY, np.uint32)
+        size = fill(table, CAPACITY, block)
         results.append((size, block.tolist()))
         uniform = len(set(table[2].tolist())) == 1
         if size:
-            decoded, shift = decode_rows(block, 50)
+            decoded, shift = decode_rows(block, CAPACITY)
             assert uniform
             assert size == table[2, 0]
             assert decoded.tolist() == table.tolist()
@@ -53,13 +56,15 @@ def test_fill_rows_encodes_table_or_returns_zero(table):
         else:
             offsets = np.concatenate([table[0] - table[0].min(), table[1] - table[1].min()])
             aligned = not np.any(offsets % 16)
+            # offsets are stored in 32 bits, in units of up to 16 bytes
             assert not uniform or int(offsets.max()) >= (1 << 36 if aligned else 1 << 32)
     assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("fill", fillers())
 def test_fill_rows_encodes_16_byte_offsets_up_to_64_gib(fill):
-    table = np.array([[16, (64 << 30) - 16 + 16], [32, 48], [16, 16]])
+    last_offset = (64 << 30) - 16
+    table = np.array([[16, 16 + last_offset], [32, 48], [16, 16]])  # offsets count from the lowest address
     block = np.zeros(HEADER_WORDS + 4, np.uint32)
     assert fill(table, 2, block) == 16
     assert decode_rows(block, 2)[0].tolist() == table.tolist()
@@ -70,10 +75,11 @@ def test_fill_rows_encodes_16_byte_offsets_up_to_64_gib(fill):
 @given(table=tables())
 def test_fill_pieces_encodes_table(table):
     for fill in [fill_pieces] if native().code is None else [fill_pieces, native().code.fill_pieces]:
-        block = np.zeros(2 + 6 * 50, np.uint32)
-        assert fill(table, 50, block) == table[2].max()
+        block = np.zeros(PIECES_HEADER_WORDS + 6 * CAPACITY, np.uint32)
+        assert fill(table, CAPACITY, block) == table[2].max()
         assert block[0] == table.shape[1]
-        assert block[2 : 2 + 6 * table.shape[1]].view(np.int64).reshape(-1, 3).T.tolist() == table.tolist()
+        pieces = block[PIECES_HEADER_WORDS:][: 6 * table.shape[1]].view(np.int64).reshape(-1, 3)
+        assert pieces.T.tolist() == table.tolist()
 
 
 def test_fill_rows_accepts_slice_of_columns():

@@ -463,7 +463,7 @@ def test_gc_during_submit_can_submit_to_same_queue():
             Garbage()
             spare = [(queue, queue, number) for number in range(3000)]  # exhausts the free list of tuples
             fill = [[] for _ in range(phase)]
-            gc.set_threshold(3100)
+            gc.set_threshold(3100)  # the collector runs after about 100 - phase more allocations
             gc.enable()
             queue.submit(int)
         gc.collect()

@@ -99,7 +99,8 @@ def test_attack_receives_answer_and_stays_below_body_limit(name):
         return await attack.prepare(target, attack.address)()
 
     outcome, body = asyncio.run(serve_once("HTTP/1.1 400 Bad\r\n\r\n", client))
-    attacks_connection = attack.item == 4  # such an attack may end with a reset connection and without an answer
+    # item 4 of the issue has the attacks with endless or slow headers, which may end in a reset without an answer
+    attacks_connection = attack.item == 4
     assert outcome == "400" or attacks_connection
     assert len(body) <= BODY_LIMIT
     assert attacks_connection or json.loads(body)["model"] == "m"

@@ -111,8 +111,8 @@ def test_mutate_reports_every_outcome(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, row = json.loads(done.stdout.splitlines()[-1])["rows"]
-    # With `continue` instead of `break`, the loop times out. `while False` survives, because the loop breaks
-    # immediately.
+    # Timeout: `continue` instead of `break` makes the loop endless. Survivor: `while False` has the effect of
+    # `while True`, whose loop ends at once.
     counts = {name: row[name] for name in ("mutants", "killed", "timeout", "survived", "equivalent", "gpu")}
     assert counts == {"mutants": 19, "killed": 7, "timeout": 1, "survived": 1, "equivalent": 1, "gpu": 9}
     assert "+ while False:" in done.stdout

@@ -107,9 +107,9 @@ sizes_of_pieces = st.lists(
 @example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each thread begins at the start of a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
-@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # large enough for non-temporal stores
+@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # with 16 MiB, non-temporal stores
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
-@example(sizes=[100], threads=1000, seed=7)  # more threads than the maximum
+@example(sizes=[100], threads=1000, seed=7)  # more threads than the maximum of 64
 @settings(max_examples=60, deadline=None)
 def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
     code = compiled()
@@ -118,13 +118,13 @@ def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
     total = sum(sizes) + int(gaps.sum())
     source = random.integers(0, 256, total, np.uint8)
     target = random.integers(0, 256, total, np.uint8)
-    places = np.cumsum([0, *sizes[:-1]]) + np.cumsum(gaps[: len(sizes)])
+    src_at = np.cumsum([0, *sizes[:-1]]) + np.cumsum(gaps[: len(sizes)])
     order = random.permutation(len(sizes))  # the target order differs from the source order
     ends = np.cumsum(np.array(sizes)[order] + gaps[len(sizes) :])
-    starts = np.empty(len(sizes), np.int64)
-    starts[order] = ends - np.array(sizes)[order]
+    dst_at = np.empty(len(sizes), np.int64)
+    dst_at[order] = ends - np.array(sizes)[order]
     expected = target.copy()
-    pieces = list(zip(places.tolist(), starts.tolist(), sizes, strict=True))
+    pieces = list(zip(src_at.tolist(), dst_at.tolist(), sizes, strict=True))
     for src, dst, nbytes in pieces:
         expected[dst : dst + nbytes] = source[src : src + nbytes]
 
@@ -139,7 +139,7 @@ def test_native_copy_thread_count_grows_with_size():
     code = compiled()
     source, target = np.arange(12 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(12 * MIB, np.uint8)
     max_threads = min(8, len(os.sched_getaffinity(0)))
-    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(max_threads, 6)
+    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(max_threads, 6)  # 2 MiB or more per thread
     np.testing.assert_array_equal(target, source)
     assert code.copy(table_of(source, [(0, 0, 2 * MIB)], target)) == 1
 
@@ -306,7 +306,7 @@ def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
 
     Return its path, and the path of a file that it creates on load.
     """
-    folder, mark = tmp_path / "shared", tmp_path / "was-loaded"
+    folder, mark = tmp_path / "cache", tmp_path / "was-loaded"
     folder.mkdir(mode=0o700)
     source = tmp_path / "planted.c"
     source.write_text(PLANTED % mark)
@@ -328,7 +328,7 @@ def test_native_code_in_shared_folder_is_not_loaded(monkeypatch, planted, mode):
     library, mark = planted
     library.parent.chmod(mode)
     before = library.read_bytes()
-    with pytest.warns(RuntimeWarning, match=rf"shared can be written by others \(mode {mode:o}\).*KVTIER_CACHE_DIR"):
+    with pytest.warns(RuntimeWarning, match=rf"cache can be written by others \(mode {mode:o}\).*KVTIER_CACHE_DIR"):
         loaded = load_as_new_process(monkeypatch)
     assert_copies(loaded)
     assert "for this process only" in loaded.reason
@@ -558,7 +558,7 @@ def test_reader_sees_one_version_during_write_atomically(tmp_path: Path):
 
 
 def cgroup(root: Path, limits: dict[str, str]) -> None:
-    """Write the files of a cgroup /a/b. `limits` are the texts of cpu.max by folder."""
+    """Write the files of a process in the cgroup /a/b. `limits` maps cgroups to the texts of their cpu.max files."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/a/b\n")
     for folder, text in limits.items():

@@ -240,7 +240,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert {(span.num_rows, span.phase) for span in (*spans, *copies)} == {(num_rows, spans[0].phase)}
         assert all(span.start <= span.end for span in (*spans, *copies))
         assert [span.track for span in spans] == [op.side for op in BatchOp if op.per_batch]
-        # The counters have 8 bytes per row and are copied if a row moves. In the last step, no row moves.
+        # A row of the State has 8 bytes. PREPARE copies all rows, except in the last step, whose rows are unchanged.
         assert [(span.copied_bytes, span.num_pieces, span.track) for span in copies] == [
             (8 * num_rows, num_pieces, "executor")
         ] * bool(num_pieces)
@@ -248,8 +248,9 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
     others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
     assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
-    # With streams, each op and each copy has a second span, for its execution on the stream.
-    on_streams = 27 if executor is Executor else 0
+    # There are 24 spans of ops, 3 of copies and 4 of ADD and REMOVE. With streams, each of the ops and copies has a
+    # second span, for its execution on the stream.
+    on_streams = 24 + 3 if executor is Executor else 0
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -439,7 +440,7 @@ def test_pipeline_use_after_close_raises():
             use()
 
 
-def test_pipeline_close_raises_error_of_remove_and_ends_threads():
+def test_pipeline_close_raises_first_error_of_remove():
     class FailsOnRemove(Module):
         def remove(self, requests):
             raise PlannedError(str(requests))

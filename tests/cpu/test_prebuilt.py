@@ -95,7 +95,7 @@ def test_prebuilt_library_of_other_version_is_reported_missing(prebuilt):
     assert found.code is None
     assert f"{prebuilt} has no library of kvtier.memory for this version" in found.reason
     assert "kvtier build-native" in found.reason
-    assert "/dev/null/kvtier" in found.reason  # the reason why it cannot be compiled
+    assert "/dev/null/kvtier" in found.reason  # the reason why the library cannot be compiled
 
 
 def test_missing_prebuilt_library_is_compiled_if_possible(monkeypatch, tmp_path):
@@ -126,7 +126,7 @@ def test_damaged_or_untrusted_prebuilt_library_is_not_used(prebuilt, monkeypatch
     assert "cannot be used" in found.reason
 
 
-def test_build_native_without_compiler_fails_with_rows(tmp_path, monkeypatch, capsys):
+def test_build_native_without_compiler_prints_each_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert main(["build-native", str(tmp_path / "out"), "--json"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

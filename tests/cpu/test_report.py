@@ -30,6 +30,7 @@ def browser():
 def reports(tmp_path_factory):
     """Run `kvtier replay` and `kvtier plan`. Return the HTML page and the JSON result of each command."""
     folder = tmp_path_factory.mktemp("reports")
+    # the report must show the name of the trace as text, not as an HTML element <t>
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), folder / "<t>.jsonl")
     (folder / "model.json").write_text(json.dumps(MODEL))
     common = [str(folder / "<t>.jsonl"), "--model", str(folder / "model.json"), "--device", "4GiB", "--jobs", "1"]
@@ -129,7 +130,7 @@ def test_plot_marks_are_visible_inside_their_frame(opened, name):
         drawn = [mark.bounding_box() for mark in svg.query_selector_all(".mark")]
         assert drawn
         assert any(box["height"] > 2 for box in drawn)
-        for box in drawn:
+        for box in drawn:  # the radius and the outline of a mark may exceed the frame, by at most 6 pixels together
             assert frame["x"] - 6 <= box["x"]
             assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 6
             assert frame["y"] - 6 <= box["y"] <= frame["y"] + frame["height"]
@@ -143,7 +144,7 @@ def test_report_table_lists_every_run(opened):
     assert rows == [[run["policy"], run["hit_rate"]] for run in result["results"]]
 
 
-def test_report_series_can_be_hidden_and_axis_changed(opened):
+def test_report_can_hide_a_series_and_change_the_axis(opened):
     page, _ = opened("replay")
     page.get_by_role("checkbox", name="optimum").uncheck()
     assert list(marks(page, "curve")) == ["lru", "arc", "s3fifo"]

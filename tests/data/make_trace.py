@@ -37,7 +37,7 @@ Block = tuple[int, ...]
 
 def full_blocks(request: TraceRequest) -> list[Block]:
     """Return the full blocks of a prompt. Each block is named by its hash id and all hash ids before it."""
-    count = request.input_tokens // 512
+    count = request.input_tokens // 512  # a hash id stands for 512 tokens
     return [request.hash_ids[: i + 1] for i in range(count)]
 
 
@@ -51,7 +51,7 @@ def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> i
 
     Blocks are evicted from the start of a queue. A request appends its last block first, so that a block is never
     evicted before its successors in a prompt. FIFO leaves the blocks of a request in place if all of them are in the
-    cache.
+    cache. A request with more blocks than the capacity changes nothing.
     """
     held: dict[Block, None] = {}
     hits = 0

@@ -50,9 +50,9 @@ LLAMA = (
 
 
 class Case(NamedTuple):
-    """A prompt, and the format in which its answer is parsed.
+    """A prompt, the sampling parameters, and the format in which the answer is parsed.
 
-    The prompt already contains `begin`, the answer's start.
+    The prompt ends with `begin`. The recorded answer consists of `begin` and the generated text.
     """
 
     form: str

@@ -97,15 +97,16 @@ def test_attention_of_long_chunks_matches_reference(dtype, mix, shape):
     parts, cache, batch = paged(0, LONG_MIXES[mix], heads=shape[0], dim=shape[1], dtype=dtype)
     assert supports_long(parts.q, shape[0][1])
     expected = paged_attention(parts.q, cache, batch).flatten(1)
+    # every chunk of at least 64 queries uses the kernel for long chunks
     result = TritonOps(long_limits=(64, 64 * 64)).attend(parts, cache, batch)
     torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_gathered_keys_ignore_rest_of_table():
+def test_gather_ignores_table_entries_after_the_last_block():
     from kvtier.engine.ops_triton_long import gather
 
     _, cache, batch = paged(3, [(100, 27), (0, 1)], dtype=torch.bfloat16)
-    table = batch.block_tables[0].clone()
+    table = batch.block_tables[0].clone()  # of 127 tokens
     result = gather(cache, torch.cat([table, table.new_full((9,), 1 << 30)]), 127)[:, :127]
     assert torch.equal(result, cache[table.long()].transpose(0, 1).flatten(1, 2)[:, :127])
 

@@ -1,4 +1,4 @@
-"""The engine on CUDA gives the tokens of the CPU, with and without graphs, and frees its memory when it is closed."""
+"""The engine gives the same tokens on CUDA as on the CPU, with and without graphs. `Engine.close` frees all memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
     assert generate_all("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == expected_outputs
 
 
-def test_default_keeps_two_steps_in_flight_on_a_gpu():
+def test_engine_on_cuda_has_two_steps_in_flight_by_default():
     with contextlib.closing(Engine(model("cuda"), config=EngineConfig(8, CacheConfig(16), graph_sizes=()))) as engine:
         assert engine.config.phases == 2
 
@@ -117,7 +117,7 @@ def sample_all(graph_sizes, phases: int) -> dict[str, tuple[list[int], list[floa
 
 
 @pytest.mark.parametrize("phases", [1, 2])
-def test_captured_steps_sample_the_tokens_of_plain_steps(phases):
+def test_captured_steps_sample_same_tokens_as_plain_steps(phases):
     expected, found = sample_all((), 1), sample_all((1, 2, 4, 8), phases)
     assert {name: tokens for name, (tokens, _) in found.items()} == {name: each[0] for name, each in expected.items()}
     for name, (_, logprobs) in found.items():
@@ -127,6 +127,7 @@ def test_captured_steps_sample_the_tokens_of_plain_steps(phases):
 @pytest.mark.parametrize("phases", [1, 2])
 @pytest.mark.parametrize("is_woken", [False, True])
 def test_first_step_waits_until_the_cache_is_zeroed(is_woken, phases):
+    """A busy default stream, which writes the zeros, must not change the answers."""
     answers = []
     for is_busy in (False, True):
         config = EngineConfig(8, CacheConfig(200), SchedulerConfig(max_rows=8), graph_sizes=(), phases=phases)

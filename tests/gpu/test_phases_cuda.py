@@ -11,6 +11,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("phases", [1, 2])
-def test_steps_in_flight_do_not_change_the_answers(phases):
+def test_steps_in_flight_on_cuda_do_not_change_the_answers(phases):
     seen = check_lives(CacheReader("cuda"), phases, range(10), 60)
     assert seen["answers"] > 50, seen

@@ -27,7 +27,7 @@ def test_penalties_of_the_kernel_equal_those_of_torch(params):
         each = replace(params, penalties=exact, seed=row)
         tokens = logits[row].topk(60).indices.tolist()  # tokens that are likely to be sampled
         request = RequestSampler(each, tokens[:40])
-        for token in tokens[20:] + tokens[50:]:
+        for token in tokens[20:] + tokens[50:]:  # some are in the prompt too, and some are accepted twice
             request.accept(token)
         penalize_row(expected[row], request)
         penalized.append(request)
@@ -37,7 +37,7 @@ def test_penalties_of_the_kernel_equal_those_of_torch(params):
     assert found.tolist() == draw(expected, plain, numbers).tokens.tolist()
 
 
-def test_sampled_tokens_are_among_the_kept_tokens():
+def test_sampled_tokens_pass_top_k_top_p_and_min_p():
     kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}]
     logits = torch.randn(200, 32000, generator=torch.Generator().manual_seed(5)) * 3
     requests = [RequestSampler(SamplingParams(seed=row, **kinds[row % len(kinds)])) for row in range(200)]

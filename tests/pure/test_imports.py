@@ -1,4 +1,4 @@
-"""What importing kvtier loads, and the tree of its error classes."""
+"""The modules that an import of kvtier loads, and the tree of its error classes."""
 
 from __future__ import annotations
 

@@ -78,11 +78,11 @@ def test_layer_groups_cover_layers_in_order(sizes, piece_bytes, min_groups):
     assert all(runs)
     num_groups = min(len(sizes), max(min_groups, group.block_bytes // piece_bytes))
     assert len(runs) <= num_groups
-    first = group.span(runs[0]).nbytes
+    first = group.span(runs[0]).nbytes  # at most the average, unless the run is a single layer
     assert first * num_groups <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1
 
 
-def test_equal_layers_form_equal_groups():
+def test_layer_groups_of_equal_layers_differ_by_at_most_one():
     assert LLAMA_8B.layer_groups(None, 512 << 10, 4) == [range(8), range(8, 16), range(16, 24), range(24, 32)]
     assert [len(run) for run in DEEPSEEK.layer_groups(None, 512 << 10, 4)] == [15, 15, 15, 16]
     assert LLAMA_8B.layer_groups(range(4, 6), 1 << 30, 4) == [range(4, 5), range(5, 6)]

@@ -69,7 +69,7 @@ def test_concurrent_updates_are_counted_and_reads_are_consistent():
     assert not inconsistent
 
 
-def test_task_updates_counter_before_collect():
+def test_before_collect_task_updates_counter():
     registry = Registry()
     elsewhere = {"total": 3}
     counter = registry.counter("e_total", "E.").of()

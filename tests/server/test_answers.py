@@ -119,7 +119,7 @@ def test_recordings_cover_all_forms_and_results():
     results = Counter()
     for record in RECORDED:
         content, _, calls = parse(AnswerSyntax(record["form"], tuple(record["tools"])), record["pieces"])
-        results[bool(content), min(len(calls), 2)] += 1
+        results[bool(content), min(len(calls), 2)] += 1  # 2 stands for two or more calls
     assert {(True, 0), (False, 1), (True, 1), (False, 2)} <= {*results}, results
 
 

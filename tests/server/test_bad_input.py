@@ -209,7 +209,7 @@ def test_malformed_body_is_400(server, data):
         (b'"x"', "valid dictionary"),
     ],
 )
-def test_error_of_the_whole_body_names_the_body_and_the_position(server, data, why):
+def test_error_of_the_whole_body_names_the_body_and_the_cause(server, data, why):
     """The error names no field: `param` is null, as in OpenAI's API."""
     error = refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
     assert (error["param"], "the body" in error["message"]) == (None, True)
@@ -239,14 +239,13 @@ def test_error_for_deeply_nested_json_names_the_field(server, field):
         data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
-    inside = 1 if field == "messages" else 0  # the limit applies to the tool call, and DEEP begins one level below it
+    inside = 1 if field == "messages" else 0  # DEEP is one level below the tool call, to which the limit applies
     for depth in (101, 300, 900):
         error = refused(send(depth))
         assert error["param"].split(".")[0] == field
         assert "deeper than 100 levels" in error["message"]
-    assert (
-        send(100 - inside).status_code == 200 or field == "response_format"
-    )  # a schema must not contain the keyword "a"
+    if field != "response_format":  # a schema with the keyword "a" is invalid at any depth
+        assert send(100 - inside).status_code == 200
 
 
 def test_body_with_wrong_content_type_is_400(server):
@@ -270,7 +269,7 @@ def test_error_for_too_long_prompt_contains_the_limit(server):
     assert str(CONTEXT) in error["message"]
     error = refused(server.post(TEXT, {"model": server.model, "prompt": "x" * 2000, "max_tokens": 100}))
     assert error["param"] == "max_tokens"
-    assert "48" in error["message"]
+    assert str(CONTEXT - 2000) in error["message"]
 
 
 def test_conflicting_options_are_400(server):
@@ -341,9 +340,9 @@ def test_server_without_keys_rejects_foreign_origins(server, origin, status):
         assert httpx.request(method, server.url + path, headers=headers, timeout=60).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/state/", "/health/", "/v1/models", "/v1/completions/", "/control/tiers/"])
+@pytest.mark.parametrize("path", ["/state/", "/health/", "/v1/models//", "/v1/completions/", "/control/tiers/"])
 def test_trailing_slash_is_404_without_redirect(server, path):
-    answer = server.get(path.rstrip("/") + "//" if path == "/v1/models" else path)
+    answer = server.get(path)
     assert "location" not in answer.headers
     refused(answer, 404)
 

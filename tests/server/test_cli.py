@@ -295,7 +295,7 @@ def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):
     assert "39 objects read" in capsys.readouterr().out
 
 
-def test_inspect_rejects_invalid_folder_and_reads_one_in_use(folder, tmp_path, capsys):
+def test_inspect_rejects_invalid_folder_and_reads_folder_in_use(folder, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none")]) == 1
     assert "is neither a folder nor the URL of a store" in capsys.readouterr().err
     assert main(["verify", str(tmp_path)]) == 1

@@ -29,6 +29,7 @@ INVALID = Grammar("json", '{"type": "nonsense"}')
 
 def new_compilations(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
+    # the tiny model has 259 tokens, and token 257 ends an answer
     return SchemaCompilations(lambda: SchemaCompiler(tokenizer.to_json(), 259, [257]))
 
 
@@ -50,6 +51,7 @@ def test_error_for_invalid_schema_is_not_cached(tiny_model):
     failed = compilations.get(INVALID, b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert compilations.get(INVALID, b"") is not failed
+    # an error of kvtier in the construction of the compiler is passed on unchanged
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get(OBJECT, b"").exception(WAIT), UnavailableError)
 

@@ -72,7 +72,7 @@ def test_state_reports_hits_by_tier_and_bytes_by_direction(tiered):
     ask(tiered, prompt)
     assert ask(tiered, prompt) == 159  # the last token is computed for its logits
     state = tiered.wait_for(lambda state: any(each["target"] == "disk" for each in state["transfers"]))
-    assert state["hits"]["by_tier"]["device"] - before >= 144
+    assert state["hits"]["by_tier"]["device"] - before >= 144  # nine of the ten blocks
     assert state["recent"][0]["tokens_from"]["device"] >= 144
     directions = {(each["source"], each["target"]): each for each in state["transfers"]}
     assert directions["device", "host"]["bytes"] >= 10 * state["tiers"][0]["block_bytes"]
@@ -118,6 +118,7 @@ def test_request_without_room_next_to_pins_is_503(start):
         assert int(refused.headers["retry-after"]) > 0
     assert server.state()["recent"][0]["finish"] == "refused"
     long = server.post(TEXT, {**body, "prompt": fresh(10), "max_tokens": 40, "ignore_eos": True}).json()
+    # one free block for 16 tokens: 10 prompt tokens and 6 generated ones; the last generated token needs no slot
     assert (long["choices"][0]["finish_reason"], long["usage"]["completion_tokens"]) == ("length", 7)
     control(server, "unpin", {"name": "most"})
     assert server.post(TEXT, body).status_code == 200

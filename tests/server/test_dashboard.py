@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from dashboard_support import CHROMIUM, LOOKS, Traffic, chromium, conversations, hide, take_picture
+from dashboard_support import CHROMIUM, LOOKS, Traffic, chromium, hide, random_texts, take_picture
 from server_support import ServerProcess
 from support import stop_process
 
@@ -86,7 +86,7 @@ def chat(server, content, **more):
 
 
 def new_text(num_chars=300):
-    return conversations(1, num_chars, seed=uuid.uuid4().int)[0]
+    return random_texts(1, num_chars, seed=uuid.uuid4().int)[0]
 
 
 # ---- the page itself ----
@@ -204,7 +204,7 @@ def test_dashboard_shows_transfer_speed_as_share_of_link_limit(tiered, opened):
 
 @needs_browser
 def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
-    texts = conversations(4, 1400)
+    texts = random_texts(4, 1400)
     for _ in range(2):
         for text in texts:  # the texts are long enough to appear in the hit rate estimates
             chat(tiered, text)
@@ -326,7 +326,7 @@ def test_dashboard_stores_the_key_in_the_tab_only(start, opened):
 @needs_browser
 def test_dashboard_fits_phone_and_desktop_in_both_themes(tiered, opened, tmp_path):
     page = opened(tiered.url)
-    with Traffic(tiered, conversations(6, 1300)) as traffic:
+    with Traffic(tiered, random_texts(6, 1300)) as traffic:
         expect(page.locator("#recent tbody tr")).to_have_count(12, timeout=WAIT)
         expect(page.locator("[data-way='device → host']")).to_contain_text("in total", timeout=WAIT)
     assert traffic.failures == []

@@ -56,7 +56,7 @@ def test_echo_logprobs_of_cached_prompt_equal_transformers(server, oracle):
         assert all(value <= most for value, most in zip(found["token_logprobs"][1:], best, strict=True))
         assert found["token_logprobs"][-1] == best[-1]
         assert found["text_offset"][-1] == len(text)
-    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # all tokens are computed for their logits
 
 
 def test_prompt_logprobs_start_uses_cache_for_earlier_tokens(server, oracle):
@@ -64,7 +64,7 @@ def test_prompt_logprobs_start_uses_cache_for_earlier_tokens(server, oracle):
     whole = complete(server, prompt=tokens, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     body = complete(server, prompt=tokens, prompt_logprobs=2, prompt_logprobs_start=100)
     later = body["choices"][0]["prompt_logprobs"]
-    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 99
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 99  # the logits of token 99 predict token 100
     assert later[:100] == [None] * 100
     exact = logprobs_of(oracle, tokens)
     for entries, first in ((whole, 1), (later, 100)):

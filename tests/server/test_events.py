@@ -39,6 +39,8 @@ def blocks_of(state) -> dict[str, int]:
 
 
 def agree_on_device(server, router: Router) -> None:
+    """Wait until a router has as many device blocks as the server."""
+
     def is_equal(state) -> bool:
         router.catch_up()
         return state["tiers"][0]["num_used"] == len(router.blocks.get("GPU", ()))

@@ -21,6 +21,7 @@ from kvtier.server.exposition import Exposition
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 OF_PROCESSES = ("process_", "kvtier_engine_process_", "python_gc_")
+"""Prefixes of the metrics that Exposition adds to the metrics of the registry."""
 
 values = st.floats(min_value=0, allow_infinity=False, width=32)
 
@@ -33,7 +34,10 @@ def encode(registry: Registry, accept: str = "") -> tuple[str, str]:
 
 
 def samples(text: str, parse=parse_text) -> dict[tuple[str, frozenset[tuple[str, object]]], float]:
-    """Return the value of each sample by its name and labels. Bucket bounds are numbers."""
+    """Return the value of each sample by its name and labels. The bound of a bucket (label `le`) is a number.
+
+    Metrics with the prefixes OF_PROCESSES and times of creation are left out.
+    """
     return {
         (sample.name, frozenset((k, float(v) if k == "le" else v) for k, v in sample.labels.items())): sample.value
         for family in parse(text)
@@ -78,6 +82,7 @@ def test_both_formats_have_equal_values():
     assert opened_type.startswith("application/openmetrics-text; version=1.0.0")
     assert opened.endswith("# EOF\n")
     assert samples(text) == samples(opened, parse_open_metrics)
+    # A counter, a gauge, the buckets of SECONDS, and the infinite bucket, sum and count of the histogram.
     assert len(samples(text)) == 2 + len(SECONDS) + 3
 
 

@@ -1,4 +1,4 @@
-"""A request field of OpenAI or vLLM is honoured, or ignored and listed in a header, or rejected with its name."""
+"""Request fields of OpenAI and vLLM: honoured, ignored (and listed in a header) or refused (and named in the error)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ BODIES = {
     TEXT: {"prompt": "Hello", "max_tokens": 1},
 }
 PLACES = {CHAT: "c", TEXT: "t"}
+"""The letters of the endpoints in `ApiField.places`."""
 VALUES = {"store": True, "metadata": {"a": "b"}}
 """Values for those ignored fields that require a type. The other ignored fields accept any value."""
 

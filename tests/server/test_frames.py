@@ -169,7 +169,7 @@ def test_engine_process_ends_after_frame_of_invalid_length(served):
 
 
 def test_front_end_skips_invalid_frames(caplog):
-    """The test starts no engine process. It passes frames to `_read` that a broken engine process might send."""
+    """No engine process is started. `_read` gets frames like those of a broken engine process."""
 
     async def main():
         client = object.__new__(EngineClient)

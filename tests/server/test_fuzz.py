@@ -15,12 +15,12 @@ EXAMPLES = 20 * int(os.environ.get("KVTIER_SOAK", "1"))
 # Calls that interrupt the service by design. They are sent to a separate server.
 INTERRUPTING = r"^/(sleep|wake_up|control/(sleep|wake|resize))"
 MOST_BLOCKS = 64
-"""Largest size that is sent. A larger one could take all memory. test_control.py sends sizes that do not fit."""
+"""Largest `num_blocks` that is sent. Larger ones could take all memory. test_control.py sends sizes that do not fit."""
 
 
 @pytest.fixture(scope="module")
 def start_fuzzed(tiny_model, tmp_path_factory) -> Iterator[Callable[[], ServerProcess]]:
-    """Yield a function that starts a server whose cache holds 256 tokens, so that answers are short."""
+    """Yield a function that starts a server whose device cache holds only 256 tokens, so that answers are short."""
     started: list[ServerProcess] = []
 
     def start() -> ServerProcess:
@@ -98,7 +98,7 @@ def fuzz(spec, mode: str, after: Callable[[], None] = lambda: None) -> int:
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_fuzzed_requests_never_get_5xx(spec, mode):
-    assert fuzz(spec, mode) >= 3 * EXAMPLES
+    assert fuzz(spec, mode) >= 3 * EXAMPLES  # at least three operations were tested
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
@@ -115,7 +115,7 @@ def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
 
     assert fuzz(spec, mode, look) >= EXAMPLES
     assert server.post("/wake_up").status_code == 200
-    assert len(sizes) > 2 or mode == "negative"
+    assert len(sizes) > 2 or mode == "negative"  # invalid requests change no size
     body = {"model": server.model, "prompt": "a", "max_tokens": 1}
     assert server.post("/control/resize", {"tier": "device", "num_blocks": 16}).status_code == 200
     assert server.post("/v1/completions", body).status_code == 200

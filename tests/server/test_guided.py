@@ -85,7 +85,7 @@ def test_streamed_chat_answer_fits_its_grammar(server):
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"²": 1}}, "logit_bias"),
-        ({"logit_bias": {"259": 1}}, "logit_bias"),
+        ({"logit_bias": {"259": 1}}, "logit_bias"),  # the last token id is 258
         ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [259]}, "allowed_token_ids"),

@@ -79,13 +79,13 @@ def test_completion_text_offset_counts_characters(tokenizer):
 
 @pytest.mark.parametrize("is_chat", [True, False])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_response_in_pieces_equals_whole_response(tokenizer, is_chat, logprobs):
+def test_response_does_not_depend_on_tokens_per_output(tokenizer, is_chat, logprobs):
     tokens, top = list(TEXT.encode()), [(0x41, -1.0), (0xE2, -2.0)]
-    at_once, in_pieces = (
+    at_once, one_by_one = (
         whole(CompletionFormat("id", "m", 7, tokenizer, is_chat=is_chat, logprobs=logprobs), tokens, top, step)
         for step in (len(tokens), 1)
     )
-    assert in_pieces == at_once
+    assert one_by_one == at_once
     (choice,) = at_once["choices"]
     assert choice.get("text", choice.get("message", {}).get("content")) == TEXT
     assert (choice["index"], choice["finish_reason"]) == (0, "length")

@@ -140,7 +140,7 @@ def test_cut_message_has_stop_reason_max_tokens(scripted):
 
 
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "weather"}, {"type": "any"}])
-def test_forced_tool_loop_of_two_turns_ends_with_a_text(server, choice):
+def test_message_after_a_tool_result_contains_only_text(server, choice):
     pytest.importorskip("llguidance")
     answer = ask(server, tools=[WEATHER], tool_choice={**choice, "disable_parallel_tool_use": True}).json()
     (call,) = answer["content"]
@@ -301,7 +301,7 @@ def test_thinking_sets_variable_of_chat_template(kind, expected):
 
 
 def test_large_message_is_prepared_in_a_worker_process(server):
-    text = "word " * 390
+    text = "word " * 400  # a body of more than 2 KiB, and a prompt of fewer than CONTEXT tokens
     assert ask(server, messages=[{"role": "user", "content": text}], max_tokens=1).status_code == 200
     error = ask(server, messages=[{"role": "user", "content": text}], tools=[{"name": "x"}]).json()["error"]
     assert error["param"] == "tools.0"

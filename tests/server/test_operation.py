@@ -536,6 +536,7 @@ def test_tenant_above_block_quota_evicts_own_blocks_only(guarded):
 
 
 def test_prompt_larger_than_the_block_quota_is_400(guarded):
+    # The prompt fills the 12 device blocks that the tenant may use, so there is no block for the answer.
     body = {"model": guarded.model, "prompt": "x" * 192, "max_tokens": 1}
     refused = guarded.post(TEXT, body, "small-secret-key")
     assert refused.status_code == 400
@@ -644,4 +645,5 @@ def test_priority_does_not_change_order_between_tenants(start, tmp_path):
         answer.close()
         client.close()
     state = server.wait_for(drained, key="operator-key-key")
+    # The last request to finish comes first.
     assert [record["tenant"] for record in state["recent"]] == ["second", "first", "operator"]

@@ -81,7 +81,7 @@ def test_response_has_items_of_reasoning_text_and_call(scripted):
     ]
     assert (response.status, response.output_text, response.error) == ("completed", "Let me look.", None)
     usage = response.usage
-    assert usage.output_tokens_details.reasoning_tokens == 3  # without the opening tag
+    assert usage.output_tokens_details.reasoning_tokens == 3  # two texts and the closing tag
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert len({item.id for item in response.output}) == 3
 
@@ -131,7 +131,7 @@ def test_stream_of_openai_client_returns_final_response(scripted):
 
 
 @pytest.mark.parametrize("choice", [{"type": "function", "name": "weather"}, "required"])
-def test_forced_tool_call_and_its_result_end_with_a_text(server, choice):
+def test_response_after_a_tool_result_contains_only_text(server, choice):
     pytest.importorskip("llguidance")
     first = ask(server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
     (call,) = first.output
@@ -237,6 +237,7 @@ def test_sampling_fields_of_vllm_apply_to_a_response(server):
     def text(**fields) -> str:
         return post(server, **fields).json()["output"][0]["content"][0]["text"]
 
+    # Token 65 is "b".
     assert text(structured_outputs={"choice": ["only this"]}, max_output_tokens=20) == "only this"
     assert text(logit_bias={"65": 100}, ignore_eos=True, max_output_tokens=4, temperature=0) == "bbbb"
     found = text(

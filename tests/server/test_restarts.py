@@ -1,4 +1,4 @@
-"""After a shutdown or a crash, clients get an error, no process remains, and the next server reuses blocks on disk."""
+"""A shutdown completes streams, a crash ends them. No process remains, and the next server reuses blocks on disk."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_requests_to_killed_server_succeed_on_other_server(servers, start, victi
     servers[victim] = start()
 
 
-def test_requests_succeed_without_stores_and_stores_are_reused(servers, stores):
+def test_killed_stores_fail_no_request_and_are_used_again(servers, stores):
     expected = truths("stores", servers)
     quarter, half = Countdown(TURNS * TALKS // 4), Countdown(TURNS * TALKS // 2)
 

@@ -52,7 +52,7 @@ def test_structured_answer_of_random_model_fits_the_schema(server, options):
         Animal.model_validate_json(choice.message.content, strict=True)
 
 
-def test_schema_in_a_stream_does_not_change_other_requests(server):
+def test_stream_with_schema_does_not_change_other_requests(server):
     plain = {"model": server.model, "prompt": "zebra", "temperature": 0, "max_tokens": 60}
     alone = server.client().completions.create(**plain).choices[0].text
     stream = ask(server, stream=True, seed=5)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of a running server. A grammar forces the calls, or a model writes them."""
+"""Tool calls and reasoning of a running server. A grammar forces the calls, or a scripted model writes them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_required_tool_choice_forces_calls_that_fit_a_schema(server):
     assert names == {"weather", "clock"}
 
 
-def test_forced_tool_loop_of_two_turns_ends_with_a_text(server):
+def test_chat_turn_after_a_tool_result_has_no_tool_call(server):
     messages = [{"role": "user", "content": "Will it rain?"}]
     call = ask(server, messages=messages, tool_choice=NAMED).choices[0].message
     messages += [
@@ -127,7 +127,7 @@ def test_invalid_forced_call_is_refused_and_names_the_field(server, fields, para
 
 @pytest.mark.parametrize(("choice", "stop"), [("required", "arguments"), (NAMED, '"city"')])
 @pytest.mark.parametrize("stream", [False, True])
-def test_call_that_a_stop_text_cuts_has_finish_reason_stop(server, choice, stop, stream):
+def test_tool_call_cut_by_stop_text_finishes_with_stop(server, choice, stop, stream):
     body = {"model": server.model, "messages": [{"role": "user", "content": "?"}], "tools": [WEATHER]}
     answer = server.post("/v1/chat/completions", {**body, "tool_choice": choice, "stop": stop, "stream": stream})
     assert answer.status_code == 200

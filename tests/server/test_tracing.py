@@ -188,7 +188,7 @@ def test_refused_request_is_an_error_in_its_trace(traced, collector, client):
     assert traced.post("/control/wake").status_code == 200
     assert answer.status_code == 503
     root, children = collector.trace(trace)
-    assert (root.status.code, root.status.message, children) == (2, "refused", [])
+    assert (root.status.code, root.status.message, children) == (2, "refused", [])  # 2 is STATUS_CODE_ERROR
 
 
 def test_server_without_collector_answers_and_stops(start, client):

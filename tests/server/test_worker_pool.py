@@ -34,7 +34,11 @@ def body(prompt="hello", max_tokens=2048):
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return PrepareConfig(str(tiny_model), ("tiny",), 259, (257,), 16, WAIT)
+    return config_of(tiny_model)
+
+
+def config_of(folder):
+    return PrepareConfig(str(folder), ("tiny",), vocab_size=259, eos_token_ids=(257,), max_answers=16, seconds=WAIT)
 
 
 @asynccontextmanager
@@ -197,7 +201,7 @@ def test_too_many_waiting_jobs_of_a_tenant_are_429(model):
             done = await asyncio.gather(*jobs, return_exceptions=True)
             refused = [each for each in done if isinstance(each, ApiError)]
             assert {(error.status, error.code) for error in refused} == {(429, "overloaded")}
-            assert len(refused) == 6
+            assert len(refused) == 6  # 64 calls of a tenant may wait
             await other
 
     asyncio.run(main())
@@ -219,8 +223,7 @@ def test_close_kills_a_hung_process_at_once(model):
 
 def test_process_that_cannot_start_fails_jobs_with_503(tmp_path):
     async def main():
-        missing = PrepareConfig(str(tmp_path), ("tiny",), 259, (257,), 16, WAIT)
-        async with pool_of(missing) as pool:
+        async with pool_of(config_of(tmp_path)) as pool:
             error = await api_error(pool.run("prepare", "a", **body()))
             assert (error.status, error.code) == (503, "worker")
 

@@ -72,7 +72,8 @@ class Trio:
         """Fill all pools with new bytes. The bytes are equal in all backends."""
         self.generation += 1
         for (_, name), pool in self.pools.items():
-            fill(pool, self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name))
+            seed = self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name)  # another one for each name
+            fill(pool, seed)
 
     def same_bytes(self):
         for name in (PoolName.KV, *SIDE_POOLS):
@@ -166,7 +167,10 @@ class Trio:
 @pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_calls_return_the_results_of_sglang_backends(kvtier, tmp_path, layout, is_mla):
-    """Compare all results and all bytes of all pools over random calls of the v0, v1 and v2 interfaces."""
+    """Make random calls of the v0, v1 and v2 interfaces, and compare the results with those of SGLang's backends.
+
+    After each call, the pools of kvtier have the same bytes as the pools of HiCacheFile.
+    """
     for seed in range(2 * SOAK):
         trio = Trio(
             kvtier(f"kv-{seed}", is_mla_model=is_mla), tmp_path / f"file-{seed}", layout, is_mla=is_mla, seed=seed
@@ -240,7 +244,7 @@ def test_backend_draft_pages_differ_from_target_pages(kvtier):
 
 
 def controller_of(backend, pool):
-    """Return a controller with only those attributes that its page functions use."""
+    """Return SGLang's controller with only those attributes that its page functions use."""
     module = importlib.import_module("sglang.srt.managers.cache_controller")
     controller = object.__new__(module.HiCacheController)
     controller.storage_backend, controller.mem_pool_host, controller.page_size = backend, pool, PAGE
@@ -251,6 +255,8 @@ def controller_of(backend, pool):
 
 
 class Operation:
+    """An operation of SGLang's controller, with only those attributes that the page functions use."""
+
     def __init__(self, hashes, pages):
         self.hash_value, self.host_indices, self.prefix_keys = hashes, indices_of(pages), None
         self.completed_tokens, self.request_id = 0, "request"
@@ -260,7 +266,7 @@ class Operation:
 
 
 def test_controller_backs_up_and_prefetches_pages(kvtier):
-    """Run SGLang's own controller functions with the backend, first with all pages stored, then with a missing page."""
+    """With SGLang's own controller functions, back up five pages. Then prefetch three of them and a missing page."""
     backend, pool = kvtier(), make_pool("page_first_direct")
     fill(pool, 3)
     before = pool.kv_buffer.clone()

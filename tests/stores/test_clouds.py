@@ -59,10 +59,10 @@ def test_azure_missing_container_raises(azure_url):
         open_store(azure_url("absent"))
 
 
-def test_gcs_requests_have_prefix_condition_and_token(gcs, gcs_url):
+def test_gcs_requests_have_prefix_token_and_write_condition(gcs, gcs_url):
     with contextlib.closing(open_store(gcs_url)) as store:
         assert put(store, 1).ok
-        assert put(store, 1)[0].reason == "already stored"
+        assert put(store, 1)[0].reason == "already stored"  # the stub checks x-goog-if-generation-match
         assert get(store, 1)[1] == payload_of(1)
         assert store.remove([key_of(1)]).ok
         assert get(store, 1)[0].status is ObjectStatus.MISSING

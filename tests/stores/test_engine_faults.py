@@ -133,7 +133,7 @@ def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expect
     while engine.has_work():  # after the deadline of the fetch, the blocks are computed
         engine.step()
     assert engine.explain("first").num_cached_tokens < 7 * 4
-    assert (num_failed(engine) > 0) == (hangs_at > 0)
+    assert (num_failed(engine) > 0) == (hangs_at > 0)  # at offset 0, the lookup hangs, so no fetch starts
     traffic, refused = (setup.proxy.num_asked, setup.proxy.num_connections), store.stats.num_refused
     assert talk(engine, chats) == expected
     assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic, "the open breaker let a call through"

@@ -233,7 +233,7 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
-def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
+def test_remote_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
     """The record claims 5,000 bytes, but the payload is shorter or longer.
 
     Copying the payload would leave a part of the caller's memory unwritten, or write past the end of the memory.
@@ -241,7 +241,8 @@ def test_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
-    setup.raw.set(name, resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little")) + value[RECORD_BYTES:])
+    record = resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little"))  # the size of the object is at 112
+    setup.raw.set(name, record + value[RECORD_BYTES:])
     target = bytearray(b"\xee" * 8000)
     outcome = store.read_into([Read(key_of(1), LABEL, memoryview(target)[:5000])])[0]
     assert (outcome.status, target) == (ObjectStatus.CORRUPT, b"\xee" * 8000)
@@ -365,7 +366,8 @@ def test_object_of_newer_format_is_missing_but_not_deleted(setup):
     store, name = setup.store(), key_of(1).hex()
     put(store, 1)
     value = setup.raw.get(name)
-    newer = resealed(value[:RECORD_BYTES], 8, (VERSION + 1).to_bytes(2, "little")) + value[RECORD_BYTES:]
+    record = resealed(value[:RECORD_BYTES], 8, (VERSION + 1).to_bytes(2, "little"))  # the format version is at 8
+    newer = record + value[RECORD_BYTES:]
     setup.raw.set(name, newer)
     outcome = check_read(store, 1)
     assert (outcome.status, "format version" in outcome.reason) == (ObjectStatus.MISSING, True)
@@ -430,7 +432,7 @@ def test_store_recovers_after_redis_restart(tmp_path):
             RedisBucket(port=port, num_connections=4, timeout_s=5.0), "redis", breaker=Breaker(retry_s=0), **FAST
         )
         put(store, *range(8), nbytes=200_000)
-    outcome = check_read(store, 1, 200_000)
+    outcome = check_read(store, 1, 200_000)  # the server has been killed
     assert (outcome.status, "redis" in outcome.reason) == (ObjectStatus.FAILED, True)
     with redis_server(tmp_path, port=port):
         wait_until_healthy(store)

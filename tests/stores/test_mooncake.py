@@ -41,7 +41,7 @@ def simulate_rdma(bucket):
 
 
 @pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "simulated rdma"])
-def test_mooncake_reads_back_writes_of_registered_memory(bucket, is_rdma):
+def test_mooncake_write_from_registered_memory_is_read_back(bucket, is_rdma):
     if is_rdma:
         simulate_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 16 << 20))
@@ -50,7 +50,7 @@ def test_mooncake_reads_back_writes_of_registered_memory(bucket, is_rdma):
         slots = [host[at : at + (1 << 20)] for at in range(0, len(host), 1 << 20)]
         for version, change in enumerate((store.register, store.unregister, store.register)):
             change(host)
-            change(host)
+            change(host)  # the second call changes nothing
             assert bucket._is_registered(slots[3]) is (is_rdma and version != 1)
             for number, slot in enumerate(slots):
                 slot[:] = payload_of(number, 1 << 20, version)
@@ -68,7 +68,8 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
     host, other, scratch = memoryview(mmap.mmap(-1, 1 << 20)), memoryview(payload_of(1)), Scratch()
     values = [[other, host[:5000]], [host[5000:9000], memoryview(b""), host[-1:]]]
 
-    def places() -> list[list[int]]:
+    def places() -> list[list[str]]:
+        """Return where the bucket reads each piece of both values: `host`, `other` itself, or a copy in `scratch`."""
         pieces = bucket._pieces(values, scratch)
         assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
         names = {address_of(scratch.take(1)): "start of scratch", address_of(other): "original"}

@@ -240,7 +240,7 @@ def test_redis_cluster_client_follows_moved_slots(cluster_ports):
     ids = {port: node.cluster("MYID").decode() for port, node in nodes.items()}
     before = redis.RedisCluster(host="127.0.0.1", port=cluster_ports[0])
     for node in nodes.values():
-        node.flushall()  # a node refuses to give a slot away that holds keys, such as those of another test
+        node.flushall()  # a node refuses to give away a slot with keys, such as keys of another test
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}?cluster=yes&prefix={prefix}")) as store:
         assert put(store, *range(20)).ok  # the client now caches the slot map, which becomes outdated below
         store.remove([key_of(n) for n in range(20)])

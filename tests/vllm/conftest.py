@@ -38,7 +38,7 @@ def oracle(vllm):
 
 @pytest.fixture(scope="module")
 def engine(vllm):
-    """vLLM with the connector in the same process. Its device cache is too small for three test prompts."""
+    """vLLM with the connector in the same process. The device cache is too small for three prompts of `prompt_of`."""
     with vllm.start(connector(verify_loads=True)) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Abort requests and reset caches while copies are in flight. Nothing may be left, and no token may be wrong."""
+"""Abort requests and reset caches while copies are in flight. No request or block may be left, and no token wrong."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_loaded_blocks_have_the_computed_bytes(checked, drawn, seed):
 
 
 def test_random_prompts_load_and_evict_blocks(checked):
-    """Check that the test above loads and evicts blocks, and therefore compares bytes."""
+    """With these prompts, the engine of the test above must load and evict blocks, so that bytes are compared."""
     prompts = [prompt_of(310 + number % 7, 350) for number in range(21)]
     checked.run(scenarios.conversations, prompts, 1, max_tokens=10)
     assert checked.run(scenarios.num_compared) > 20
@@ -46,7 +46,7 @@ def test_random_prompts_load_and_evict_blocks(checked):
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("caching", [True, False])
 def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
-    """Saves are delayed. A save that held no reference to its block would read the block after it is poisoned."""
+    """Copies are delayed. If a save held no reference to its device block, it would save poison."""
     prompts = [prompt_of(320 + number % 5, 60 + 97 * number % 300) for number in range(24)]
     arguments = {"num_gpu_blocks_override": 30, "enable_prefix_caching": caching}
     with vllm.start(connector(**FAULTY, max_saving_blocks=0), **arguments) as engine:

@@ -171,7 +171,7 @@ def test_damaged_stored_object_is_a_miss(intact, oracle, damage):
     assert [answer.num_cached for answer in intact.engine.ask(intact.prompts)] == [blocks_of(300)] * 4
 
 
-def test_stopped_server_ends_no_request(stored, oracle):
+def test_unreachable_store_fails_no_request(stored, oracle):
     stored.forget()
     stored.proxy.drop()
     stored.proxy.set(Faults(refuses=1 << 30))

@@ -57,7 +57,7 @@ def test_adapters_do_not_share_blocks(engine, alone, adapters):
     assert [answer.num_cached for answer in cold + warm] == [0] * 3 + [blocks_of(200)] * 3
 
 
-def test_adapter_with_new_files_finds_nothing(engine, alone, tmp_path):
+def test_adapter_with_changed_files_finds_no_old_blocks(engine, alone, tmp_path):
     prompt, folder = prompt_of(502, 200), str(vllm_models.make_adapter(tmp_path / "c", 3))
     ask(engine, prompt, lora=("c", 3, folder))
     vllm_models.make_adapter(tmp_path / "c", 4)
@@ -78,7 +78,7 @@ def test_prompt_embeddings_do_not_share_blocks(engine, alone):
 
 
 def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
-    """Two prompts with equal tokens contain different sounds in their third block.
+    """The prompts have equal tokens, but the third block contains different sounds.
 
     A real audio encoder reads the sounds.
     """
@@ -113,7 +113,7 @@ def test_images_do_not_share_blocks(vllm, tmp_path):
     assert [answer.num_cached for answer in answers] == [0, 0, everything, everything]
 
 
-def test_request_without_save_or_load_uses_no_cache(engine, oracle):
+def test_save_false_stores_no_blocks_and_load_false_loads_none(engine, oracle):
     prompt = prompt_of(503, 200)
     ask(engine, prompt, transfer={"kvtier": {"save": False}})
     assert ask(engine, prompt).num_cached == 0
@@ -123,9 +123,9 @@ def test_request_without_save_or_load_uses_no_cache(engine, oracle):
 
 
 def test_keys_are_equal_iff_vllm_hashes_are_equal(engine, adapters):
-    """Compare pairs of requests.
+    """Compare the blocks of random pairs of requests.
 
-    Few distinct tokens, salts, adapters, media and embeddings make equal blocks likely.
+    The requests are drawn from few tokens, salts, adapters, media and embeddings, so that equal blocks are likely.
     """
     num_equal, num_different = engine.run(scenarios.compare_keys_with_hashes, adapters, num_examples=400)
     assert num_equal > 100

@@ -70,24 +70,25 @@ def test_damaged_files_change_no_token(vllm, oracle, tmp_path):
 
 
 def test_kills_lose_no_durable_block(vllm, oracle, tmp_path):
-    """Kill the worker, the core or all processes under load.
+    """Store the blocks of PROMPTS. While the engine answers other prompts, kill its worker, its core or all processes.
 
-    The next engine must find all blocks stored before the load.
+    The next engine must find all blocks of PROMPTS.
     """
     draws, expected = random.Random(7), oracle.tokens(PROMPTS)
-    noise = [prompt_of(720 + number % 8, 100 + 61 * number % 400) for number in range(200)]
+    others = [prompt_of(720 + number % 8, 100 + 61 * number % 400) for number in range(200)]
     for number in range(KILLS + 1):
         with vllm.start(disk_of(tmp_path), executor="mp") as engine:
             answers = []
             for count, prompt in enumerate(PROMPTS, start=1):
                 answers += engine.ask([prompt])
-                if not number:  # wait until the store has this prompt, because the next prompt needs the host blocks
+                # Wait until the store has the 9 blocks of this prompt, because the next prompt needs the host blocks.
+                if not number:
                     engine.run(scenarios.metric_after, "vllm:kvtier_moved_blocks purpose=store", count * 9)
             assert [answer.tokens for answer in answers] == expected
             if number:
                 assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4, f"after kill {number}"
             if number < KILLS:
-                engine.send(scenarios.conversations, noise, number, max_tokens=20)
+                engine.send(scenarios.conversations, others, number, max_tokens=20)
                 engine.wait(draws.uniform(0.0, 3.0))
                 victim = ("worker", "core", "all")[number % 3]
                 engine.kill_some(victim)

@@ -1,4 +1,4 @@
-"""The router reads messages of vLLM's publisher. It computes kvtier's block hashes from the tokens in the events."""
+"""The router reads events in vLLM's format. It computes kvtier's block hashes from the tokens in the events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_router_finds_blocks_in_events_of_vllm():
         send.number += 1
 
     send.number = 0
-    send(first, second, host)
+    send(first, second, host)  # a block counts for the fastest tier of the replica that holds it: device, then host
     assert index.match(prompt)[:2, 0].tolist() == [3, 0]
     send(BlockRemoved(hashes[:1], "GPU"))
     assert index.match(prompt)[:2, 0].tolist() == [2, 1]

@@ -2,7 +2,7 @@
 
 BatchOp       one of the eight operations of a batch
 BatchData     state of one batch in progress
-Environment   values that modules exchange, by name and type (called TensorMap in TurboMind)
+Environment   values that modules exchange, by name and type (TensorMap in LMDeploy's TurboMind engine)
 Module        base class of input processors, models, samplers and output processors
 """
 
@@ -37,9 +37,9 @@ class BatchOp(Enum):
 
     ADD and REMOVE run once per request. The six ops between them run once per step, for the whole batch.
 
-    Data flow: the request cache is host data of one request, and the batch is host data of one step. The device holds
-    the inputs and results of one step, and the stepping state is device data that is kept between steps. Parentheses
-    mark copies that an op only enqueues.
+    Data flow: the session is the request as submitted, the request cache is the modules' host data of one request, and
+    the batch is host data of one step. The device holds the inputs and results of one step, and the stepping state is
+    device data that is kept between steps. Parentheses mark copies that an op only enqueues.
     """
 
     ADD = "add"
@@ -105,7 +105,7 @@ class Environment:
         return value
 
 
-# States of a slot. Each op is allowed in exactly one state. abandon() changes any state to free.
+# States of a BatchData. Each op is allowed in exactly one state. abandon() changes any state to free.
 #
 #   free --begin()--> begun --SETUP--> ready                                    engine
 #   ready --PREPARE--> prepared --FORWARD--> forwarded --UNPREP--> done         executor
@@ -123,7 +123,7 @@ _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 
 
 class BatchData:
-    """A slot of the pipeline. The slot holds one batch from SETUP to UPDATE and is then reused.
+    """One of the pipeline's slots; `phase` is its number. It holds one batch from SETUP to UPDATE and is then reused.
 
     `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine records the event
     `ready` after enqueueing the copies of SETUP. The executor records the event `done` after enqueueing the work of the
@@ -230,7 +230,7 @@ class BatchData:
 BATCH = Key("batch", BatchData)
 """Key of the step's BatchData. Every environment of the batch has this entry."""
 COPY = Key("copy", BatchCopy)
-"""Key of the op's BatchCopy. Its copies run after the op has run in all modules."""
+"""Key of the op's BatchCopy. Modules add copies to it, and the copies run after the op has run in all modules."""
 
 
 class Module:
@@ -257,7 +257,7 @@ class Module:
         """Run the model or sampler on the device."""
 
     def unprep(self, env: Environment) -> None:
-        """Copy the results for FETCH to other device memory, because the next batch overwrites them."""
+        """Copy the results to device memory that the next batch does not overwrite. FETCH reads them there."""
 
     def fetch(self, env: Environment) -> None:
         """Enqueue copies of the results from device to host."""

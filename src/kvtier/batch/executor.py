@@ -50,7 +50,7 @@ class Streams:
             self._engine.wait(batch.done)
 
     def synchronize(self) -> None:
-        """Wait for the engine's stream, once per step. Raise an error if work on the stream has failed."""
+        """Wait for the engine's stream. Called once per step. Raise an error if work on the stream has failed."""
         if self._engine is None or self._executor is None:
             return
         try:
@@ -87,7 +87,7 @@ Work = Callable[[BatchData], None]
 
 
 class Executor:
-    """Runs batches in order, by default in its own thread, so that the engine thread can prepare the next batch."""
+    """Runs batches in order. By default it has its own thread, so that the engine thread can prepare the next batch."""
 
     def __init__(self, work: Work, *, threaded: bool = True) -> None:
         """If `threaded` is False, `submit` runs the batch itself. Use this if only one batch is in flight at a time."""

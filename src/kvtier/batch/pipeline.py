@@ -140,7 +140,7 @@ class Pipeline:
 
     Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in a module fails only the
     requests in one batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
-    flight then do not run, and all rows of the next batch are new.
+    flight then do not run, and the next batch takes no row over from an earlier batch.
     """
 
     def __init__(
@@ -208,7 +208,8 @@ class Pipeline:
     ) -> None:
         """Submit a batch with these requests. If all phases are then in use, collect the oldest batch.
 
-        All other requests are preempted and can be resumed later. Retiring requests in `tickets` are ignored.
+        All other requests are preempted and can be resumed later. Retiring requests in `tickets` are ignored. The rows
+        of `generating` come first (see RowOrder). `tokens` is the number of tokens of this step on each rank.
         """
         chosen = list(tickets)
         if self._broken_at is not None:

@@ -44,7 +44,7 @@ class CacheStats:
     tiers: tuple[TierStats, ...]
     num_duplicates_evicted: int = 0
     """Number of blocks that an exclusive host tier (HostConfig.exclusive) evicted because the device had them too.
-    Each of these blocks is saved again at most once. The number is therefore an upper bound on additional saves."""
+    Each of these evictions causes at most one additional save."""
     num_saved_late: int = 0
     """Number of blocks that were saved to the host because the device was about to evict them."""
 
@@ -58,7 +58,7 @@ class Allocation:
     """True while blocks are in flight to the device; see CacheManager.is_ready."""
     loads: tuple[int, ...] = field(init=False, default=())
     """Ids of the loads in flight, if these loads bring all missing blocks. Empty if loads of another allocation bring
-    some of these blocks, because a step then cannot wait layer by layer."""
+    some of the missing blocks, because a step then cannot wait layer by layer."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached tokens that were found in the tier."""
     num_cached_tokens: int = field(init=False)
@@ -91,6 +91,7 @@ class Allocation:
         """Number of device slots that the tokens of the chain still need."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
-        # Blocks that are being loaded already have slots.
+        # Slots for blocks that are being loaded are already reserved. The table contains NO_SLOT for them until the
+        # load ends.
         to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))
         return max(0, num_blocks - len(lease.table)) + to_load

@@ -114,8 +114,8 @@ class HostConfig:
     them. If False, or if another engine owns the device blocks, the policy ignores which blocks are on the device."""
     ahead_share: float = 1 / 12
     """Number of blocks that an exclusive host tier saves before the device evicts them, as a share of the device
-    blocks. With a low share, the device evicts some blocks before they are saved. With a high share, the copies take
-    the slots of other blocks."""
+    blocks. The number is at most a quarter of the host blocks. With a low share, the device evicts some blocks before
+    they are saved. With a high share, the copies take the slots of other blocks."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:

@@ -66,7 +66,7 @@ class OnlineLeastSquares:
 
     def predict(self, amounts: Sequence[float]) -> float | None:
         """Return the expected seconds, or None before the first sample. The fit can lack the newest samples."""
-        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):
+        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):  # over a fifth is new
             self._add_samples()
         if not self._num_samples:
             return None
@@ -166,8 +166,7 @@ class CostModel:
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
-        """Record the time of a transfer. After a trial, the time either confirms the old measurements or replaces
-        them."""
+        """Record the time of a transfer. After a trial, the time confirms or replaces the old measurements."""
         before = self._doubted.pop(link, None)
         if before is not None and seconds >= _CONFIRM_SHARE * (before.predict((num_blocks,)) or 0.0):
             self._transfers[link] = before

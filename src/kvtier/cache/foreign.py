@@ -43,10 +43,8 @@ class SavePoint:
     """Node with the last of the `num_blocks` blocks. The request has no lease on the node, so the host may evict the
     blocks."""
     is_over: bool = False
-    """True if no more blocks of the request are saved.
-
-    Either the host has evicted blocks of the running request, or the engine has dropped blocks before they were saved.
-    """
+    """True if nothing more is saved for the request, because the host has evicted blocks of the running request, or
+    because the engine has dropped blocks before they were saved."""
 
 
 class ForeignDevice:
@@ -87,10 +85,10 @@ class ForeignDevice:
         device blocks, because they are outside a sliding window. If the host lacks one of these blocks, nothing more is
         saved for this request.
 
-        Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. The first call for
-        a point copies all missing blocks, and later calls copy only new blocks. If the host has evicted blocks since
-        the previous call, nothing more is saved for this request. In this case the host is too small for the running
-        requests, and would evict the copies again.
+        Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. Later calls for a
+        point continue after its first `num_blocks` blocks. If the host has evicted blocks since the previous call,
+        nothing more is saved for this request. In this case the host is too small for the running requests, and would
+        evict the copies again.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0 or point.is_over:

@@ -25,7 +25,7 @@ Mask = bytes
 
 @dataclass(slots=True)
 class RouteStats:
-    """Statistics of one route. A route from or to stores has separate statistics for each store."""
+    """Statistics of one route, separately for each store. `num_blocks` counts the blocks that have arrived."""
 
     route: Route
     store: str

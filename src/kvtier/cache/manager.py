@@ -118,7 +118,7 @@ class CacheManager:
         host, stores, to_host = self.config.host, self.stores.values(), []
         if host is None:
             return [], []
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # at least the number of prompts in memory
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # one per slot in memory
         if len(tiers) == 2:
             ahead_share = host.ahead_share if host.exclusive else 0.0
             writer = HostWriter(
@@ -153,7 +153,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch blocks again if they were evicted after the prefetch. Return True if the request must wait."""
+        """Fetch blocks that were evicted after the prefetch or had no room. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -494,7 +494,7 @@ class CacheManager:
     def _on_transfer_done(self, done: PendingTransfer) -> None:
         """Record the time of a completed transfer and queue copies of its blocks to the next tier."""
         route, transfer = done.transfer.route, done.transfer
-        if route is Route.DEVICE_TO_HOST:
+        if route is Route.DEVICE_TO_HOST:  # a chain without tokens is not offered to stores: HostWriter._chain_of
             for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:

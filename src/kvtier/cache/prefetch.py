@@ -4,8 +4,9 @@
                 └────────── nothing to fetch, no room, or computing is faster ─────────────────────^
 
 A prefetch that fetches blocks holds a lease on its path until its request has matched the path or was cancelled. A
-prefetch with nothing to fetch holds no lease, because waiting requests must not hold memory that running requests need.
-Without a lease, blocks can be evicted before the request starts. In this case `retry` fetches the blocks from a store.
+prefetch that fetches nothing holds no lease, because waiting requests must not hold memory that running requests need.
+Without a lease, blocks can be evicted before the request starts. `retry` then fetches them from a store. It also
+fetches blocks for which `start` found no room.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Prefetch:
 
     chain: Chain
     lease: Lease | None
-    """Lease on the path in memory, including blocks in flight. None if there was nothing to fetch."""
+    """Lease on the path in memory, including blocks in flight. None if nothing is fetched."""
     wanted: int
     """Number of leading blocks of the prompt that the request can use if they are cached."""
     started: float
@@ -39,6 +40,7 @@ class Prefetch:
     is_retry: bool = False
     """True after a retry. A prefetch is retried at most once."""
     num_blocks: int = 0
+    """Number of blocks whose fetch has started."""
     num_fetched: dict[str, int] = field(default_factory=dict)
     """Store name -> number of blocks that arrived from the store."""
     decision: LoadDecision | None = None
@@ -180,8 +182,8 @@ class Prefetcher:
     def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
         """Reserve host slots for `num_blocks` blocks, or for as many blocks as fit.
 
-        Return None if not all blocks fit and other prefetches hold host blocks. The caller should then wait, because
-        other prefetches release their blocks when their requests start.
+        Return None if not all blocks fit and other prefetches hold host blocks. These prefetches release their blocks
+        when their requests start. A retry waits for this; a first attempt ends, and can be retried.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):

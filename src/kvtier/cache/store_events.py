@@ -15,7 +15,8 @@ class StoreEvents:
     """Reports the blocks that this cache wrote to a store, and the removal of these blocks.
 
     Blocks that an earlier process wrote are not reported, because their tokens are unknown. A store evicts blocks
-    without notice, so an eviction is reported only when a lookup does not find the block.
+    without notice, so an eviction is reported only when a lookup does not find the block. A block is also reported as
+    removed when StoreIndex forgets its key.
     """
 
     def __init__(self, name: str, listener: Listener) -> None:

@@ -193,7 +193,7 @@ class HostWriter:
         """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
 
         `num_spare` is the number of device slots that CacheManager.plan keeps free. Blocks with fewer than `min_uses`
-        uses are not saved.
+        uses are not saved. HostConfig.ahead_share limits how many of the next victims are considered.
         """
         if not self._ahead_share:
             return 0

@@ -45,7 +45,7 @@ _OPTIONAL = {  # optional module -> extra that installs the module
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Calibrate GPUs without saved costs, or all GPUs with --calibrate, and print the findings. Return 0."""
+    """Calibrate each GPU that has no saved costs (with --calibrate, every GPU), and print the findings. Return 0."""
     progress = partial(print, "measuring", file=sys.stderr)
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     costs = {
@@ -117,7 +117,7 @@ def _paths(job: CopyContext) -> str:
 
 
 def _measured(gpu: Placement, costs: CostTable) -> dict[str, Any]:
-    """Return the calibration of a GPU for `--json`.
+    """Return the calibration of a GPU as values for JSON.
 
     `expected_gbs` is the expected rate in GB/s at which the chosen strategy copies scattered blocks.
     """

@@ -53,7 +53,7 @@ class Controller(Protocol):
     def is_busy(self) -> bool: ...
     @property
     def is_copying(self) -> bool: ...
-    def present(self) -> Event | None: ...
+    def record_event(self) -> Event | None: ...
     def submit(self, plan: Plan, after: Event | None = None) -> None: ...
     def poll(self, *, loads_only: bool = False) -> Sequence[Report]: ...
     def wait(self, timeout: float) -> None: ...
@@ -72,7 +72,7 @@ class NullController:
     is_busy = False
     is_copying = False
 
-    def present(self) -> None: ...
+    def record_event(self) -> None: ...
     def wait(self, timeout: float) -> None: ...
     def release(self) -> None: ...
     def register(self, caches: Sequence[torch.Tensor]) -> None: ...
@@ -117,14 +117,14 @@ class TierTraffic:
 
 
 class StepTransfers:
-    """The transfers of one step. The loads are already in flight. `on_forward_launched` starts the other transfers."""
+    """The transfers of one step. The loads are already in flight. `on_forward_launched` starts the `deferred` plan."""
 
     def __init__(
         self, runtime: CacheRuntime, controller: Controller, loads: Sequence[int], deferred: Plan | None
     ) -> None:
         self._runtime, self._controller, self._loads = runtime, controller, loads
         self._deferred = deferred
-        self._after = controller.present() if deferred is not None else None
+        self._after = controller.record_event() if deferred is not None else None
         self._waits = controller.layer_waits(loads) if loads else None
 
     def before_layer(self, group: int) -> Callable[[int], None] | None:
@@ -293,7 +293,7 @@ class CacheRuntime:
             self._drain_saves()
 
     def demote(self, chain: Chain) -> int:
-        """Copy a prompt's cached blocks to lower tiers, then free their device slots. Return the number of blocks."""
+        """Copy a prompt's cached blocks to lower tiers, then demote the prompt as CacheAdmin.demote describes."""
         self._admin.save(chain)
         self._drain_saves()
         return self._admin.demote(chain)

@@ -22,8 +22,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Maximum number of recorded keys, as a multiple of the number of blocks that fit in a store. A limit of 1 would remove
-# keys of stored blocks, because the oldest keys are removed first, but the store evicts the least recently used blocks.
+# Maximum number of recorded keys, as a multiple of the number of blocks that fit in a store. With a multiple of 1, keys
+# of stored blocks would be removed: the oldest keys go first, but the store evicts the least recently used blocks.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""

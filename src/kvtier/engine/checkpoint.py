@@ -119,7 +119,7 @@ class GgufFile:
             ) from error
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the rows in Hugging Face order: in each head of q and k, the file's even rows precede its odd rows."""
+        """Return the rows in Hugging Face order. llama files interleave the two halves of each head of q and k."""
         rows = self._stored(self._header.tensors[_gguf_name(name)])
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows

@@ -174,7 +174,7 @@ class Engine:
         return name
 
     def step(self) -> list[Output]:
-        """Start one step, and return the new output of the steps that ended. If there is no work, wait briefly."""
+        """Start a step, and return the output of the steps that ended. If there is nothing to compute, wait briefly."""
         now = self._clock()
         self.tiers.poll_before_step()
         outputs, self._undelivered = self._undelivered, []
@@ -205,7 +205,7 @@ class Engine:
         return bool(mine)
 
     def has_work(self) -> bool:
-        """True if there are requests to run or transfers to plan."""
+        """True if there are requests, transfers to plan or finish, or outputs that `step` has not returned."""
         return bool(self.scheduler.has_work() or self.manager.has_plans or self._runs or self._undelivered)
 
     def explain(self, request_id: str) -> Explanation:

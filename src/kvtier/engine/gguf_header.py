@@ -35,7 +35,7 @@ class GgufHeader:
 
 
 def read_metadata(path: Path) -> Mapping[str, Any]:
-    """Read only the key-value pairs. This needs neither torch nor the `gguf` package."""
+    """Return the metadata of a GGUF file. This needs neither torch nor the `gguf` package."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return read_header(data, path).metadata
 

@@ -34,8 +34,8 @@ class DecodeGraphs:
         self.max_rows = self._sizes[-1]
         self._inputs = _padded(self.max_rows, min(len(cache), rows.tables.front.shape[1]), cache.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=cache.device)
-        # Three numbers that the graph reads: which tensor is the front of the heads, which tensor is the front of the
-        # tables (each State has two tensors, and `warp` exchanges them), and the number of rows.
+        # The graph reads three numbers: which tensor of `rows.heads` is the front (0 or 1), which tensor of
+        # `rows.tables` is the front (`warp` exchanges the two tensors of a State), and the number of rows.
         self._control = torch.zeros(3, dtype=torch.int32, device=cache.device)
         self._firsts = rows.heads.front.data_ptr(), rows.tables.front.data_ptr()
         self._known = 0, 0, 0

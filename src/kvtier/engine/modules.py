@@ -9,7 +9,6 @@ FETCH     Sampler        copies the tokens to the host
 UPDATE    Sampler        adds the tokens to the samples of the step
 
 On CUDA, a captured graph runs FORWARD if a step only decodes: it computes logits, samples, and writes to the rows.
-
 PREPARE, FORWARD and UNPREP run on the executor's thread, the other ops on the engine's thread.
 """
 
@@ -195,7 +194,7 @@ class ModelForward(Module):
             self._ranks.end_step()
 
     def _score(self, batch: ForwardBatch, run: StepRun) -> torch.Tensor:
-        """Compute a batch with rows that score their prompts. Return the logits of the other rows."""
+        """Compute a batch in which prompt tokens are scored. Return the logits of the tokens to sample."""
         group, rows = self._groups[0], run.rows
         hidden = group.model.forward(batch, group.cache, run.transfers.before_layer(0))
         counts = np.array([[each.num_scored, each.num_sampled] for _, each in rows])
@@ -344,5 +343,8 @@ def _input(row: Row, num_scored: int) -> SequenceInput:
 
 
 def unknown_tokens(inputs: Sequence[SequenceInput]) -> list[int]:
-    """Return the indices of the leading rows whose token is on the device of rank 0, but not on the host."""
+    """Return the indices of the rows whose token is on the device of rank 0, but not on the host.
+
+    Such rows come first and have one token each. Their indices are therefore also indices into `input_ids`.
+    """
     return [at for at, each in enumerate(inputs) if each.token_ids[0] == UNKNOWN]

@@ -148,7 +148,7 @@ static void attend_parts(const void *data, long begin, long end, int thread) {
     for (long i = begin; i < end; ++i) attend_one(a, i / parts, i % parts * heads, (i % parts + 1) * heads, scores);
 }
 
-/* dim is a multiple of 16. sizes: the `long` fields of Attention up to max_length, in order. */
+/* dim is a multiple of 16. sizes: the `long` fields of Attention up to max_length. GRAIN: always use all threads. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
     const long parts = sizes[0] < threads ? sizes[3] : 1;

@@ -67,7 +67,7 @@ static void cut(const float *x, uint16_t *parts, float *sums, long count, long c
         }
 }
 
-/* Set found to parts x pairs for two tiles. The tiles alternate, because the unit can overlap independent products. */
+/* Set found to parts x pairs for two tiles. Products of the two tiles alternate, because the unit can overlap them. */
 INLINE void multiply(const uint16_t *parts, long columns, long tokens, uints pairs[2][16], floats found[2][16]) {
     __asm__ volatile("" ::: "memory"); /* gcc 12 does not model tile loads as memory reads */
     _tile_zero(0);

@@ -93,7 +93,7 @@ static void sift(uint64_t *heap, long length, long at) {
 }
 
 /* Draw from the heaviest tokens whose weights sum to top_p * total. Tokens lighter than (1 - top_p) * total / vocab are
- * never among the heaviest and are skipped.
+ * never among the heaviest and are skipped; the factor 1 - 1e-6 is a margin for rounding.
  *
  *   heap  [ remaining ......... | taken, the heaviest last ]
  *         0                   left                        count

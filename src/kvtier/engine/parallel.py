@@ -37,7 +37,7 @@ from kvtier.storage import StoreStats
 from kvtier.storage.open import sum_stats
 from kvtier.worker.layer_waits import LayerWaits
 
-_MAIN = "from kvtier.engine.rank_process import main; main({})"  # Python program that each other rank runs
+_MAIN = "from kvtier.engine.rank_process import main; main({})"  # Python program of the other ranks
 _SLOW_SECONDS = 600.0
 """Timeout for calls that allocate memory: start, wake and resize_host."""
 _CLOSE_SECONDS = 30.0
@@ -69,7 +69,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
-        self._num_ended = [0] * (num_ranks - 1)  # by other rank: computed steps without a call of `end_step`
+        self._num_ended = [0] * (num_ranks - 1)  # for each other rank: computed steps not yet taken by `end_step`
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
@@ -98,7 +98,7 @@ class Ranks:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step, inputs: Sequence[SequenceInput]) -> None:
-        """Compute a step on the other ranks, after all earlier steps. Rank 0 must compute the step too."""
+        """Send a step to the other ranks, which compute it after all earlier steps. Rank 0 must compute it too."""
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads), replies=False))
 
@@ -127,8 +127,8 @@ class Ranks:
     def is_busy(self) -> bool:
         return self.own.is_busy or any(self._call("is_busy")) or bool(self._reports)
 
-    def present(self) -> Event | None:
-        return self.own.present()
+    def record_event(self) -> Event | None:
+        return self.own.record_event()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         self._broadcast(RankCall("submit", (plan,), replies=False))

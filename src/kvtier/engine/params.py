@@ -12,9 +12,7 @@ from kvtier.errors import ArgumentError, RangeError
 if TYPE_CHECKING:
     import torch
 
-
 _MAX_LOGPROBS = 1024  # alternatives per token, which limits the size of an output
-
 
 # Lowest and highest accepted values, for Python callers and for HTTP requests. These limits keep every intermediate
 # value finite in float32.
@@ -25,8 +23,6 @@ PENALTY = (-2.0, 2.0)
 REPETITION_PENALTY = (0.01, 100.0)
 """vLLM and SGLang accept up to 2. Checkpoints recommend 1.0 to 1.3. At 100, repetitions are practically excluded, and
 logits below 1e36 stay finite. The lower bound prevents a division by 0, because tiny values are 0 in float32."""
-
-
 LOGIT_BIAS = (-100.0, 100.0)
 """Equal to the range of OpenAI and vLLM."""
 # Limits on the number of restrictions of one request, because each restriction costs time and memory.
@@ -97,8 +93,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Report the log-probabilities of the prompt's tokens and of this number of most likely tokens. None: no report."""
     prompt_logprobs_start: int = 1
-    """Index of the first prompt token to report. Earlier tokens may come from the cache. Token 0 has no
-    log-probability."""
+    """Index of the first prompt token to report. The token before it, and all tokens after that, are computed, not
+    taken from the cache. Token 0 has no log-probability."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
@@ -222,8 +218,8 @@ class Output:
     num_cached_tokens: int
     error: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """One element for each prompt token that this step scored, beginning at SamplingParams.prompt_logprobs_start. Only
-    the first sequence of a request reports them."""
+    """Scores of prompt tokens, in order from SamplingParams.prompt_logprobs_start on. A step may split its scores among
+    several outputs. Only the first sequence of a request reports them."""
     stop_text: str = ""
     """The stop string that ended the sequence."""
 

@@ -12,8 +12,6 @@ from kvtier.engine.params import Output, SamplingParams
 from kvtier.errors import ClosedError
 
 T = TypeVar("T")
-
-
 _Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 

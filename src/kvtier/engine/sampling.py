@@ -36,8 +36,6 @@ NO_TOKEN = -1
 _NO_DISTRIBUTION = (
     "no token can be sampled: a logit of this request is NaN or infinite, or every token of the vocabulary is forbidden"
 )
-
-
 _CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the grammar together; relax one of them"
 
 
@@ -195,7 +193,7 @@ class RequestSampler:
         return tokens, counts
 
     def _ends_on(self, device: torch.device) -> torch.Tensor:
-        """Return the tokens that end the output, on the device. The first call copies them without waiting for it."""
+        """Return the tokens that end the output, on the device. The first call enqueues their copy to the device."""
         if self._ends_tensor is None:
             (self._ends_tensor,) = to_tensors([np.array(self._ends, np.int64)], device)
         return self._ends_tensor

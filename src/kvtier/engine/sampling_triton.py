@@ -99,7 +99,7 @@ def _weigh(logits, at, vocab, highest, scale, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the weight of all tokens above `cut`, the weight of one token with this score, and how many have it."""
+    """Return the weight of all tokens above `cut`, the weight of one token at `cut`, and how many are at `cut`."""
     above, equal, count = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -112,7 +112,7 @@ def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the highest score for which the tokens with this score or more weigh `goal`. Search from `lowest` up."""
+    """Return the highest score from `lowest` up for which the tokens with this score or more weigh at least `goal`."""
     low, high = _key(lowest), _key(highest)
     while low < high:
         step = (high - low + 3) // 4
@@ -194,7 +194,7 @@ def _sample_rows(
     if is_mine:
         slot, temperature = tl.load(head + _SLOT), _number(head, _TEMPERATURE).to(tl.float32)
         counts = counts_ptr + tl.maximum(slot, 0) * vocab
-        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # the host penalizes the rows that need it
+        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # the host has penalized the other rows
             _penalize(logits, counts, head, vocab, CHUNK)
         highest, token, is_wrong = _highest(logits, vocab, CHUNK)
         position = tl.load(head + _POSITION) + 1

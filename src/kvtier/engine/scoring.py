@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed in the same steps as the KV of the prompt.
 
-logits of token    0  1  2  3          A token that comes from the cache has no logits. The scheduler therefore
-score token        1  2  3  4 ..       uses the cache only up to the first scored token.
+logits of token    0  1  2  3          A token that comes from the cache has no logits. Therefore the token before the
+score token        1  2  3  4 ..       first scored token, and all tokens after it, are computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptScores:
         """Return how many tokens are scored in a step that computes the tokens [first, stop).
 
         The logits of a token score the next token. The last token of the prompt scores none. `follows` is True if the
-        previous step of this prompt is still in flight. That step scores the tokens before `first`.
+        previous step of this prompt is still in flight. That step scores the tokens up to and including `first`.
         """
         begin, end = max(self._next - 1, first if follows else 0), min(stop, len(self._tokens) - 1)
         if first > begin < end:

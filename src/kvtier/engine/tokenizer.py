@@ -57,7 +57,7 @@ def _refuse(message: str) -> NoReturn:
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
 # If a text has more than _USUAL_CHARS characters per allowed token, its tokens are first counted in pieces of
-# _PIECE_CHARS characters. The count stops when it exceeds the limit.
+# _PIECE_CHARS characters. The count stops when it exceeds twice the limit.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # name of a byte in tokenizers with byte fallback

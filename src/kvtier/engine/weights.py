@@ -74,7 +74,7 @@ class Products(StrEnum):
     EXACT = "exact"
     """In float32, with the dequantised values."""
     INTEGER = "integer"
-    """In integer instructions, which round the input to 15 bits per block of 32 columns."""
+    """With integer instructions. Each element of the input is rounded to 15 bits, with one scale per 32 columns."""
 
 
 RawMatrix = tuple[str, torch.Tensor]

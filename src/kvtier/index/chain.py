@@ -6,8 +6,9 @@ A key identifies a block and its whole prefix. Equal blocks have equal keys on a
     key[0]  = SHA-256( root     | tokens of block 0 | extras of block 0 )
     key[i]  = SHA-256( key[i-1] | tokens of block i | extras of block i )
 
-Tokens are little-endian int32. All blocks in a namespace have the same number of tokens, so the extras always start at
-the same offset, and different blocks never have the same hash input. docs/keys.md has test vectors.
+Tokens are little-endian int32. Extras describe the images and other media in a block. All blocks in a namespace have
+the same number of tokens, so the extras always start at the same offset, and different blocks never have the same hash
+input. docs/keys.md has test vectors.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # As an unsigned number, a negative int32 is larger than MAX_TOKEN. A single maximum therefore checks both bounds.
+    # A negative id makes `high` exceed MAX_TOKEN: as an unsigned int32, or because its absolute value is shifted.
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32
@@ -147,7 +148,7 @@ def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, byt
 def chain_keys(
     parent: bytes, labels: bytes | bytearray | memoryview, label_bytes: int, extras: Mapping[int, bytes], first: int
 ) -> list[bytes]:
-    """Return the keys of consecutive blocks. `labels` contains the token bytes of these blocks.
+    """Return the keys of consecutive blocks. `labels` has the token bytes of these blocks, `label_bytes` per block.
 
     `first` is the number of the first block, and `parent` is the key of the block before it. The loops only compute
     digests, so they are as fast as plain hashlib calls.
@@ -260,7 +261,7 @@ class Chain:
         return tail + self._tail[: stop - first - len(tail)] if self._tail else tail
 
     def key_at(self, block: int) -> bytes:
-        """Return the key of a node that begins with this block: the token bytes and the extras of the block."""
+        """Return `Node.key` for a node that begins with this block: the token bytes and the extras of the block."""
         label = self.label(block)
         return label + self.extras.get(block, b"") if self.extras else label
 

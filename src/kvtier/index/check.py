@@ -80,7 +80,7 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check that an exclusive tier lists the nodes whose duplicates may be evicted, and no other nodes."""
+    """Check that an exclusive tier lists each node with evictable duplicates, but no leased node and no next victim."""
     faster = tier.faster
     if faster is None:
         return

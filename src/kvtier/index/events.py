@@ -45,12 +45,12 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, or the root key for a root. The keys of children are derived from it."""
+    """Return the key of a node's last block, or the root key for a root. The next block's key is derived from it."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 
 def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace: Namespace) -> BlocksStored:
-    """Return the event for blocks [first, stop) of a node that became readable."""
+    """Return the event that reports blocks [first, stop) of a node as readable in a tier."""
     assert node.parent is not None
     stop = node.num_blocks if stop is None else stop
     parent = node.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else last_key(node.parent, namespace)

@@ -1,13 +1,13 @@
 """GhostCache: estimates the hit rates that caches with other sizes and policies would have for the same requests.
 
-A prompt has one mark per LOOK_BYTES bytes. A mark is a hash of the prompt up to its position, computed from one byte in
-every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks whose hash is below a limit are
-sampled, so either all uses of a mark are recorded or none.
+A prompt has one mark per LOOK_BYTES bytes. A mark is a hash of the prompt up to a position, computed from one byte in
+every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks below a limit are sampled, so
+either all uses of a mark are recorded or none.
 
 A small cache of sampled marks behaves like a large cache of all blocks. Such a small cache is called a shadow. There is
-one shadow for each capacity and policy, including the capacity and policy of the real cache. To estimate a hit rate,
-take the measured hit rate of the real cache, add the hit rate of the shadow for the estimated capacity and policy, and
-subtract the hit rate of the real cache's shadow. The subtraction cancels the sampling error that both shadows share.
+one shadow for each capacity and policy, including the capacity and policy of the real cache. The estimated hit rate of
+a capacity and policy is the measured hit rate of the real cache, plus the hit rate of the shadow for this capacity and
+policy, minus the hit rate of the real cache's shadow. This cancels the sampling error that both shadows share.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Stack:
         return np.array(behind)[:, None] < self._sizes
 
     def _behind(self, mark: int, top: list[int]) -> int:
-        """Count the marks that were used after this mark."""
+        """Count the marks that were used after this mark. Return `_most` for an unknown mark."""
         used = self._last.get(mark)
         if used is not None:
             return len(top) + len(self._times) - 1 - bisect.bisect_left(self._times, used)
@@ -170,14 +170,14 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 #           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  A mark is a hash of all words up to its position.
 STEP_BYTES = 1021  # odd, so that looks fall on each of the four bytes of a token in turn
 LOOK_BYTES = 4 * STEP_BYTES
-_ROUND = LOOK_BYTES // 2 - 1  # only marks whose last look is in a full block are used
+_ROUND = LOOK_BYTES // 2 - 1  # rounds numbers of marks, so that only marks whose last look is in a full block count
 _FIELDS = 3  # numbers per request in GhostCache._waiting
 _FULL = 4096 * _FIELDS  # length of GhostCache._waiting at which the requests are processed
 _GROUPS = 256  # groups of marks whose sums give the variance of an estimate
 _RATE, _MIN_MARKS = 1 / 64, 64  # see `rate` of GhostCache
 
 # Error that remains even if all marks are sampled. It has two causes: looks have fixed positions in the prompt, and the
-# shadow of S3-FIFO evicts single marks instead of nodes.
+# shadows of S3-FIFO (single marks instead of nodes) and of the learned policy (fewer classes) are simplified.
 MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02, "learned": 0.02}
 
 _U64 = np.uint64
@@ -203,11 +203,11 @@ class GhostCache:
     """Estimates hit rates from the requests that the tree records.
 
     `policy` and `capacity` describe the real cache. `rate` is the share of sampled marks. The default is 1/64, or more
-    if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited to the sampled bytes
-    of 4096 prompts and, for each policy, the marks that fit into the largest capacity.
+    if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited: the sampled bytes
+    of 4096 prompts and, for each policy, a multiple of the marks that fit into all capacities together.
 
-    `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` passes each request on
-    to it.
+    `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` also records each
+    request in `sparse`.
     """
 
     def __init__(
@@ -262,8 +262,8 @@ class GhostCache:
         """Return the estimated hit rate of a policy at each capacity. The default is the policy of the real cache.
 
         The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
-        rate plus the lead divided by the number of sampled marks. The error is twice the standard error plus the model
-        error.
+        rate plus the lead divided by the number of sampled marks. The error is twice the standard error, plus the model
+        error, the error of rounding sizes to whole marks, and the error of prompts that are too short for a mark.
 
         The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
         the sums of the groups are independent, and their variance measures this source. Second, the share of marks that
@@ -283,7 +283,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # Add the larger model error, the error of rounding sizes to whole marks, and that of unsampled prompts.
+        # The larger of the two policies' model errors, plus the errors of rounding and of short prompts.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left

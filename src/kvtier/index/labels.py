@@ -34,13 +34,14 @@ FINISH = ("", "stop", "length", "other")
 # The seven most frequent apps or tenants, and all others. With more groups, each class would have fewer observations.
 NUM_GROUPS = 8
 OTHER_TENANT = NUM_GROUPS  # label of all less frequent tenants; the label 0 is for requests without a salt
-OVER = 1
+OVER = 1  # index in HINTS
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
 RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for users, and for breaks
 MAX_CELLS = 256  # limits the memory and the time of a fit; `Cells.number` handles further combinations
+# Number of values of each feature.
 SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
-NUM_PLAIN = math.prod(SIZES[:3])
-USES_BIN = (0, 1, 2, 2, 3)
+NUM_PLAIN = math.prod(SIZES[:3])  # combinations of the first three features
+USES_BIN = (0, 1, 2, 2, 3)  # index in USES by number of uses; the last entry is for 4 or more uses
 
 Features = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -85,10 +86,10 @@ class Outcome:
 
 
 class Busiest:
-    """Gives the most frequent keys the numbers 1 to 7. All other keys have the number 0.
+    """Gives up to seven frequent keys the numbers 1 to 7. All other keys have the number 0.
 
-    A key gets a number after it has been counted 32 times. Counts are halved from time to time, and a key that has
-    become rare loses its number.
+    A key that has been counted 32 times gets a number, if one is free. Counts are halved from time to time, and a key
+    that has become rare loses its number.
     """
 
     ENOUGH = 32  # count at which a key gets a number; fewer observations would be mostly noise
@@ -155,7 +156,7 @@ class Cells:
         return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. If a new class would exceed MAX_CELLS, return a plain class instead."""
+        """Return the number of a class. If a new class would exceed MAX_CELLS, return that of a plain class instead."""
         key = (USES_BIN[uses] if uses < len(USES_BIN) else 3, *labels)
         number = self.numbers.get(key)
         if number is None:

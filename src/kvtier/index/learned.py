@@ -2,7 +2,7 @@
 
 Candidates are queued by class, oldest first. Within a class, values usually fall with age, so only the oldest candidate
 of each class can be the victim. The values of a class can also rise with age, for example if its blocks are used in a
-loop that is longer than the cache. Then every young candidate of the class is considered too.
+loop that is longer than the cache. Then all young candidates, whose values still rise, are considered too.
 
     class 0   [ a d f ]  oldest a: value .2 until t = 31  ─┐
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
@@ -50,13 +50,13 @@ class ClassQueue:
         self.timer = math.inf
         """Time of the earliest timer of this class."""
         self.young: list[_Candidate] = []
-        """Candidates whose values may still rise with age, because they were young when they were offered."""
+        """Candidates whose values may still rise with age. The last one is taken as the youngest."""
         self.floor: _Item | None = None
         """Common entry of all young candidates, with the lowest value that any of them can have."""
 
 
 class Learned:
-    """Evicts the lowest value first. The order is LRU until the tracker has enough observations."""
+    """Evicts the lowest value first. The order is LRU before the tracker's first fit and after alarms of its guard."""
 
     name = "Learned"
 
@@ -164,7 +164,7 @@ class Learned:
         return value, candidate[0], candidate[1], candidate, since + ENDS[bucket], cell
 
     def _replace_oldest(self, queue: ClassQueue) -> None:
-        """Replace the lowest entry, whose candidate was withdrawn, by the next oldest candidate of its class."""
+        """Replace the lowest entry, whose candidate was withdrawn, by one for the oldest candidate of the class."""
         oldest = _oldest(queue)
         if oldest is None:
             queue.item = None

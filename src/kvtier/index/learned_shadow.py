@@ -50,7 +50,6 @@ class LearnedShadow:
     only add a use."""
 
     def __init__(self, sizes: Sequence[int], code: IndexNative | None = None) -> None:
-        """`code` is the native code, if any."""
         self._cells = Cells()
         self._table = ReuseTable(self._cells, code)
         self._caches = [MarkCache(size) for size in sizes]
@@ -63,7 +62,7 @@ class LearnedShadow:
         self._ended: list[tuple[int, float, float, bool]] = []
         """(class, age, weight, True for a use) of each mark that was used again or forgotten since the last fit."""
         self._num_requests = 0
-        self._until_fit = self._place = _FIRST_FIT
+        self._until_fit = self._place = _FIRST_FIT  # places may start at any number >= 0
 
     def play(self, requests: Sequence[list[int]], uses: Sequence[Use]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Use the marks of all requests in order. Return the hits: a row for each mark, a column for each size."""
@@ -112,7 +111,7 @@ class LearnedShadow:
         """Record the use of a request's marks. The last mark gets the earliest place, so that it is evicted first."""
         labels = new_label(use.new_tokens), 0, 0, 0, 0, 0
         self._place += len(marks)
-        weight = len(marks) ** -0.5
+        weight = len(marks) ** -0.5  # together, n marks weigh sqrt(n), as in TouchLog
         for depth in range(len(marks) - 1, -1, -1):
             mark = marks[depth]
             old = self._marks.pop(mark, None)
@@ -146,7 +145,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of marks with one size. Each class has a heap of marks, oldest first, which may contain evicted marks."""
+    """A cache of at most `size` marks. Each class has a heap of marks, oldest first, which may hold evicted marks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

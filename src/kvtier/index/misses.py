@@ -27,10 +27,11 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The first block that did not match, and the reason. `time` is the logical time at which the block was removed.
+    """The first block that did not match, and the reason.
 
-    If the learned policy evicted the block, `cell` is the class of the block and `value` is the estimate that led to
-    the eviction. Otherwise `cell` is -1.
+    `time` is the logical time at which the block was removed. Without a removal, it is the time of the match, or 0. If
+    the learned policy evicted the block, `cell` is the class of the block and `value` is the estimate that led to the
+    eviction. Otherwise `cell` is -1.
     """
 
     block: int

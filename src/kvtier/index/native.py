@@ -47,7 +47,7 @@ class TrackerState(ctypes.Structure):
     num_in_lru: int
     """Number of blocks that LRU would hold. They are the open blocks of all touches from `frontier` on."""
     num_requests: int
-    """Requests since the last update of the guard. The next fields count their blocks, hits and hits with LRU."""
+    """Requests since the last update of the guard. The next three fields count their blocks, hits and hits with LRU."""
     num_blocks: int
     num_hits: int
     num_lru_hits: int

@@ -2,9 +2,9 @@
 // the pool is free at once. Entries that still refer to this candidate are recognised by its sequence number.
 
 typedef struct {
-    int64_t used, number;
-    PyObject *node;  // a reference, or NULL for a free place
-    double since;
+    int64_t used, number;  // logical time of the last use, sequence number
+    PyObject *node;        // a reference, or NULL for a free place
+    double since;          // time of the last use
     int32_t cell, next_free;
 } Candidate;
 
@@ -16,7 +16,7 @@ typedef struct {
 typedef struct {
     double value;
     int64_t used, number;
-    double until;
+    double until;    // time at which the value changes
     int64_t id;      // number of this entry
     int32_t at;      // place of the candidate in the pool, or -1 for all young candidates of the class
     int32_t cell;    // class, or -1 for a single candidate that is not the oldest of its class

@@ -8,7 +8,7 @@ typedef struct {
     int64_t *started, *ended;
     double *requests;
     int64_t num_started, started_capacity, num_ended, ended_capacity, num_requests, requests_capacity;
-    // For the current request: its path, last node first, and runs of its blocks: number of the last touch, blocks.
+    // For the current request: its path (last node first), and its runs (number of the previous touch, blocks).
     PyObject **path, *root;
     int64_t *runs;
     int64_t path_capacity, num_runs, runs_capacity;
@@ -261,7 +261,7 @@ static int append_pair(PyObject *list, int64_t number, int64_t count) {
     return 1;
 }
 
-// Return the key of a node that begins with `block`: the key of `first` if it is this node, otherwise from the chain.
+// Return the key of a node that begins with `block`: the key of `first` if it begins there, otherwise from the chain.
 static PyObject *key_of(PyObject *first, PyObject *chain, int64_t block) {
     if (first && int_of(first, names.start) == block) return PyObject_GetAttr(first, names.key);
     PyObject *number = PyLong_FromLongLong(block);

@@ -2,8 +2,7 @@
 
 A policy ranks candidates. Candidates are the nodes without a lease and without descendants in the tier. Blocks are
 evicted from the end of the victim. A parent becomes a candidate when its last child has left the tier, so every policy
-evicts leaves first. Each policy object serves one tier and one priority. A call takes O(log n) time; for S3FIFO.victim
-this is the amortised time.
+evicts leaves first. Each policy object serves one tier and one priority. A call takes amortised O(log n) time.
 
 ARC divides the tier between recent and frequent nodes, and adapts the shares to ghost hits:
 
@@ -32,7 +31,7 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates ordered by rank, lowest first. `num_blocks` counts the blocks that they had when they were pushed.
+    """Candidates ordered by rank, lowest first. `num_blocks` counts the blocks that these nodes had when pushed.
 
     `discard` leaves a stale entry in the heap. A later call of `first` or `push` removes it.
     """

@@ -40,8 +40,8 @@ NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # array
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, as in the prototype
-MAX_FACTOR = 16.0  # limits the factor of a feature value whose blocks were never used again
-NOISE = 1.2  # values that differ by less than this factor count as equal, because their difference is mostly noise
+MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if blocks with a feature value were never used again
+NOISE = 1.2  # values are rounded down to powers of this factor, because smaller differences are mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
 """[start, stop]: True if bucket `stop` is `start` or later."""
 _ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the factors of the previous fit
@@ -104,7 +104,7 @@ class ReuseTable:
         values = gittins(hazard, self._code)
         is_unseen = ~at_risk.any(1)
         values[is_unseen] = self._common * self._product(features[is_unseen])[:, None]
-        # Values that differ less than the noise become equal, so that LRU decides between them.
+        # Round values down to powers of NOISE, so that LRU decides between similar values.
         values = np.exp(np.floor(np.log(np.maximum(values, 1e-300)) / np.log(NOISE)) * np.log(NOISE))
         # A class rises up to its highest value. Later rises are mostly noise, because few blocks become that old.
         rises = (np.arange(NUM_BUCKETS) < values.argmax(1)[:, None]) & (0.99 * NOISE * values <= values.max(1)[:, None])
@@ -117,7 +117,7 @@ class ReuseTable:
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
-        """Return the values of a class. A class without a fit gets the product of the factors of its features."""
+        """Return the values of a class. Without a fit, they are the common curve times the factors of its features."""
         for new in range(len(self.values), cell + 1):
             self.all_values[new] = self._common * self._product(self._cells.features[new : new + 1])[0]
             self.values.append(self.all_values[new].tolist())
@@ -192,7 +192,7 @@ def gittins(hazard: F64, code: IndexNative | None = None) -> F64:
 
 
 def _common_hazard(events: F64, at_risk: F64, k: float) -> F64:
-    """Return the hazard of all classes together. The prior, proportional to 1 / age, alone gives LRU."""
+    """Return the hazard of all classes together. With the prior alone, which falls with age, the order is LRU."""
     prior = 1 / (0.5 * (EDGES[:-1] + EDGES[1:]) + 1)
     prior *= events.sum() / max(float(prior @ at_risk), 1e-12)
     return prior * (_neighbours(events) + k) / (_neighbours(at_risk * prior) + k)

@@ -17,17 +17,14 @@ from kvtier.index.tracker import ReuseTracker
 
 
 def tenant_of(salt: bytes) -> bytes:
-    """Return the tenant of a salt: the part before the first NUL byte.
-
-    The salts of a tenant share a quota, but no blocks.
-    """
+    """Return a salt's tenant, the part before the first NUL byte. Salts of a tenant share a quota, but no blocks."""
     return salt.partition(b"\0")[0]
 
 
 class Candidates:
     """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
-    `duplicates` lists the nodes without a lease whose blocks are also in a faster tier. Eviction of duplicates starts
+    `duplicates` lists the nodes without a lease that also have blocks in the faster tier. Eviction of duplicates starts
     with the last node in this list. If `ahead` is given, it is the number of this tier, and the next victims are chosen
     early (see Lookahead).
     """
@@ -184,8 +181,8 @@ class Tier:
     def duplicate_runs(self, node: Node, max_blocks: int) -> list[tuple[int, int]]:
         """Return runs of a node's blocks that the faster tier also holds, with at most `max_blocks` blocks in total.
 
-        The runs start at the beginning of the node. The faster tier evicts the end of a node first, so this tier keeps
-        the copies of the last blocks longest. If all duplicates are returned, the node is removed from `duplicates`.
+        Runs near the beginning of the node come first. The faster tier evicts the end of a node first, so this tier
+        keeps the copies of the last blocks longest. If all duplicates are returned, remove the node from `duplicates`.
         """
         both = self.duplicate_mask(node)
         runs, first = [], both.find(1)
@@ -209,7 +206,7 @@ class Tier:
         """Choose next victims until they and the free slots make up about `num_blocks`. Return the new next victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
-        for name, tenant in self.tenants.items():
+        for name, tenant in self.tenants.items():  # a tenant looks ahead at most a quarter of its quota
             wanted = min(num_blocks, tenant.quota // 4) - (tenant.quota - self.used_by.get(name, 0))
             pulled += tenant.look_ahead(wanted)
         for node in pulled:

@@ -48,7 +48,7 @@ class RadixTree:
         ghost: GhostCache | None = None,
         exclusive: bool = False,
     ) -> None:
-        """With `exclusive`, each tier first evicts the blocks that the tier above also holds (see Tier)."""
+        """With `exclusive`, each tier first evicts the blocks that the next faster tier also holds (see Tier)."""
         if not tiers or [tier.number for tier in tiers] != list(range(len(tiers))):
             raise ArgumentError(f"tiers must be numbered 0, 1, .. fastest first, got {[tier.number for tier in tiers]}")
         self.namespace = namespace
@@ -77,7 +77,7 @@ class RadixTree:
     def match(
         self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
     ) -> Lease:
-        """Lease the longest prefix of readable full blocks. The match does not count as a use until `commit`."""
+        """Lease the longest prefix of readable full blocks. It counts as a use only at `commit` or `release`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")
         if self.tracker is not None:
@@ -262,9 +262,10 @@ class RadixTree:
         return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Remove the blocks of a chain and of its continuations from a tier, if another tier also holds them.
+        """Remove the blocks of a chain from a tier, if another tier also holds them. Return the number of freed slots.
 
-        Leased blocks stay, and so do the ancestors of blocks that stay. Return the number of freed slots.
+        If the whole chain is cached, its continuations are removed too. Leased blocks stay, and so do the ancestors of
+        blocks that stay.
         """
         lease = self.match(chain)
         node = lease.node

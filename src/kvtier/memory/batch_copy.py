@@ -264,9 +264,9 @@ class BatchCopy:
     ) -> None:
         """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
-        Nothing is checked, and the array is not copied. `nbytes` is the total size. A caller that passes it guarantees
-        that the copies are independent, sorted by destination and not empty, and that none of them can be merged. A
-        batch that consists of one such table runs without planning.
+        Nothing is checked, and the array is not copied. `nbytes` is the total size. With `nbytes`, the copies must be
+        independent, sorted by destination and not empty, and none of them may continue another. A batch that consists
+        of one table with `nbytes` runs without planning.
         """
         count = table.shape[1]
         if count:
@@ -277,10 +277,9 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge copies that are adjacent in source and destination.
+        """Merge copies that are added inside the `with` statement and are adjacent in source and destination.
 
-        Only copies that are added inside the `with` statement are merged. The order in which they are added does not
-        matter.
+        The order in which they are added does not matter.
         """
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")

@@ -311,7 +311,7 @@ class Buffer:
             self._write_byte(whole, byte, mask, stream)
 
     def _write_byte(self, index: int, bits: int, mask: int, stream: Stream | None) -> None:
-        """Set the masked bits of one byte; its other bits belong to elements outside this Buffer."""
+        """Set the masked bits of one byte. Its other bits belong to other elements and do not change."""
         target = self.bytes_tensor(write=True)[index : index + 1]
         self._launch(lambda: target.bitwise_and_(0xFF ^ mask).bitwise_or_(bits & mask), stream)
 

@@ -39,7 +39,7 @@ class CopyContext:
     capturing: bool = False
     """True while the stream is captured in a CUDA graph."""
     blocks: int | None = None
-    """Maximum number of thread blocks of the gather kernel. None selects the number that is fastest on an idle GPU."""
+    """Maximum number of thread blocks of the gather kernel. If None, gather.py chooses the number by direction."""
 
     @property
     def on_device(self) -> bool:

@@ -14,8 +14,8 @@ Pieces of one wave are independent, so any path may run them in any order. Waves
 
 A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. It is one array instead of three, because
 numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, the first scan has a compiled
-equivalent in native.py. The dataclasses in this file never change, but are not frozen, because creating a frozen
-instance takes 1.5 us instead of 0.4 us.
+equivalent in native.py. Instances of the dataclasses are never modified. The classes are not frozen, because creating
+a frozen instance takes 1.5 us instead of 0.4 us.
 
 The scope of an entry limits merging. The entries of one `BatchCopy.group()` or of one array have the same scope (>= 0)
 and can merge with each other. Entries with the scope ALONE never merge. Without scopes, all entries can merge.

@@ -187,7 +187,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    If this function was not called, the first copy calls it. Without a cache directory, each process calibrates again.
+    The first copy on a GPU without saved costs calls this function. Without a cache directory, each process calls it.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):
@@ -220,7 +220,7 @@ def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: 
 
 def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: int) -> Cost:
     few = _FEW_PIECES
-    # fewer pieces suffice for a loop, whose time is linear, and for pageable memory, which is slow
+    # use fewer pieces for a loop, whose time is linear, and for pageable memory, which is slow
     brief = path == "loop" or CPU in (job.src, job.dst)
     many = max(2 * few, min(_BRIEF_PIECES, _BRIEF_BYTES // size)) if brief else min(_MAX_PIECES, _POOL_BYTES // size)
     pieces = _scattered(src, dst, size, many)

@@ -231,7 +231,7 @@ def _side_stream(placement: Placement) -> Stream:
 
 @functools.cache
 def batch_call(placement: Placement) -> BatchCall:
-    """Return the batch call for a GPU, after one self-test. Raise UnavailableError with the reason if that fails."""
+    """Return the batch call for a GPU, after one self-test. Raise UnavailableError with the reason if there is none."""
     version = driver_version()
     if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
         raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")

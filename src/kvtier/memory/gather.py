@@ -28,8 +28,8 @@ _LARGE_VERSION = 12010  # driver version of CUDA 12.1
 _THREADS = 256
 # Bytes of one part of a piece. A thread block copies a part in one pass of 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Numbers of thread blocks. Device-to-device copies use all 132 multiprocessors. Over PCIe a few thread blocks saturate
-# the link, and more would take multiprocessors from the model (H200, 2026-11-15).
+# Numbers of thread blocks. Device-to-device copies use 8 on each of the 132 multiprocessors. Over PCIe, a few thread
+# blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 
@@ -85,7 +85,7 @@ def fill_rows(table: I64, capacity: int, block: U32) -> int:
         return 0
     bases = np.minimum.reduce(at, axis=1)
     offsets = at - bases[:, None]
-    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # the bits that are set in at least one offset
+    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # bits that are set in any offset; 16 limits the unit
     shift = (used & -used).bit_length() - 1
     if used >> shift >= 1 << 32:
         return 0

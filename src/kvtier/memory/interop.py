@@ -27,7 +27,7 @@ Adopted = tuple[Region, int, DType]
 
 
 def adopt(source: Any) -> Adopted:
-    """Return the memory of a contiguous foreign array. The result keeps the array alive."""
+    """Return memory, size and type of a contiguous foreign array, without copying. The memory keeps the array alive."""
     if isinstance(source, torch.Tensor):
         return _adopt_tensor(source, readonly=False, pooled=True)
     if isinstance(source, np.generic):
@@ -42,7 +42,7 @@ def adopt(source: Any) -> Adopted:
         view = memoryview(source)
     except TypeError as error:
         raise ArgumentError(
-            f"cannot make a Buffer over {type(source).__name__}: it has none of __cuda_array_interface__, "
+            f"cannot make a Buffer over {type(source).__name__}: it supports none of __cuda_array_interface__, "
             "__array_interface__, __dlpack__ or the buffer protocol"
         ) from error
     return _adopt_ndarray(np.asarray(view))
@@ -55,7 +55,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
 
 
 def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
-    """Return a reference to the memory of a contiguous tensor. `pooled` is True for GPU memory from torch's pool."""
+    """Return a reference to the memory of a contiguous tensor. `pooled` means that torch's pool owns GPU memory."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "

@@ -7,8 +7,8 @@
  * This is twice as fast as memcpy per piece (10,000 x 4 KiB, Xeon, 2 cores, 2026-11-15: 5.2 -> 2.4 ms), because:
  * - The start of the next source is prefetched during a copy, because the hardware prefetcher stops at each 4 KiB page.
  *   Prefetching 512 bytes is enough; prefetching all 4,096 is slower.
- * - Batches larger than the cache use stores that bypass it, which avoids reading every destination line before it is
- *   overwritten. Smaller batches use normal stores: 1 MiB takes 20 us in the cache, but 280 us past it. */
+ * - Batches of STREAM_FROM_BYTES or more do not fit into the CPU cache. They are written past the cache, which avoids
+ *   reading every destination line before it is overwritten. Writing 1 MiB past it would take 280 us instead of 20. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -74,7 +74,7 @@ static void *copy_share(void *argument) {
     return NULL;
 }
 
-/* Copy `count` independent pieces of `total` bytes together. Return the number of threads used. */
+/* Copy `count` independent pieces. `total` is the sum of their sizes. Return the number of threads used. */
 int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, const int64_t *nbytes, int64_t total, int threads) {
     Share shares[MAX_THREADS];
     pthread_t others[MAX_THREADS];
@@ -102,8 +102,8 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
 }
 
 /* kvtier_row_copies: list the copies that reorder rows (twin: row_copies in state/warp.py). Row i of the output is row
- * index[i] of the old rows if index[i] < size0, else row i of the new rows. Rows whose source is at address 0 are skipped.
- * Rows that are adjacent on both sides become one copy, so destinations ascend and do not overlap.
+ * index[i] of the old rows if index[i] < size0, else row i of the new rows. If the address old_rows or new_rows is 0,
+ * its rows are skipped. Rows that are adjacent on both sides become one copy. Destinations ascend and do not overlap.
  * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n numbers. */
 size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t old_rows, int64_t new_rows, int64_t out_rows,
                          int64_t row_bytes, int64_t *out) {
@@ -130,7 +130,7 @@ size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t 
     return count;
 }
 
-/* kvtier_scan: classify the entries of a batch before planning (twin: scan in copy_plan.py). */
+/* kvtier_scan: classify the entries of a batch before planning (twin: scan in copy_plan.py, which explains scopes). */
 typedef struct {
     int64_t disjoint;    /* destinations ascend and do not overlap */
     int64_t independent; /* disjoint, and no source overlaps a destination */
@@ -140,7 +140,7 @@ typedef struct {
 
 /* True if [begin, end) overlaps one of n ascending, disjoint destinations. */
 static int is_written(size_t n, const int64_t *dst, const int64_t *nbytes, int64_t begin, int64_t end) {
-    size_t low = 0, high = n; /* search the first destination that ends after `begin` */
+    size_t low = 0, high = n; /* find the first destination that ends after `begin` */
     while (low < high) {
         size_t middle = (low + high) / 2;
         if (dst[middle] + nbytes[middle] <= begin) low = middle + 1;
@@ -183,7 +183,7 @@ int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const
         if (src[k] < src_base) src_base = src[k];
         if (dst[k] < dst_base) dst_base = dst[k];
     }
-    uint64_t used = 16; /* bits set in any offset; the initial bit limits the unit to 16 bytes */
+    uint64_t used = 16; /* bits set in any offset; 16 limits the unit of the offsets, 1 << shift bytes */
     for (size_t k = 0; k < n; ++k) used |= (uint64_t)(src[k] - src_base) | (uint64_t)(dst[k] - dst_base);
     unsigned shift = (unsigned)__builtin_ctzll(used);
     if (used >> shift >> 32) return 0;
@@ -218,7 +218,7 @@ int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, con
 /* kvtier_sort_moves: validate pairs of device and host block ids and sort them by destination (twin: sort_moves in
  * transfer/compiled.py). `order` has room for 4 * n numbers: permutation, sorted device ids, sorted host ids, scratch.
  * Returns 0 if an id is out of range or a destination occurs twice; the twin then raises the error that names the id. */
-enum { DIGIT = 11 };
+enum { DIGIT = 11 }; /* bits per pass of the radix sort */
 
 int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int64_t num_device, int64_t num_host, int to_host,
                       int64_t *order) {

@@ -16,7 +16,7 @@ from kvtier.native_code import Native, NativeSource, load, num_usable_cores
 SOURCE = NativeSource("kvtier.memory", ("native.c",), ("-O3", "-shared", "-fPIC", "-pthread"))
 # Minimum bytes per thread. Starting and joining a thread takes 20 to 60 us, during which one core copies 1 to 3 MB.
 _BYTES_PER_THREAD = 2 << 20
-# A few cores saturate the memory of a socket; more threads would only take cores from the model.
+# A few cores saturate the memory bandwidth of a socket. More threads would only take cores from the model.
 _MAX_THREADS = 8
 
 U32 = np.ndarray[Any, np.dtype[np.uint32]]
@@ -51,7 +51,7 @@ class MemoryNative:
         self._num_threads = min(_MAX_THREADS, num_usable_cores())
 
     def copy(self, table: I64, total: int | None = None) -> int:
-        """Copy independent pieces (rows SRC, DST, NBYTES), `total` bytes altogether. Returns the number of threads."""
+        """Copy independent pieces (rows SRC, DST, NBYTES), `total` bytes in all. Return the number of threads."""
         if not table.shape[1]:
             return 1
         if total is None:
@@ -87,7 +87,7 @@ class MemoryNative:
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
     ) -> I64 | None:
-        """Return three rows: order, sorted device ids, sorted host ids. None if an id is out of range or duplicate."""
+        """Return order, sorted device ids, sorted host ids. None if an id is invalid or a destination occurs twice."""
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)

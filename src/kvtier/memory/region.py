@@ -45,7 +45,7 @@ class MemoryRef:
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
-        """Record in torch's pool that work on `stream` uses the memory. Return False if it is not from the pool."""
+        """Record in torch's pool that work on `stream` uses the memory. Return False if the pool does not own it."""
         if not (self._pooled and isinstance(self.owner, torch.Tensor)):
             return False
         self.owner.record_stream(stream.native)  # the pool waits for that work, the host does not
@@ -96,7 +96,7 @@ def array_interface(pointer: int, count: int, typestr: str, *, readonly: bool) -
 
 
 class Region:
-    """Memory that a Buffer shares with all its slices and views. Closing one of them closes all of them.
+    """Memory that a Buffer shares with its slices and views. Closing any of these Buffers closes all of them.
 
     A borrowed Region has only a weak reference to the memory, and is closed when the memory is freed.
     """
@@ -140,5 +140,5 @@ class Region:
         return self._tensor
 
     def close(self) -> None:
-        """Close every view of the memory. The memory is freed when no export and no copy in flight uses it."""
+        """Close all Buffers of this Region. The memory is freed when no export and no copy in flight uses it."""
         self._holding = self._tensor = self._borrowed = None

@@ -3,7 +3,7 @@
 A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. It allows tests
 of asynchrony, ordering and overlap without a GPU. A HostMark is a recorded position in a queue. If a task fails, the
 later tasks of its queue are skipped. Every wait for a later mark raises the error, including a wait by another queue.
-The next synchronize() raises the error once more; after that, the queue runs new tasks.
+The next synchronize() of the queue raises the error once more and clears it, so that the queue runs new tasks.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Stream:
 
     @classmethod
     def wrap(cls, foreign: torch.cuda.Stream | int, placement: Placement | str | None = None) -> Stream:
-        """Wrap a torch.cuda.Stream, or a raw CUDA handle on the GPU `placement`. The caller keeps the handle valid."""
+        """Wrap a torch.cuda.Stream, or a raw CUDA handle on the GPU `placement`. The handle must stay valid."""
         if isinstance(foreign, int):
             if placement is None:
                 raise ArgumentError(
@@ -294,7 +294,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Block until the event is reached, without raising host errors. Polling reacts faster, but needs the GIL."""
+        """Block until the event is reached, without raising host errors. Polling reacts faster, but takes the GIL."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:

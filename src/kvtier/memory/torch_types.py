@@ -41,7 +41,7 @@ def whole_number(dtype: DType, value: float, low: int, high: int) -> int:
 
 
 def decode(dtype: DType, codes: Bytes) -> list[Any]:
-    """Return the values of codes in a packed type. A code consists of the bits of one element."""
+    """Return the value of each code. A code is the bits of one element of a packed type, in a byte of its own."""
     values: list[Any] = codes.tolist()
     return [_FP4_VALUES[code] for code in values] if dtype == dt.fp4 else values
 

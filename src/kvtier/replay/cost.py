@@ -37,10 +37,10 @@ StepCost = Callable[[Work], float]
 class Roofline:
     """Adds the times of matrix products and of attention. Each is limited by arithmetic or by memory bandwidth.
 
-    products    max( 2 * params * tokens / FLOP/s ,      bytes of the weights / bandwidth )
+    products    max( 2 * params per token * tokens / FLOP/s ,   bytes of the weights read / bandwidth )
     attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
 
-    Also adds the time of the host: a fixed time per step and per row.
+    FLOP/s and bandwidth are fractions of the peak rates (see GpuSpec). The host adds a fixed time per step and per row.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:
@@ -53,7 +53,7 @@ class Roofline:
 
     def host_seconds(self, work: Work) -> float:
         """Return the part of `seconds` in which the host prepares the step. With two phases, the device computes the
-        step before it in this time."""
+        previous step during this time."""
         return self._fixed + self._row * work.num_rows
 
     def seconds(self, work: Work) -> float:

@@ -2,8 +2,8 @@
 
 The cache has one tier of blocks and serves one request at a time. The full blocks before the first miss are hits.
 
-lru       Stack distances yield the hits of all capacities at once, because a cache of C blocks holds the C blocks that
-          were used last. Within a request, the last block counts as the least recently used.
+lru       Stack distances yield the hits of all capacities at once, because a cache of C blocks holds the C most
+          recently used blocks. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
           The blocks of a running request must fit, as in any engine.
 others    The real index is run once per capacity. Runs are spread over processes.
@@ -94,7 +94,7 @@ def sweep(
     tasks = [(policy, capacity) for policy in policies for capacity in capacities]
     hits: dict[tuple[str, int], int] = {}
     if "lru" in policies:
-        # Capacities below the longest request need the index, because a request above the capacity is not cached.
+        # Capacities below the longest request need the index, which does not cache a request above the capacity.
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
         hits.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
     left = [task for task in tasks if task not in hits]
@@ -112,7 +112,7 @@ def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """Return, for each repeated use of a block, the number of other blocks used since the block's previous use.
+    """Return, for each repeated use of a block, the number of other blocks used from the previous use to the request.
 
     positions  ..  p ........ s ...          p: the previous use, s: start of the request with the repeated use
                       ^ a block that is used several times in (p, s) counts once, at its last use before s
@@ -156,11 +156,12 @@ def count_above(values: I64, counts: I64, limits: I64) -> I64:
 def optimum_hits(accesses: Accesses, capacity: int) -> int:
     """Return the hits of the offline optimum.
 
-    A kept block occupies a slot from one use to the next. A running request occupies one slot per block. If there are
-    too few slots, the kept block with the latest next use is evicted. A shared prefix is thus evicted from its end.
+    A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
+    slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
+    evicted. A shared prefix is thus evicted from its end.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
-    is_kept = bytearray(len(following) + 1)
+    is_kept = bytearray(len(following) + 1)  # by position of the next use
     last_first: list[int] = []  # heap of the negated next uses of the kept blocks
     num_kept = num_hits = 0
     for start, stop in itertools.pairwise(starts):

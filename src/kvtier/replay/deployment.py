@@ -30,11 +30,11 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Select, among the replicas that are not overloaded, the one that has received the longest prefix of a prompt."""
+    """Select the replica that has received the longest prefix of the prompt. Overloaded replicas are skipped."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """Return the requests with all arrival times divided by `factor`."""
+    """Return the requests with all times divided by `factor`."""
     if not 0 < factor < float("inf"):
         raise RangeError(f"the factor must be finite and above 0, got {factor}")
     return tuple(
@@ -203,7 +203,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int
-    """Number of blocks that the host evicted because the device had them too. Each is saved again at most once."""
+    """Number of blocks that the host evicted because the device had them too. Each eviction can cause one more save."""
     dead_on_arrival: float
     """Share of computed blocks that were never hit before their eviction from all tiers or the end of the run."""
 

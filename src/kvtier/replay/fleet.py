@@ -1,8 +1,8 @@
 """Simulate a fleet: the real router and one real index per replica, with a simple model of time.
 
 A replica computes one prompt after the other, and generation does not delay prompts. This model is coarser than
-`simulate`, which runs the scheduler, but it is fast enough for a thousand replicas. The results are the hit rate of a
-routing policy, the balance of the work, and the cost of the router itself.
+`simulate`, which runs the scheduler, but it is fast enough for a thousand replicas. The results are hit rate, balance
+of the work and times to first token of a routing policy, and the cost of the router itself.
 
     arrival ──> Router.route ──> RadixTree of the replica: match, publish ──events──> PlacementIndex of the router
 """
@@ -57,7 +57,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """Result of one fleet. Shares refer to full blocks of prompts."""
+    """Result of one fleet. `hit_rate` is the number of cached blocks, divided by the number of full prompt blocks."""
 
     num_requests: int
     hit_rate: float
@@ -66,7 +66,7 @@ class FleetSummary:
     ttft: dict[str, float]
     """Percentiles of the simulated time to the first token, in seconds."""
     decision_seconds: float
-    """CPU time of the router per request: decision, queue and events."""
+    """CPU time of the router per request: for the decision, the end of the prompt, and KV events."""
     index_bytes: int
     num_index_blocks: int
     """Distinct blocks in the index of the router."""
@@ -85,7 +85,7 @@ def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaC
 
     A store is assumed to deliver a tenth of the link's bandwidth.
     """
-    cost, many = Roofline(model, gpu).seconds, 4096
+    cost, many = Roofline(model, gpu).seconds, 4096  # so many tokens that arithmetic is the limit
     one, two = cost(Work(1, many, 0, 0)), cost(Work(1, 2 * many, 0, 0))
     token = (two - one) / many
     attended = (cost(Work(1, many, many * many, 0)) - one) / many**2
@@ -136,7 +136,7 @@ class FleetSimulation:
         self._namespace = Namespace("fleet", block_tokens=1)  # one token represents a block, which saves memory
         self._block_tokens = block_tokens
         self._replicas = [self._new_replica(number) for number in range(config.num_replicas)]
-        self._ends: list[tuple[float, int, RouteDecision]] = []
+        self._ends: list[tuple[float, int, RouteDecision]] = []  # heap of (end of a prompt, its position, decision)
         self._router_seconds = 0.0
 
     def run(self, trace: FleetTrace, progress: Callable[[float], None] | None = None) -> FleetSummary:
@@ -176,7 +176,7 @@ class FleetSimulation:
         return _Replica(RadixTree(self._namespace, [tier], listener=events.append), events=events)
 
     def _choose(self, request: int, chain: Chain, num_tokens: int, now: float) -> int:
-        """Choose the replica of a request, which is given by its position in the trace."""
+        """Choose a replica. `request` is the position of the request in the trace."""
         if self.config.routing is FleetRouting.ROUND_ROBIN:
             return request % self.config.num_replicas
         hashes = hashes_of(chain.keys())
@@ -189,7 +189,7 @@ class FleetSimulation:
         return decision.number
 
     def _serve(self, number: int, chain: Chain) -> int:
-        """Match and publish a prompt in the index of a replica, and apply its events. Return the number of hits."""
+        """Match and publish a prompt in a replica's index, and apply its KV events to the router. Return the hits."""
         replica = self._replicas[number]
         tree = replica.tree
         lease = tree.match(chain)
@@ -214,7 +214,7 @@ class FleetSimulation:
                 index.remove(number, DEVICE, hashes_of(event.keys))
 
     def _end_until(self, now: float) -> None:
-        """End the prompts that have been computed by now."""
+        """Report the prompts that are computed by `now` to the router."""
         began = time.process_time()
         while self._ends and self._ends[0][0] <= now:
             self.router.on_finish(heapq.heappop(self._ends)[2])

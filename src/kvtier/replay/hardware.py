@@ -30,7 +30,7 @@ class ModelSpec:
     kv_bytes: float = 2.0
     source: str = ""
     assumed: tuple[str, ...] = ()
-    """Names of the fields that have no source."""
+    """Names of the fields whose values are assumptions without a source."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "layers", "heads", "kv_heads", "head_dim", "params", "weight_bytes", "kv_bytes")
@@ -46,16 +46,16 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One accelerator and its link to host memory. Engines achieve the fraction `*_share` of each peak rate."""
+    """One accelerator and its link to host memory. Engines achieve the fractions `*_share` of the peak rates."""
 
     flops: float
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float
     """Bytes per second in each direction."""
-    compute_share: float = 0.6
-    attention_share: float = 0.45
-    memory_share: float = 0.8
+    compute_share: float = 0.6  # of flops, in matrix products
+    attention_share: float = 0.45  # of flops, in attention
+    memory_share: float = 0.8  # of memory_bandwidth
     step_seconds: float = 0.0005
     """Fixed time of a step."""
     row_seconds: float = 0.0
@@ -128,7 +128,7 @@ def preset(kind: type[Spec], name: str) -> Spec:
     known = presets(kind)
     if name not in known:
         what = _FILES[kind].removesuffix("s.toml")
-        raise ArgumentError(f"unknown {what} {name!r}; use one of {', '.join(sorted(known))}, or a .toml file")
+        raise ArgumentError(f"unknown {what} {name!r}; use one of {', '.join(sorted(known))}, or a .toml or .json file")
     return known[name]
 
 

@@ -47,7 +47,7 @@ class PlanResult:
     more_host: PlanPoint
     """The chosen or nearest setup with 100 GiB more host memory."""
     more_disk: PlanPoint | None
-    """The chosen or nearest setup with 100 GiB more disk."""
+    """The chosen or nearest setup with 100 GiB more disk; None without `setup.disk` or host memory."""
 
 
 def plan(
@@ -112,7 +112,7 @@ def setups(setup: Deployment, footprint: int) -> list[tuple[int, int]]:
     sizes = [(host, 0) for host in hosts]
     if setup.disk is not None:
         disks = _powers(512 * GIB, footprint)
-        some = hosts[1:4:2] or hosts[1:2]
+        some = hosts[1:4:2] or hosts[1:2]  # 32 GiB and, if the footprint is larger, 128 GiB
         sizes += [(host, disk) for host in some for disk in disks]
     return sizes
 

@@ -38,8 +38,9 @@ class StepCoalescer:
     as with accepted drafts, and prompts grow by several chunks. Events during the step take effect at its end. If all
     requests generate and no request waits, the step extends to the next event. With `quantum` 0, no steps are merged.
 
-    `host_cost` returns the part of a step's time that overlaps with the step before it, None if there is no overlap.
-    Merged steps overlap with each other, so each of them takes as long as its longer part.
+    `host_cost` returns the part of a step's time in which the host prepares the step. This part overlaps with the
+    previous step. `host_cost` is None if steps do not overlap. Merged steps overlap with each other, so each of them
+    takes as long as the longer of its parts, host and device.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float, host_cost: StepCost | None) -> None:
@@ -84,7 +85,7 @@ class StepCoalescer:
         return host, self._cost(work) - host
 
     def share(self, done: float) -> float:
-        """Return the share of a merged step's time after which the share `done` of its prompt tokens is computed."""
+        """Return when the share `done` of a merged step's prompt tokens is computed, as a share of the step's time."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -154,7 +155,7 @@ class _Live:
     paths: list[int]
     """Path numbers of the full blocks for which the trace contains ids."""
     first_token_at: float | None = None
-    is_counted: bool = False
+    is_counted: bool = False  # True once `num_hits` is set
     num_hits: int = 0
 
 
@@ -185,8 +186,8 @@ class Simulator:
     ) -> None:
         """`num_layers` affects steps that start before their loads end. `quantum` is passed to StepCoalescer.
 
-        `phases` is the number of steps in flight. With two, the part `host_cost` of the time `cost` of a step overlaps
-        with the step before it.
+        `phases` is the number of steps in flight. With two, the part `host_cost` of a step's time `cost` overlaps with
+        the previous step.
         """
         if phases not in range(1, MAX_IN_FLIGHT + 1):
             raise RangeError(f"phases must be 1 or {MAX_IN_FLIGHT}, got {phases}")
@@ -240,7 +241,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if another event follows. Raises StateError if no event follows although requests wait or run."""
+        """True if an event follows, or the step changed the queue. Otherwise raises StateError if requests are left."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():
@@ -254,7 +255,7 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # A stop token or stop string is known only with the result. A second row can then be in flight already.
+        # A stop token or stop string is known only with the result. The scheduler may then have added one row too many.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
@@ -333,7 +334,7 @@ class Simulator:
         return RowResult(tuple(tokens) or (0,), finished=place + len(tokens) >= len(live.tokens))
 
     def _settle(self, step: Step, began: float) -> None:
-        """Set first-token times, in the order of the prompts within the step, and end finished requests."""
+        """Set first-token times, as if the step computed one prompt after the other, and end finished requests."""
         rows = [row for row in step.rows if row.request.id in self._live]  # others ended while in flight
         prompts = sum(row.num_tokens for row in rows if self._live[row.request.id].first_token_at is None)
         done = 0

@@ -28,7 +28,7 @@ from kvtier.index import NO_HINTS, Hints, Outcome
 TRACE_BLOCK_TOKENS = 512  # block size of Mooncake's format
 MAX_TOKEN = 2**31 - 1
 OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel")
-"""Events of kvtier's log other than requests; see recorder.py."""
+"""Events of kvtier's log that are skipped; see recorder.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TraceRequest:
         return self.hash_ids[: self.input_tokens // self.block_tokens]
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return the prompt as tokens. The tokens of a block with id h are h * 512, h * 512 + 1, ..."""
+        """Return the prompt as tokens. The tokens of block id h are h * block_tokens, h * block_tokens + 1, ..."""
         return self.sequence()[: self.input_tokens]
 
     def sequence(self, number: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -162,7 +162,7 @@ def _mooncake(record: dict[str, Any]) -> TraceRequest | str:
 
 def _logged(record: dict[str, Any], names: dict[str, int]) -> TraceRequest | str:
     if record["event"] != "request":
-        return f"unknown event {record['event']!r}; expected request, {', '.join(OTHER_EVENTS)}"
+        return f"unknown event {record['event']!r}; expected request, close, {', '.join(OTHER_EVENTS)}"
     arrival = record.get("arrival")
     if not _is_seconds(arrival):
         return f"arrival must be seconds >= 0, got {arrival!r}"
@@ -186,7 +186,7 @@ def _close(record: dict[str, Any]) -> SessionClose | str:
     if not _is_seconds(time):
         return f"time must be seconds >= 0, got {time!r}"
     if not isinstance(session, str) or not session:
-        return f"session_id must be a text, got {session!r}"
+        return f"session_id must be a non-empty string, got {session!r}"
     return SessionClose(float(time or 0) * 1000, session)
 
 

@@ -1,4 +1,4 @@
-"""Cache-aware routing: chooses the replica that is expected to start a prompt first.
+"""Cache-aware routing: chooses the replica with the shortest expected time to the first token of a prompt.
 
 Pure: no sockets, no threads, no clock. The caller receives KV events and applies them through `Router.feed`.
 """

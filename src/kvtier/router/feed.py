@@ -1,15 +1,16 @@
 """ReplicaFeed: applies the KV events of one replica to a PlacementIndex.
 
-    LATE --replay from batch 0---------------------------------> LIVE
-    LIVE --next batch, or a batch that first clears the index--> LIVE
+    LATE --batch 0 and all later batches, often from a replay--> LIVE        LATE is the initial state
+    LIVE --next batch------------------------------------------> LIVE
     LIVE --later batch: the batches in between are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
     GAP  --`restart`, because no replay has them---------------> LIVE
+    any  --newest batch, if it first clears the index----------> LIVE
     any  --older number with a newer time: replica restarted---> index cleared, LIVE after batch 0, else LATE
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
-all batches from the first missing one to the newest. They are applied in order, so the index has the newest state.
+all batches from the first missing one to the newest. They are applied in order, so the index then has the newest state.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class ReplicaFeed:
 
 
 def _begins_anew(batch: EventBatch) -> bool:
-    """True if the first event clears the index. A publisher sends such a batch if it no longer has earlier ones."""
+    """True if the first event clears the index. A publisher sends such a batch if it lacks the earlier batches."""
     return bool(batch.events) and batch.events[0].get("type") == "AllBlocksCleared"
 
 

@@ -45,7 +45,7 @@ class ForeignKeys:
                 self._blocks.clear()
                 yield event
             elif kind in ("BlockStored", "BlockRemoved"):
-                if event.get("group_idx"):  # group 0 has all tokens; other groups repeat them or keep a window
+                if event.get("group_idx"):  # vLLM: group 0 covers all tokens, other groups the same tokens or a window
                     continue
                 try:
                     keys = self._stored(event) if kind == "BlockStored" else self._removed(event)

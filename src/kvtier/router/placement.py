@@ -132,9 +132,9 @@ class PlacementIndex:
             self._free(held)
 
     def match(self, blocks: U64 | Found) -> Counts:
-        """Return how many leading blocks each replica holds in each tier, as an array [tiers, replicas].
+        """Return how many of the leading blocks that a replica holds are in each tier, as an array [tiers, replicas].
 
-        If several tiers of a replica hold a block, it counts for the fastest of them.
+        A block that several tiers of a replica hold counts for the fastest of them.
         """
         counts = np.zeros((self.num_tiers, self.num_replicas), np.int32)
         slots = self._current(blocks).slots

@@ -1,10 +1,10 @@
-"""Router: estimates for each replica the time until a prompt starts there, and chooses the shortest.
+"""Router: estimates the time to first token of a prompt on each replica, and chooses the shortest.
 
     time = queue                                     prompts that were sent there and have no token yet
          + load of the prefix from its tiers         or computing it, whichever is faster
-         + computing the rest
+         + computing the rest                        duplicates cost extra, see RouterConfig.duplicate_cost
 
-Without events, every replica has an estimate of queue + computing, so requests go to the shortest queue.
+Without events, only prompts in progress count as cached, so most requests go to the shortest queue.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReplicaCosts:
 
     @classmethod
     def of(cls, model: CostModel, block_tokens: int) -> ReplicaCosts:
-        """Return the measured costs, or guesses where nothing was measured."""
+        """Return the measured costs, or guesses if nothing was measured."""
         return cls.measured(model, block_tokens) or cls.guess(block_tokens)
 
     @classmethod
@@ -138,7 +138,7 @@ class Router:
     """Replicas, their blocks and their queues. All methods except `check` may change this state. Not thread-safe.
 
     Blocks of a prompt that was sent to a replica count as `expected` there until the request ends, so that prompts with
-    the same prefix are sent to the same replica even before its first event arrives.
+    the same prefix are sent to the same replica even before KV events report these blocks.
     """
 
     def __init__(self, config: RouterConfig | None = None) -> None:
@@ -263,7 +263,7 @@ class Router:
         self._queue[number] = self._waiting_ns[number] / 1e9
 
     def _start_seconds(self, counts: Counts, num_tokens: int) -> F64:
-        """Return the time until a prompt starts on each replica with an empty queue.
+        """Return, for each replica, the time to first token if its queue is empty.
 
         The cached prefix is either loaded or computed, whichever is faster. The rest is computed.
         """

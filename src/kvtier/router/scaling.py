@@ -14,7 +14,7 @@ class ReplicaLoad:
     """Load of one replica."""
 
     requests: float
-    """Running and waiting requests, as a share of the requests that run in one step."""
+    """Number of running and waiting requests, divided by the maximum number of requests per step. Can exceed 1."""
     pressure: float
     """Share of the device blocks that running requests use. The rest caches prefixes."""
 

@@ -36,7 +36,7 @@ class RequestState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence, whose chain grows with the output. Only the scheduler changes a request.
+    """One sequence, whose chain grows with the output. The scheduler changes a request; the engine sets only `draft`.
 
     The first `num_computed` tokens of the chain have KV in the cache. Later steps compute all other tokens. The step
     that computes the last token also samples the next token.
@@ -82,7 +82,7 @@ class Request:
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens of the request when it last found no free slot although no other request ran."""
+    """Number of tokens of the request when it last found no free slot, and no other request could free one."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())

@@ -9,7 +9,7 @@ Two steps can be in flight. The second step is scheduled as if each generating r
 
     A request with a row in flight is not preempted at once. It gets no further row, and a later step preempts it.
     If a request ends, its row in the later step is computed, but the result is ignored. Its KV is freed after that.
-    If step t has loads, step t+1 has no rows: step t waits for loads only if there is nothing else to compute.
+    If step t has loads, step t+1 has no rows. A step has loads only if there is nothing else to compute.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
 """
 
@@ -49,7 +49,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that hold KV, in the order of their admission."""
+        """Requests that were admitted and have not ended, in the order of their admission."""
         return tuple(self._running)
 
     @property
@@ -157,7 +157,7 @@ class Scheduler:
         self._free_leaving(now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
-        """Cancel and return the running requests of a failed step. The caller then discards the step after it."""
+        """Cancel and return the running requests of a failed step. The caller then discards the next step, if any."""
         self._take_oldest(step)
         failed = tuple(row.request for row in step.rows if row.request.state is RequestState.RUNNING)
         for request in failed:
@@ -166,7 +166,7 @@ class Scheduler:
         return failed
 
     def discard(self, step: Step, now: float) -> None:
-        """Drop a step that did not run, because the step before it failed. Its running requests get new rows."""
+        """Drop a step that did not run because the previous step failed. Its running requests get new rows."""
         self._take_oldest(step)
         if self._steps:
             raise StateError("only the last step can be discarded, because later rows build on its results")
@@ -342,7 +342,7 @@ class Scheduler:
         return shortage
 
     def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
-        """Return a Shortage if the whole prompt does not fit together with the prompts of running requests.
+        """Return a Shortage if the whole prompt does not fit together with the unfinished prompts of running requests.
 
         Without this check, a prompt would be computed in part, preempted for lack of room and computed again. With 16
         users and room for 3 prompts, this doubled the work (2026-11-16).
@@ -545,7 +545,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.held: list[Request] = []
-        """Requests to preempt that have a row in flight. They get no new row, and the next step can preempt them."""
+        """Requests to be preempted, which have a row in flight. They get no new row; the next step preempts them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight free room."""
 

@@ -26,7 +26,7 @@ class Admission:
     def __init__(self, started: Started, max_waiting: int) -> None:
         self._started = started
         self._max_waiting = max_waiting
-        self.num_rows = started.max_rows  # maximum number of answers that run at the same time, over all engines
+        self.num_rows = started.max_rows  # maximum number of answers that run at once, in all replicas together
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
         self._debts: dict[str, tuple[float, float]] = {}

@@ -257,7 +257,7 @@ class AnswerParser:
         self._is_open_call = False  # True after the first part of the current call
         self.num_calls = 0
         self._arguments: list[str] = []
-        """Text of the only call of the form "arguments"."""
+        """Pieces of the arguments, used only with the form "arguments"."""
         self._parts: list[TextDelta | CallDelta] = []
 
     @property
@@ -298,7 +298,7 @@ class AnswerParser:
         if text:
             self._parts.append(TextDelta(kind, text))
 
-    # Each state processes text and returns True if the next state can continue, False if it needs more text.
+    # Each state processes text. It returns True if the next state can process the rest, False if more text is needed.
 
     def _start(self) -> bool:
         text = self._text.lstrip(_SPACE)

@@ -128,7 +128,7 @@ class NamedToolChoice(Strict):
 
 
 def check_end(messages: Sequence[Message], add_prompt: bool | None, is_continued: bool | None) -> None:
-    """Check add_generation_prompt and continue_final_message. Raises ValueError if they contradict the messages."""
+    """Check add_generation_prompt and continue_final_message. Raises ValueError for a contradiction."""
     if not is_continued:
         return
     if add_prompt:

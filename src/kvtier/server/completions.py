@@ -88,7 +88,7 @@ class Completions:
     """None if the server sends no traces."""
 
     async def answer(self, prepared: _Prepared, request: Request) -> Response:
-        """Run a request. Raises ApiError, but reports errors after the first token of a stream as events."""
+        """Run a request. Raises ApiError. After the first event of a stream, errors are sent as events instead."""
         tenant = request.state.tenant
         if prepared.grammar is not None:
             with self.admission.prepare(tenant):

@@ -13,7 +13,7 @@ MAX_PRIORITY = 1000
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _GPU_STEP_TOKENS = 512
 _CPU_STEP_TOKENS = 128
-"""Above these numbers, prefill gets little faster, but a step delays the tokens of all other requests. SmolLM2-135M on
+"""Larger steps make prefill hardly faster, but delay the tokens of all other requests longer. SmolLM2-135M on
 one core of an EPYC computes prompts of 512 tokens in 3.1, 2.9, 2.6 and 2.7 ms per token with steps of 64, 128, 256 and
 512, and prompts of 2,048 tokens in 4.0, 3.4, 3.3 and 3.1 ms (2026-11-19)."""
 _POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost", "learned")
@@ -101,8 +101,7 @@ class Limits:
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The thread that replies does no other work, and replies within milliseconds. 5 s are enough even if the machine
-    swaps."""
+    """The thread that replies does no other work and needs milliseconds. 5 s are enough even if the machine swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
     cores, which reach 100 GFLOP/s."""

@@ -145,7 +145,7 @@ class EngineClient:
         """Wait until the engine is ready. Raises ClosedError with the reason if the engine fails to start."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
         self._reading = asyncio.create_task(self._read(reader))
-        started: Started = await self._reply(next(self._numbers))
+        started: Started = await self._reply(next(self._numbers))  # number 0: the process sends Reply(0, Started)
         return started
 
     @contextmanager

@@ -145,7 +145,7 @@ TokenList = Annotated[list[int], PlainValidator(_token_list, json_schema_input_t
 
 
 class Strict(BaseModel):
-    """Base model that converts no types and rejects unknown fields and infinities."""
+    """Base model that converts no types and rejects unknown fields, infinities and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     _few_fields = model_validator(mode="before")(lambda value: _bounded(value))

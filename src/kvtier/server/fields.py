@@ -167,7 +167,7 @@ class UnsupportedFieldError(Exception):
 def split(
     body: Mapping[str, Any], known: Collection[str], place: str = "", table: Mapping[str, ApiField] = FIELDS
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the body's class.
+    """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the body's model.
 
     Fields of other endpoints and unknown fields are among the returned fields, so that validation rejects them. A
     field in `known` is returned even if it is ignored, so that its type is checked.

@@ -1,11 +1,12 @@
 """HttpConnection: uvicorn's HTTP/1.1 protocol with limits that apply before a request is complete.
 
     waiting --first byte--> head --headers complete--> busy --response complete--> waiting
-    waiting, head, busy --limit, timeout or invalid HTTP--> closing: answer 4xx, discard input, close
+    head, busy --limit, timeout or invalid HTTP--> closing: answer 4xx, discard input, close
+    waiting --timeout--> closed without an answer, as is a busy connection whose response has started
 
-The parser receives input in pieces of at most `header_bytes` bytes. It therefore buffers at most 2 * `header_bytes` for
-a head, a chunk extension or a trailer. Pipelined requests are not run. Instead, the connection closes after the current
-response, and the client repeats the pipelined requests (RFC 9112, 9.3.2).
+The parser receives input in pieces of at most `header_bytes` bytes. It therefore buffers only a few times
+`header_bytes` for a head, a chunk extension or a trailer. Pipelined requests are not run. Instead, the connection
+closes after the current response, and the client repeats the pipelined requests (RFC 9112, 9.3.2).
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header. Trailers count towards the size limit, and are then dropped."""
-        self._num_head_bytes += len(name) + len(value) + 4
+        self._num_head_bytes += len(name) + len(value) + 4  # colon, space and line end
         if self._num_head_bytes > self._limits.header_bytes:
             self._raise(self._headers_too_large())
         if not self._in_head:

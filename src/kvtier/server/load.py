@@ -72,7 +72,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
     deadline = began + options.seconds if options.seconds else float("inf")
 
     async def client(number: int) -> None:
-        rng = random.Random(options.seed * 1009 + number)
+        rng = random.Random(options.seed * 1009 + number)  # unique for up to 1,009 clients per seed
         while time.monotonic() < deadline and next(numbers, None) is not None:
             await _send_request(options, rng, report)
             progress(report)
@@ -86,7 +86,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
 
 
 async def _send_request(options: LoadOptions, rng: random.Random, report: LoadReport) -> None:
-    leave_after = rng.randrange(options.max_tokens) if rng.random() < options.disconnect_share else -1
+    leave_after = rng.randrange(options.max_tokens) if rng.random() < options.disconnect_share else -1  # -1: never
     server = urlsplit(options.url)
     status, writer = 0, None
     try:

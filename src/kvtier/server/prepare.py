@@ -1,7 +1,7 @@
 """Preparation: validates the body of a request and tokenizes its prompts.
 
 Small bodies are prepared in the front end. Large bodies, which could block the front end for long, are prepared by the
-same code in a worker process (worker.py). This module therefore imports neither asyncio nor fastapi nor torch.
+same code in a worker process (worker.py). To keep workers small, this module imports no asyncio, fastapi or torch.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Preparation:
         return Prepared(body.model_copy(update=cleared), prompts, grammar, syntax, bad_words, notes=notes)
 
     def _bad_words(self, body: CompletionRequest | ChatRequest) -> tuple[tuple[int, ...], ...]:
-        """Return two token sequences per forbidden text: without and with a leading space."""
+        """Return the token sequences of each forbidden text: as given, and with one leading space."""
         texts = {form: None for word in body.bad_words or () for form in (word, f" {word.lstrip()}")}
         try:
             found = [tuple(self._tokenizer.encode(text, add_special=False)) for text in texts]
@@ -378,9 +378,9 @@ def _from_validation(error: ValidationError, known: Collection[str], body: Any =
     """Convert an error of pydantic. The message does not quote the input, because it may be a prompt.
 
     If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
-    to the type that fits best, so that only this error is converted. Errors of validators for the whole body have no
-    path, but their message starts with the name of a field. `known` has the names of all fields. If `body` is None, the
-    paths of pydantic are used as they are.
+    to the type that fits best, so only this error is converted. Errors of validators for the whole body have no path,
+    but their message starts with the name of a field. `known` has the names of all fields. If `body` is None, the paths
+    of pydantic are used as they are.
     """
     errors = error.errors(include_url=False, include_input=False)
     paths = [_path(each, body) for each in errors]

@@ -30,7 +30,7 @@ class _PromptOrMessages(Strict):
         return self
 
     def to_chat(self) -> ChatRequest:
-        """Return a chat request with the same prompt."""
+        """Return the messages and template options as a chat request. Only for a body with `messages`."""
         return ChatRequest(
             model="-",
             messages=self.messages or [],

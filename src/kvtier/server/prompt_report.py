@@ -41,7 +41,7 @@ class PromptReport:
         self.num_top = num_top
         self.token_ids = token_ids
         self._first_scored = first_scored
-        self._num_shown: defaultdict[int, int] = defaultdict(int)  # tokens that `tokens` has returned, by choice
+        self._num_shown: defaultdict[int, int] = defaultdict(int)  # number of tokens returned by `tokens`, by choice
         self._has_text: set[int] = set()
         self._has_ids: set[int] = set()
 

@@ -133,7 +133,7 @@ class Sampling(Strict):
     return_tokens_as_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: PositiveCount | None = None
-    """Number of tokens at the end of each prompt to keep."""
+    """Number of tokens to keep at the end of each prompt."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None

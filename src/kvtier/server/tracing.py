@@ -122,7 +122,7 @@ def _phases(explanation: Explanation, began: float, record: RequestRecord) -> It
     if explanation.fetch_seconds is not None:
         start, end = explanation.fetch_seconds
         yield _Phase("fetch", arrived + start, arrived + end)
-    yield _Phase("match", admitted, admitted, _explained(explanation))  # takes no measurable time of the step
+    yield _Phase("match", admitted, admitted, _explained(explanation))  # too short to measure
     computing = admitted
     if explanation.loaded_seconds is not None:
         computing = arrived + explanation.loaded_seconds

@@ -1,6 +1,6 @@
 """A worker process: prepares large bodies and compiles schemas, one at a time, until its socket closes.
 
-The front end kills the process if a job exceeds its deadline. If the front end has exited, SIGALRM ends the process.
+If a job exceeds its deadline, the front end kills the process. If the front end has exited, SIGALRM ends the process.
 The worker's memory is limited, and its priority is lower than that of the engine process.
 """
 

@@ -25,7 +25,7 @@ from kvtier.server.prepare import PrepareConfig
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0  # longest time to start a process, or to load its schema compiler
 _RESTART_SECONDS = 1.0  # wait after a failed start
-# Time that a running call may continue after its client disconnects. Killing and replacing the process takes as long.
+# Time that a running call may continue after its client disconnects: about the time to kill and replace a process.
 _ABANDONED_SECONDS = 1.0
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
 _MAX_WAITING = 64  # waiting calls per tenant
@@ -244,8 +244,8 @@ class WorkerPool:
         except _DIED:
             _log.warning("a worker process died during a job")
             task.num_deaths += 1
-            # A process may have died before it received the call. Each process may do so once. The call is therefore
-            # the cause only if more processes died than the pool has.
+            # Each process of the pool may have died before it received the call. The call is therefore the
+            # cause only if more processes died during it than the pool has.
             if task.num_deaths > self._size or task.future.done():
                 message = f"{task.num_deaths} worker processes died while they prepared this request"
                 task.fail(ApiError(503, message, code="worker"))

@@ -34,7 +34,7 @@ the object and another fails: the result is FAILED, because the second store mig
 
 
 class Cascade:
-    """Reads try one store after the other. Writes and removals go to all stores in parallel.
+    """Reads try one store after the other. Writes and removals go to all writable stores in parallel.
 
     `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. A read
     divides the remaining time equally among the stores that were not tried yet, so that a hanging store leaves time for

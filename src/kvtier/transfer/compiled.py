@@ -89,7 +89,7 @@ def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Directi
 
 
 _STAGE_ALIGNMENT = 256  # a gather kernel can load 16 bytes at once only from aligned addresses
-_FIRST_SHARE = 16  # the first chunk of a large transfer has 1/16 of the blocks
+_FIRST_SHARE = 16  # a small first chunk has 1/16 of the blocks, at least FIRST_CHUNK_BYTES and at most a whole slot
 
 
 Tables = tuple[I64, I64 | None]
@@ -191,7 +191,7 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
     """Return the number of blocks in each chunk. A chunk fills one slot of the staging ring.
 
-    With `ramp`, the first chunk is small, because the link is idle while the chunk is gathered.
+    With `ramp`, the first chunk is small, because the link is idle while it is gathered. Loads reverse the list.
     """
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride

@@ -135,6 +135,6 @@ def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:
 
 
 def _memory(view: BlockView) -> int:
-    """Return an id of the allocation. The driver refuses a copy across two allocations, even if they are adjacent."""
+    """Return an id of the allocation. CUDA refuses a copy across two allocations, even if they are adjacent."""
     owner = view.holding.owner
     return owner.untyped_storage().data_ptr() if isinstance(owner, torch.Tensor) else id(view.holding)

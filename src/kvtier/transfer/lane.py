@@ -1,12 +1,12 @@
 """Lane: one direction of the link. Decides the order and the streams of transfers, and limits the bytes in flight.
 
-Urgent transfers have a separate stream and never wait for bulk transfers. The thread that calls `submit` submits all
-slices of an urgent transfer at once, up to max_urgent_bytes in flight.
+Urgent transfers have a separate stream and never wait for bulk transfers. Bulk transfers wait while an urgent transfer
+is in flight. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers are in flight, except that an
+urgent transfer of any size starts if no other urgent transfer is in flight.
 
-Bulk transfers have at most max_in_flight_bytes in flight, and wait while an urgent transfer is in flight. If no
-transfer is queued and a bulk transfer fits, the thread that calls `submit` submits it at once.
-
-All other transfers are queued. The lane's own thread submits their slices one by one:
+If a whole transfer fits within these limits and no queued transfer must go first, the thread that calls `submit`
+submits all slices at once. Otherwise the whole transfer is queued, and the lane's own thread submits the slices one by
+one:
 
     queue    [ urgent transfers, oldest first | bulk transfers, oldest first ]
 """
@@ -89,8 +89,8 @@ class Lane:
                         self._start(transfer, index)
                     continue
             with contextlib.suppress(Exception):  # reported by the transfers that failed
-                # Wait without the lock, because an urgent transfer may arrive. Wait without polling, because the engine
-                # needs the GIL, and the slices in flight keep the link busy anyway.
+                # Wait without the lock, because an urgent transfer may arrive. Wait without polling, because the thread
+                # of the inference engine needs the GIL, and the slices in flight keep the link busy anyway.
                 blocker.settle(polling=False)
 
     def _next_queued(self) -> tuple[TransferHandle, int] | None:
@@ -111,8 +111,8 @@ class Lane:
         """Return the event that a slice of `wanted` bytes must wait for, or None if the slice can start now.
 
         Bulk copies wait for all urgent copies, because copy engines have no priorities. A bulk stream that always has a
-        copy ready would keep the engine busy, and an urgent load would wait for all bulk copies (18.5 ms instead of
-        1.9 ms; H200, 2026-11-15).
+        copy ready would keep the copy engine busy, and an urgent load would wait for all bulk copies (18.5 ms instead
+        of 1.9 ms; H200, 2026-11-15).
         """
         self._retire(True)
         self._retire(False)

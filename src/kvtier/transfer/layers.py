@@ -3,7 +3,7 @@
 Layers are copied in groups. A group has these states:
 
     PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> done
-       └──────────(failed, cancelled, late)──> FAILED    host waits raise the error
+       └──────────(failed, cancelled, late)──> FAILED    `wait` without a stream raises TransferError
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class TransferManager:
             raise ClosedError(f"the cache of group {compiled.cache.group.name!r} was released after compile()")
         keep = [*compiled.cache.holdings, compiled.host.keep()]
         deadline = None if timeout is None else time.monotonic() + timeout
-        after = self.present() if after is None else after
+        after = self.record_event() if after is None else after
         number = next(self._numbers)
         transfer = TransferHandle(number, compiled, urgent=urgent, after=after, deadline=deadline, keep=keep)
         with self._lock:
@@ -186,7 +186,7 @@ class TransferManager:
         for transfer in live:
             transfer.settle(None if limit is None else max(0.0, limit - time.monotonic()))
 
-    def present(self) -> Event | None:
+    def record_event(self) -> Event | None:
         """Record an event at the end of the current stream; None if there is no stream."""
         stream = current_stream(self.placement)
         return None if stream is None else stream.record()

@@ -5,8 +5,8 @@ kernel   a kernel copies all parts over the link; fast for small parts, but take
 staged   the copy engines move whole blocks between the host and staging memory on the device, and a kernel gathers or
          scatters the parts of these blocks inside the device; the kernel takes a fiftieth of the transfer time
 
-The price of a strategy is the time of the transfer plus the time by which it delays the model. Both times come from
-the calibration.
+The price of a strategy is the time of the transfer plus the time by which the transfer delays the model's computation.
+Both times come from the calibration.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
 def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
-    """Return the strategy with the lowest price for a transfer of this order of magnitude."""
+    """Return the cheapest strategy for sizes with these numbers of bits. 3/4 of 2^bits is their middle."""
     shape = TransferShape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
     prices = _prices(shape, _options(src, dst, parts_bits == spans_bits)[0], table)[1]
     return min(prices, key=lambda name: prices[name])

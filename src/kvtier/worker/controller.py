@@ -143,9 +143,9 @@ class CacheController:
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 
-    def present(self) -> Event | None:
-        """Record an event after the work queued on the current stream. `submit` accepts this event as `after`."""
-        return self._transfers.present()
+    def record_event(self) -> Event | None:
+        """Record an event after the work queued so far on the current stream, to be passed to `submit` as `after`."""
+        return self._transfers.record_event()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         """Start a plan. Copies wait for the event `after`, or by default for the work queued on the current stream."""

@@ -146,7 +146,7 @@ def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
     step = cache.scheduler.schedule(cache.now)
     cache.tiers.submit(step.plan)
     cache.scheduler.update(step, [], cache.now)
-    cache.manager.stores["disk"].drop(cache.chain(1).keys())
+    cache.manager.stores["disk"].drop(cache.chain(1).keys())  # so that `save_all` writes these blocks again
     cache.tiers._admin.save_all()
     cache.step()
     cache.tiers.wake(num_blocks)
@@ -254,7 +254,7 @@ def test_resize_host_while_asleep_raises(caches):
 
 def test_store_errors_cause_misses_but_no_failed_requests(caches):
     memory = MemoryStore(1 << 22)
-    faults = [Fault(), *[Fault("an error")] * 6]
+    faults = [Fault(), *[Fault("an error")] * 6]  # the first call succeeds, the next six fail, all others succeed
     cache = caches(store=FaultyStore(memory, faults))
     for number in range(4):
         assert cache.serve(cache.chain(number)).state is RequestState.FINISHED

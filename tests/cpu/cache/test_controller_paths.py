@@ -167,7 +167,7 @@ def test_register_with_too_few_tensors_raises(rigs):
         rig.controller.register(rig.caches[:1])
 
 
-def test_layout_of_keeps_draft_groups_whole_on_every_rank():
+def test_draft_groups_are_not_sharded_over_ranks():
     caches = [torch.zeros(4, layers, 2, 2, 4, 2) for layers in (2, 1, 1)]
     layout = layout_of(caches, 2)
     assert [group.name for group in layout.groups] == ["main", "draft-1", "draft-2"]
@@ -294,7 +294,7 @@ def test_layer_waits_report_failure_if_one_load_fails(rigs):
     assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {first.id: True, second.id: False}
 
 
-def test_poll_with_loads_only_leaves_saves_for_the_next_poll(rigs):
+def test_poll_of_loads_only_does_not_return_saves(rigs):
     rig = rigs()
     rig.run(rig.save([0], [0]))
     save, load = rig.save([1], [1]), rig.load([0], [7])
@@ -471,6 +471,7 @@ def test_resize_host_waits_until_stores_unregister_old_memory(rigs):
     resizing.must_end()
     rig.run(rig.save([0], [0]))
     rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # these writes run after the registration
+    # One call per cache group: the old memory is registered and unregistered, then the new memory is registered.
     assert quick.calls == slow.calls == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
 
 

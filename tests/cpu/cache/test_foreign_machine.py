@@ -1,7 +1,8 @@
-"""State machine of a manager without a device tier. A small engine owns the device blocks and checks all KV it reads.
+"""State machine of a manager without a device tier (`CacheManager.foreign`). A small engine owns the device blocks.
 
-Like vLLM, the engine counts references to its blocks. It fills a block with NaN when the last reference ends. If a save
-reads a freed block, or if a step uses a loaded block before it has arrived, a later check of the KV fails.
+The engine checks all KV that it reads. Like vLLM, it counts references to its blocks. It fills a block with NaN when
+the last reference is released. If a save reads a freed block, or if a step uses a block before the load of the block
+has ended, a later check of the KV fails.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class ForeignMachine(RuleBasedStateMachine):
     )
     def begin(self, num_blocks, num_host, max_saving, write, wait, is_shared, num_ranks, seed, share):
         namespace = Namespace("model", block_tokens=BLOCK)
-        self.num_ranks, self.now, self.faults, self.share = num_ranks, 0.0, random.Random(seed), share / 2
+        self.num_ranks, self.now, self.faults = num_ranks, 0.0, random.Random(seed)
+        self.share = share / 2  # copies fail half as often as calls of a store
         self.views, self.controllers = [], []
         for rank in range(num_ranks):
             memory = torch.full((LAYERS, num_blocks, 1, BLOCK, DIM), torch.nan)
@@ -114,9 +116,8 @@ class ForeignMachine(RuleBasedStateMachine):
         self.manager = CacheManager(namespace, config, num_ranks=num_ranks, num_host_ready=num_ready)
         self.references = [0] * num_blocks
         self.requests: list[Running] = []
-        self.reads: dict[int, list[int]] = {}
-        self.loads: dict[int, Running] = {}
-        self.lost: dict[int, set[int]] = {}
+        self.reads: dict[int, list[int]] = {}  # transfer id of a save -> device blocks that the save reads
+        self.loads: dict[int, Running] = {}  # by transfer id
         self.samples = random.Random(seed + 2)
 
     def copy_or_fail(self, *arguments):
@@ -147,7 +148,8 @@ class ForeignMachine(RuleBasedStateMachine):
     @rule(system=st.sampled_from(SYSTEMS), tail=st.lists(st.integers(4, 5), max_size=14), new=st.integers(1, 9))
     def add_request(self, system, tail, new):
         if len(self.requests) < 5:
-            chain = Chain(self.manager.namespace, [*system, *tail], salt=b"other" if new == 3 else b"")
+            salt = b"other" if new == 3 else b""  # a ninth of the requests belong to another tenant
+            chain = Chain(self.manager.namespace, [*system, *tail], salt=salt)
             request = Running(chain, chain.num_tokens + new)
             request.prefetch = self.manager.prefetch(chain, now=self.now)
             self.requests.append(request)
@@ -167,9 +169,9 @@ class ForeignMachine(RuleBasedStateMachine):
         self.free(request.table)
         request.table, request.num_computed, request.saved, request.is_running = [], 0, SavePoint(), False
 
-    @rule(clears=st.booleans())
-    def reset(self, clears):
-        namespace = Namespace("model", "other weights", block_tokens=BLOCK) if clears else None
+    @rule(has_new_weights=st.booleans())
+    def reset(self, has_new_weights):
+        namespace = Namespace("model", "other weights", block_tokens=BLOCK) if has_new_weights else None
         if namespace is None:
             self.manager.reset()
         elif not self.requests:

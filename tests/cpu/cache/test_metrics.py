@@ -26,9 +26,9 @@ def test_cache_metrics_count_transferred_blocks_and_bytes():
             machine.apply_reports()
             machine.step()
         if turn == 0:
-            machine.tiers.demote(machine.manager_chain(prompt))
+            machine.tiers.demote(machine.manager_chain(prompt))  # turn 1 has hits on the host
         else:
-            machine.tiers.reset()
+            machine.tiers.reset()  # turn 2 has hits on the disk
     shown = sampled(machine.tiers.metrics)
     counts = machine.manager.transfers.counts
     blocks = 32 // BLOCK

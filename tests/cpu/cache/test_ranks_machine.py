@@ -28,9 +28,10 @@ from kvtier.worker.sharding import Sharding
 from storage_support import FaultyStore
 from tiers_machine import BLOCK, TINY, Faults, TiersMachine, kv_of, run
 
-RANKS, HEADS = 2, 2
-SHARE = replace(TINY, num_heads=HEADS, num_kv_heads=HEADS)
-MODEL = Model(SHARE, random_weights(SHARE, torch.float32, torch.device("cpu"), seed=1))
+RANKS = 2
+HEADS = 2  # KV heads of each rank
+RANK_CONFIG = replace(TINY, num_heads=HEADS, num_kv_heads=HEADS)
+MODEL = Model(RANK_CONFIG, random_weights(RANK_CONFIG, torch.float32, torch.device("cpu"), seed=1))
 
 
 class AllControllers:
@@ -117,8 +118,10 @@ class RanksMachine(TiersMachine):
         limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
         self.scheduler = Scheduler(self.manager, limits)
         self.now = 0.0
-        stats = {"disk": MemoryStore(1)}
-        self.tiers = CacheRuntime(self.manager, self.groups[:1], self.together, stats, self.scheduler, lambda: self.now)
+        stores = {"disk": MemoryStore(1)}  # CacheRuntime uses it only for statistics
+        self.tiers = CacheRuntime(
+            self.manager, self.groups[:1], self.together, stores, self.scheduler, lambda: self.now
+        )
         self.requests, self.num_requests, self.pins = [], 0, []
         self.samples = random.Random(seed + 2)
 

@@ -58,7 +58,7 @@ def layouts(draw):
 def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
     """Return random tensors [block, outer, head, byte] for every group.
 
-    `outer` stands for all axes before the head axis. A replicated tensor has one head.
+    `outer` stands for all axes before the head axis. Tensors without a head axis have the shape [block, 1, 1, byte].
     """
     random = np.random.default_rng(seed)
     made = []
@@ -74,7 +74,7 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """Return the blocks [block, byte] that a rank must have in every group: only the rank's heads of each tensor."""
+    """Return the blocks [block, byte] of a rank, by group: its heads of sharded tensors, and all replicated tensors."""
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []
@@ -207,7 +207,7 @@ def test_stored_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_block_is_stored_as_shards_and_one_replicated_object(ranks, num_ranks):
+def test_block_is_stored_as_shards_and_replicated_objects(ranks, num_ranks):
     store, layout = (
         MemoryStore(1 << 20),
         KVLayout(
@@ -221,9 +221,10 @@ def test_block_is_stored_as_shards_and_one_replicated_object(ranks, num_ranks):
     cache_ranks = ranks(layout, num_ranks, 4, store)
     cache_ranks.fill(blocks_of(layout))
     cache_ranks.save_and_store()
-    assert len(store.objects) == BLOCKS * (4 + 1 + 1)
+    assert len(store.objects) == BLOCKS * (4 + 1 + 1)  # 4 shards, the indexer of the group main, and the group latent
     sizes = sorted({len(payload) for payload in payloads(store).values()})
-    assert sizes == sorted({2 * 2 * 2 * 8 * 2, 2 * 2 * 5, 2 * 2 * 9 * 2})
+    of_token = {2 * 8 * 2, 5, 9 * 2}  # bytes of one token in one layer: K and V of a head in f16, indexer, latent
+    assert sizes == sorted(2 * 2 * nbytes for nbytes in of_token)  # 2 layers, 2 tokens
 
 
 def test_rank_with_a_single_shard_stores_without_gathering(ranks):
@@ -270,7 +271,7 @@ def test_gathered_blocks_are_written_in_bounded_batches(ranks, monkeypatch, max_
     cache_ranks = ranks(layout, 1, 2, store)
     cache_ranks.fill(blocks)
     cache_ranks.save_and_store()
-    assert calls == expected  # two shards and one shared object per block
+    assert calls == expected  # three objects per block: two shards and the replicated tensor
     other = ranks(layout, 2, 2, store)
     other.fetch_and_load()
     other.assert_holds(blocks)
@@ -322,8 +323,9 @@ LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGro
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("which", [0, 1])
-def test_block_with_a_missing_shard_is_absent(ranks, num_ranks, which):
+@pytest.mark.parametrize("lost_shard", [2, None], ids=["shard", "replicated"])
+def test_block_with_a_missing_object_is_absent(ranks, num_ranks, lost_shard):
+    """The block is absent on every rank that reads the missing object: one rank for a shard, otherwise all ranks."""
     store = MemoryStore(1 << 22)
     cache_ranks = ranks(LAYOUT, num_ranks, 4, store)
     cache_ranks.fill(blocks_of(LAYOUT))
@@ -333,19 +335,21 @@ def test_block_with_a_missing_shard_is_absent(ranks, num_ranks, which):
         for rank in range(num_ranks)
         for part in parts_of(LAYOUT.of_rank(num_ranks).groups, Sharding(rank, num_ranks, 4))
     ]
-    lost = next(part for part in parts if part.shard == (2 if which == 0 else None))
+    lost = next(part for part in parts if part.shard == lost_shard)
     del store.objects[lost.key_list(KEYS[1])[0]]
-    owners = {rank for rank in range(num_ranks) if which == 1 or 2 in Sharding(rank, num_ranks, 4).shards}
+    readers = {
+        rank for rank in range(num_ranks) if lost_shard is None or lost_shard in Sharding(rank, num_ranks, 4).shards
+    }
     cache_ranks.run(Probe(5, "disk", b"".join(KEYS)))
     cache_ranks.run(Probe(6, "disk"))
     for rank, (asked, *found) in enumerate(cache_ranks.lookups):
-        expected = KEYS[1] if rank in owners else b""
+        expected = KEYS[1] if rank in readers else b""
         assert asked.absent == expected
         assert asked.present == b"".join(key for key in KEYS if key != expected)
         listed = b"".join(each.present for each in found)
         assert {listed[at : at + 32] for at in range(0, len(listed), 32)} == {*KEYS} - {expected}
     for rank, (outcome,) in enumerate(cache_ranks.run(cache_ranks.transfer(Route.STORE_TO_HOST))):
-        assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in owners else (True, b""))
+        assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in readers else (True, b""))
 
 
 def test_drop_removes_objects_of_all_shards(ranks):
@@ -354,7 +358,7 @@ def test_drop_removes_objects_of_all_shards(ranks):
     cache_ranks.fill(blocks_of(LAYOUT))
     cache_ranks.save_and_store()
     cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
-    assert len(store.objects) == (BLOCKS - 2) * 5
+    assert len(store.objects) == (BLOCKS - 2) * 5  # 4 shards and the latent
     cache_ranks.run(Drop("disk"))
     assert not store.objects
 
@@ -364,6 +368,7 @@ def test_drop_of_keys_removes_objects_in_all_shard_stores(ranks):
     cache_ranks = ranks(LAYOUT, 1, 4, stores)
     cache_ranks.fill(blocks_of(LAYOUT))
     cache_ranks.save_and_store()
+    # the first store also has the latents, which are not sharded
     assert [len(store.objects) for store in stores.stores] == [2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS]
     cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
     assert [len(store.objects) for store in stores.stores] == [2 * (BLOCKS - 2), *[BLOCKS - 2] * 3]
@@ -399,9 +404,9 @@ def test_fetch_of_corrupt_shard_leaves_host_bytes_unchanged(ranks):
     assert outcome.arrived == b"\1\1\0\1\1"
     kept = hosts[0].block(HOST[2]).numpy()
     expected = of_rank(LAYOUT, blocks, 0, 1)[0][2]
-    rows = (kept.reshape(-1, 4, 16), expected.reshape(-1, 4, 16))
-    assert (rows[0][:, 1] == 0xEE).all()  # head 1, which is in the corrupt shard, was not written
-    np.testing.assert_array_equal(rows[0][:, [0, 2, 3]], rows[1][:, [0, 2, 3]])
+    kept, expected = kept.reshape(-1, 4, 16), expected.reshape(-1, 4, 16)  # 4 heads of 8 f16 elements
+    assert (kept[:, 1] == 0xEE).all()  # head 1, which is in the corrupt shard, was not written
+    np.testing.assert_array_equal(kept[:, [0, 2, 3]], expected[:, [0, 2, 3]])
 
 
 # ---- a manager and its ranks ---------------------------------------------------------------------------------------
@@ -443,7 +448,7 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """Load the chain to the device, and check the loaded blocks on every rank. Return the number of blocks."""
+        """Load the chain to the device and check the loaded blocks on every rank. Return the number of blocks found."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         allocation = self.manager.match(self.chain, prefetch=fetch)
@@ -480,13 +485,13 @@ def test_failed_read_on_one_rank_is_a_miss_on_all_ranks(fault, is_shared):
     bad = parts_of(LAYOUT.of_rank(2).groups, Sharding(1, 2, 4))[0].key_list(writers.chain.keys()[2 * 32 : 3 * 32])[0]
     calls = itertools.count()
 
-    def hits(key: bytes) -> bool:
+    def is_bad(key: bytes) -> bool:
         return key == bad
 
-    fault.only = hits
+    fault.only = is_bad
 
-    class Late(FaultyStore):
-        """A store that lists an object, but fails to read it."""
+    class FailingReads(FaultyStore):
+        """A store with faults in reads only. `contains` and `scan` still find the object."""
 
         def contains(self, keys, **_):
             return self.inner.contains(keys)
@@ -498,9 +503,9 @@ def test_failed_read_on_one_rank_is_a_miss_on_all_ranks(fault, is_shared):
             next(calls)
             return super().read_into(reads, **options)
 
-    readers = Cache(2, [store, Late(store, [fault])], is_shared=is_shared)
+    readers = Cache(2, [store, FailingReads(store, [fault])], is_shared=is_shared)
     assert readers.find(blocks) == 2  # the third block failed on rank 1, so later blocks cannot match
-    assert next(calls) == 1
+    assert next(calls) == 1  # rank 1 has read once
     readers.manager.check()
     readers.ranks.close()
     writers.ranks.close()

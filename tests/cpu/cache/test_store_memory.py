@@ -109,7 +109,7 @@ def test_host_memory_stays_registered_until_it_is_freed(is_sharded):
     expected += calls_for_hosts(controller, "register")
     keep_and_fetch(controller, caches)
     assert store.calls == expected
-    assert store.is_registered == [True] * 4
+    assert store.is_registered == [True] * 4  # two calls of keep_and_fetch wrote one object per cache group
     expected += calls_for_hosts(controller, "unregister")
     controller.close()
     controller.close()
@@ -138,10 +138,10 @@ def test_slow_registration_does_not_delay_store_reads():
         controller.poll()
     assert store.calls == []
     expected = [*calls_for_hosts(controller, "register"), *calls_for_hosts(controller, "unregister")]
-    later = threading.Timer(0.2, store.may_register.set)
-    later.start()
+    timer = threading.Timer(0.2, store.may_register.set)
+    timer.start()
     controller.resize_host(9, caches)
     assert store.calls[:4] == expected
     controller.close()
-    later.join()
+    timer.join()
     assert not store.memory

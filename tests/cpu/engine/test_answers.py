@@ -112,9 +112,9 @@ def test_store_and_copy_failures_do_not_change_answers(model, talks, expected):
 
     def random_faults():
         while True:
-            share = faults.random()
+            number = faults.random()
             bit = faults.randrange(4096)
-            yield Fault("an error") if share < 0.1 else Fault(flip_bit=bit) if share < 0.2 else Fault()
+            yield Fault("an error") if number < 0.1 else Fault(flip_bit=bit) if number < 0.2 else Fault()
 
     store = FaultyStore(MemoryStore(1 << 30), random_faults())
     disk = StoreConfig("disk", wait=WaitPolicy.DEADLINE)

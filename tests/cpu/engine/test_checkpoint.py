@@ -66,7 +66,10 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write a GGUF file like the converter of llama.cpp, which interleaves the rows of each q and k head for llama."""
+    """Write a GGUF file like the converter of llama.cpp. For llama, it interleaves the rows of each q and k head.
+
+    `factors` are the rope factors of the file (`rope_freqs.weight`). Tensors in `skip` are not written.
+    """
     config, writer = oracle.config, gguf.GGUFWriter(path, architecture)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -133,7 +136,7 @@ def test_gguf_uses_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
     folder, oracle = checkpoint("llama, llama3 rope")
     rope = ModelConfig.from_folder(folder).rope
     factors = RopeConfig(rope.theta).inverse_frequencies(16) / rope.inverse_frequencies(16)
-    assert factors.max() > 4
+    assert factors.max() > 4  # large enough that ignoring the factors would change the logits
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle, factors=factors.numpy())
     torch.testing.assert_close(logits_of(path), logits_of(folder), rtol=1e-4, atol=1e-4)
     _, tied = checkpoint("llama, tied, one kv head")
@@ -148,16 +151,16 @@ def test_error_for_damaged_gguf_names_the_cause(checkpoint, tmp_path):
     data = write_gguf(tmp_path / "m.gguf", "llama", oracle).read_bytes()
     broken = tmp_path / "broken.gguf"
 
-    def refuse(content, match, error=CheckpointError):
+    def check_refused(content, match):
         broken.write_bytes(content)
-        with pytest.raises(error, match=match):
+        with pytest.raises(CheckpointError, match=match):
             load_model(broken)
 
-    refuse(b"GGML" + data[4:], "not a GGUF file")
-    refuse(data[:200], "truncated or damaged")
-    refuse(data[:-5000], r"ends at byte \d+, inside a tensor.* incomplete")
-    refuse(data[:4] + (1).to_bytes(4, "little") + data[8:], "version 1; kvtier reads versions 2 and 3")
-    refuse(data.replace(b"llama", b"mamba"), "architecture 'mamba'", CheckpointError)
+    check_refused(b"GGML" + data[4:], "not a GGUF file")
+    check_refused(data[:200], "truncated or damaged")
+    check_refused(data[:-5000], r"ends at byte \d+, inside a tensor.* incomplete")
+    check_refused(data[:4] + (1).to_bytes(4, "little") + data[8:], "version 1; kvtier reads versions 2 and 3")
+    check_refused(data.replace(b"llama", b"mamba"), "architecture 'mamba'")
     missing = write_gguf(tmp_path / "missing.gguf", "llama", oracle, skip=["model.layers.1.mlp.up_proj.weight"])
     with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
         load_model(missing)

@@ -35,7 +35,7 @@ def make(model: Model, phases: int, timeline: Timeline | None = None, blocks: in
 def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     timeline = Timeline()
     engine = make(model, phases, timeline)
-    for start in range(3):  # rows that need a new block in different steps
+    for start in range(3):  # the prompts have different lengths, so that the rows get new blocks in different steps
         engine.add([start + 1] * (start + 2), greedy(40))
     finish(engine)
     engine.close()
@@ -47,12 +47,13 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     assert len(steps) >= 40
     assert steps[0] > 0  # the prompts
     changed = [number for number, num_bytes in enumerate(steps) if num_bytes]
-    # Steps that copy: the first one, two steps per row that needs a new block (tokens 16 and 32), one step per row that
-    # ends.
+    # Steps that copy: the first step, and for each of the 3 rows the two steps in which it gets a new block (for tokens
+    # 16 and 32) and the step in which it ends.
     assert len(changed) <= 1 + 3 * 2 + 3
     assert steps.count(0) >= 30
-    tables = [copied[number] for number in changed[1:7]]
-    assert max(tables) <= 2 * 4 * 2, "a new block is 4 bytes in staging memory and 4 bytes in the table"
+    steps_with_new_blocks = changed[1:7]
+    new_block_bytes = 4 + 4  # the number of the block, copied to staging memory and from there to the block table
+    assert max(copied[step] for step in steps_with_new_blocks) <= 2 * new_block_bytes, "a step has over two new blocks"
 
 
 def test_rows_follow_their_sequences_when_neighbours_end(model):

@@ -27,7 +27,7 @@ def model(checkpoint, request):
 
 
 def record_alone(recorder: Recorder, prompt, params):
-    """Run a request alone, in one chunk and without a cache, to record the expected logits. Return the tokens."""
+    """Run a request alone, in one chunk and without prefix caching, to record expected logits. Return the tokens."""
     engine, _ = recorded(recorder, 64, 4, max_step_tokens=256, prefix_caching=False, recorder=recorder)
     name = engine.add(prompt, params)
     return finish(engine)[name].tokens
@@ -90,8 +90,10 @@ def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens
         name = engine.add(prompt, greedy(5))
         assert finish(engine)[name].tokens == tokens
         cached.append(engine.explain(name).num_cached_tokens)
-    kept = 44 // block_tokens * block_tokens  # tokens in full blocks of the first request
-    assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]  # including partial blocks
+    # tokens in full blocks of the first request, which stores 40 prompt tokens and 4 of its 5 answer tokens
+    kept = 44 // block_tokens * block_tokens
+    # a hit can end inside a block, and leaves at least one token to compute
+    assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]
     assert recorder.different == []
 
 
@@ -177,12 +179,12 @@ class EngineMachine(RuleBasedStateMachine):
     def tokens_alone(self, prompt, params) -> list[list[int]]:
         key = (prompt, params)
         if key not in self.expected:
-            answers = alone_all(self.model, prompt, params)
-            self.expected[key] = answers
+            self.expected[key] = tokens_of_all_answers(self.model, prompt, params)
         return self.expected[key]
 
 
-def alone_all(model, prompt, params):
+def tokens_of_all_answers(model, prompt, params):
+    """Run a request alone, without prefix caching. Return the tokens of each of its n answers."""
     engine, _ = recorded(model, 64, 4, max_step_tokens=256, prefix_caching=False)
     name = engine.add(prompt, params)
     answers = finish(engine)
@@ -200,7 +202,7 @@ def test_engine_machine_returns_correct_answers(checkpoint):
 
 
 def test_recorder_detects_a_changed_cache(model):
-    """Check the Recorder itself: if the cache changes between two steps, the logits must differ."""
+    """Check the Recorder itself: if the cache changes between two equal requests, it must find different logits."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
     for is_changed in (False, True):

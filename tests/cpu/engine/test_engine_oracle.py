@@ -18,7 +18,7 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_engine_tokens_equal_transformers_in_any_order_and_cache(checkpoint, kind):
+def test_engine_equals_transformers_in_any_order_and_cache_size(checkpoint, kind):
     folder, oracle = checkpoint(kind)
     model = load_model(folder)
 

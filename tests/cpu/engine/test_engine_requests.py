@@ -56,8 +56,8 @@ def test_n_answers_share_the_blocks_of_the_prompt(model, length, shared):
     tables = [request.allocation.table[: shared // 4].tolist() for request in engine.scheduler.running]
     assert all(table == tables[0] for table in tables)
     finish(engine, answers)
-    assert [answers[name, index].num_cached >= shared for index in range(4)] == [not shared, True, True, True]
     assert answers[name, 0].num_cached == 0
+    assert all(answers[name, index].num_cached >= shared for index in range(1, 4))
     assert engine.manager.stats.hit_tokens >= 3 * shared
     texts = [tuple(answers[name, index].tokens) for index in range(4)]
     assert len(set(texts)) == 4
@@ -200,7 +200,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """If the engine accepted the token, the step would index outside the logits and fail for all its requests."""
+    """If the engine accepted the token, a step would index outside the logits, and every request in it would fail."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"in \[0, 199\), got {min(5, token)} .. {max(5, token)}"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
@@ -298,7 +298,7 @@ def test_abort_also_cancels_answers_that_have_not_started(model):
 
 
 class Faulty(Model):
-    """A model that writes to the cache in each forward pass, and raises `raise_next` once if it is set."""
+    """A model whose next forward pass writes NaN to the cache and raises `raise_next`, if `raise_next` is set."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)

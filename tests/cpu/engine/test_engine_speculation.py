@@ -30,7 +30,10 @@ def draft(checkpoint):
 
 
 class RandomProposer:
-    """Proposes up to five correct next tokens. In half of the proposals, one token is replaced by a random token."""
+    """Proposes up to five correct next tokens. In half of the proposals, one token is replaced by a random token.
+
+    `truth` contains prompts with their correct answers.
+    """
 
     models = ()
 
@@ -63,7 +66,7 @@ def test_drafts_never_change_an_answer(model, draft):
         seed=st.integers(0, 10**6),
         proposer_name=st.sampled_from(sorted(proposers)),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([52, 64, 256]),  # the longest request stores 52 tokens (38 + 15 - 1)
+        room=st.sampled_from([52, 64, 256]),  # the longest request stores 38 prompt tokens and 14 of 15 answer tokens
         max_step_tokens=st.sampled_from([4, 32]),
         prefix_caching=st.booleans(),
     )
@@ -104,9 +107,9 @@ def test_draft_by_the_same_model_is_always_accepted(model, block_tokens, tempera
     long, short = prompts(1, 37, 21, shared=[23, 23])
     cold = answer_of(engine, long, params)
     assert cold.num_cached == 0
-    for prompt, hit in ((long, 56), (short, 20), (long + cold.tokens[:9], 61)):
+    for prompt, min_cached in ((long, 56), (short, 20), (long + cold.tokens[:9], 61)):
         answer = answer_of(engine, prompt, params)
-        assert answer.num_cached >= hit // block_tokens * block_tokens
+        assert answer.num_cached >= min_cached // block_tokens * block_tokens
         assert answer.num_steps == 5  # one step for the first token, then four steps of five tokens
         assert answer.tokens == alone(model, prompt, params).tokens
     copied = answer_of(engine, [*long[:30], 7, 8, 9], params)
@@ -170,6 +173,7 @@ def test_failing_proposer_warns_and_answers_continue(model, draft):
 
 
 def test_small_draft_model_raises_or_limits_the_context(model):
+    """A vocabulary that differs from the main model's raises. Fewer positions limit the context."""
     other = Model(replace(model.config, vocab_size=100), model.weights)
     with pytest.raises(ArgumentError, match="100 tokens, but the model has 199"):
         make_engine(model, proposer=DraftProposer(other))

@@ -278,8 +278,8 @@ def test_recorded_keys_are_limited_by_the_capacity_of_the_store(model, tmp_path)
     """The store evicts without notice. Without a limit, the keys of evicted blocks would stay recorded."""
     store = DiskStore(tmp_path, 1 << 16, segment_bytes=1 << 14, min_free_bytes=0)
     engine = make(model, 16, HostConfig(100), disk=StoreConfig("disk"), stores={"disk": store})
-    most = 4 * (1 << 16) // engine.groups[0].block_bytes
-    for number in range(most // 4):
+    most = 4 * (1 << 16) // engine.groups[0].block_bytes  # 4 keys per block that fits into the store (_KNOWN_PER_BLOCK)
+    for number in range(most // 4):  # each run saves 5 blocks, so all runs together save more than `most` blocks
         run(engine, [number % 50, number // 50] * 10 + [1], 1)
         engine.tiers.save_all()
     known = engine.manager.stores["disk"].num_known

@@ -148,7 +148,7 @@ def test_closed_llm_refuses_calls(tiny_model):
         instance.generate([1], GREEDY)
 
 
-def test_llm_progress_is_shown_on_request(llm, capsys):
+def test_llm_generate_shows_progress_only_if_enabled(llm, capsys):
     llm.generate(["One", "Two"], GREEDY, progress=True)
     assert "2/2 answers" in capsys.readouterr().err
     llm.generate(["One"], GREEDY, progress=False)
@@ -278,7 +278,7 @@ def test_cli_chat_and_generate_print_answers(capsys, monkeypatch):
     output = capsys.readouterr()
     assert output.out.splitlines()[0] == "The capital of France is Paris."
     assert "37 tokens, 0 cached" in output.err
-    assert "32 cached" in output.err or "44 cached" in output.err
+    assert "32 cached" in output.err or "44 cached" in output.err  # two blocks, or also 12 tokens of the third block
     assert main(["generate", "Once upon a time", "--max-tokens", "4", "--draft-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("Once upon a time,")
 

@@ -207,7 +207,7 @@ def test_have_succeeded_is_false_after_load_failed_on_one_rank():
     assert not transfers.have_succeeded()
     settle(ranks=(0,))
     assert not transfers.have_succeeded()
-    # The manager has applied the failure, so the load is no longer in flight.
+    # Both ranks have reported, so the load is no longer in flight, and `begin_step` forgets its failure.
     assert tiers.begin_step(manager.plan(), loads).have_succeeded()
     manager.abort(hold)
     manager.check()
@@ -222,7 +222,7 @@ def children() -> list[psutil.Process]:
 
 
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
-    """Return an engine that loads all cached blocks. It has a host tier, and a disk tier if `folder` is given."""
+    """Return an engine with a host tier, and a disk tier if `folder` is given. It loads without comparing costs."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
@@ -269,9 +269,10 @@ def test_two_ranks_with_all_tiers_answer_like_one_rank(requests, expected, tmp_p
         host = engine.manager.stats.tiers[1]
         assert host.hit_tokens > 0
         states = {state.name: state for state in engine.tiers.states()}
-        alone = sum(model.new_cache(1, BLOCK).nbytes for model in (MODEL, DRAFT_MODEL))
-        assert states["device"].block_bytes == alone
-        assert all(each.num_bytes % alone == 0 for each in engine.tiers.traffic())  # traffic is the sum over all ranks
+        # sizes are sums over all ranks, so they equal those of an engine with one rank
+        block_bytes = sum(model.new_cache(1, BLOCK).nbytes for model in (MODEL, DRAFT_MODEL))
+        assert states["device"].block_bytes == block_bytes
+        assert all(each.num_bytes % block_bytes == 0 for each in engine.tiers.traffic())
         assert states["disk"].used_bytes > 0
         tiers = engine.tiers
         tiers.sleep()
@@ -322,6 +323,7 @@ def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_
 def test_stored_blocks_are_readable_with_any_number_of_ranks(requests, expected, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
+        # without a draft model, the engine with 4 ranks has another namespace, and only shares the folders
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
         try:
             actual = answers_of(engine, requests)
@@ -345,7 +347,7 @@ def test_block_unreadable_on_one_rank_is_a_miss_on_all_ranks(requests, expected,
     answers_of(engine, requests)
     engine.tiers.save_all()
     engine.close()
-    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # damage every page in the shard of rank 1
+    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # damage each 512 bytes of the file of rank 1
     with segment.open("r+b") as data:
         for at in range(0, segment.stat().st_size, 512):
             data.seek(at)
@@ -365,13 +367,13 @@ def test_ranks_sending_more_than_a_pipe_holds_do_not_deadlock(tmp_path):
     """Regression: rank 0 sent plans with many keys and rank 1 sent lookups, but neither rank read its pipe."""
     engine = engine_of(2, tmp_path)
     controller = engine.tiers._controller
-    keys, num_lookups = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 0
-    for number in range(40):
+    keys, num_plans, num_lookups = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 40, 0
+    for number in range(num_plans):
         controller.submit(Plan(1000 + number, 0, probes=(Probe(5000 + number, "disk", keys),)))
-    while num_lookups < 40 * 2:
+    while num_lookups < num_plans * 2:  # both ranks answer each probe
         controller.wait(1.0)
         for report in controller.poll():
-            num_lookups += sum(presence.probe_id >= 5000 for presence in report.lookups)
+            num_lookups += sum(lookup.probe_id >= 5000 for lookup in report.lookups)
     engine.close()
 
 

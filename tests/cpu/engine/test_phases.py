@@ -9,15 +9,18 @@ import pytest
 from phases_support import CacheReader, check_lives
 
 NUM_LIVES = 100
+"""Number of engines. Each has a random configuration and random requests (see `Life`)."""
 NUM_STEPS = 20_000 * int(os.environ.get("KVTIER_SOAK", "1")) // NUM_LIVES
+"""Number of steps of each engine."""
 
 
 @pytest.mark.parametrize("phases", [1, 2])
 def test_steps_in_flight_do_not_change_the_answers(phases):
-    seen = check_lives(CacheReader(), phases, range(NUM_LIVES), NUM_STEPS // (1 if phases == 2 else 4))
+    num_steps = NUM_STEPS if phases == 2 else NUM_STEPS // 4  # a quarter is enough if steps do not overlap
+    seen = check_lives(CacheReader(), phases, range(NUM_LIVES), num_steps)
     if phases == 2:
         assert min(seen.values()) >= 20, seen
-        assert len(seen) == 9, seen
+        assert len(seen) == 9, seen  # every kind of event in `Life.seen`: four errors, preemptions, cancellations, ..
 
 
 @pytest.mark.parametrize("phases", [1, 2])

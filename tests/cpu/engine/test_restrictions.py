@@ -38,7 +38,7 @@ def test_adjusted_logits_equal_transformers_processors(bias, bad_words, allowed,
     words = [list(word) for word in bad_words]
     if words:
         process = transformers.NoBadWordsLogitsProcessor(words, eos_token_id=None)
-        expected = process(torch.tensor([[SMALL + 1, *output]]), expected)
+        expected = process(torch.tensor([[SMALL + 1, *output]]), expected)  # no bad word has the token SMALL + 1
     forbidden = [each for each in range(SMALL) if allowed and each not in allowed]
     expected[0, forbidden] = -torch.inf
     params = SamplingParams(

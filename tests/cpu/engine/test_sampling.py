@@ -15,7 +15,7 @@ from kvtier.engine.sequence import StopChecker
 from kvtier.errors import ArgumentError, RangeError
 from sampling_support import penalize_row
 
-VOCAB = 50
+VOCAB = 50  # native code only takes multiples of 16, so torch samples from 50 tokens, and native code from 64
 
 
 def rows(count, seed=0, scale=3.0, vocab=VOCAB):
@@ -349,7 +349,7 @@ def test_invalid_sampling_options_raise():
 )
 def test_stop_checker_on_pieces_equals_search_in_whole_text(text, stops, cuts):
     checker, shown, at, is_stopped = StopChecker(stops), "", 0, False
-    for cut in cuts * 40:
+    for cut in cuts * 40:  # repeated, so that the cuts cover a text of 40 characters
         released, is_stopped = checker.feed(text[at : at + cut])
         at += cut
         shown += released

@@ -11,7 +11,7 @@ def test_draws_follow_the_computed_distribution(params, vocab):
     check_draws(params, vocab, "cpu")
 
 
-def test_chi_square_rejects_a_share_that_is_wrong_by_two_percent():
+def test_chi_square_rejects_share_of_51_instead_of_50_percent():
     wrong = [(NUM_DRAWS * share, int(NUM_DRAWS * actual)) for share, actual in ((0.50, 0.51), (0.50, 0.49))]
     assert chi_square_deviation(wrong) > 4.0
     assert chi_square_deviation([(NUM_DRAWS / 2, NUM_DRAWS // 2 + 100), (NUM_DRAWS / 2, NUM_DRAWS // 2 - 100)]) < 4.0

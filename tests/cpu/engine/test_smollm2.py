@@ -49,7 +49,7 @@ def oracle():
         tensor_name = "token_embd.weight" if stem == "lm_head" else f"{parts.get_name(stem)}.{kind}"
         tensor = next(each for each in reader.tensors if each.name == tensor_name)
         values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        if stem.endswith(("q_proj", "k_proj")):
+        if stem.endswith(("q_proj", "k_proj")):  # GGUF files interleave the rows of each q and k head
             values = values.view(-1, 32, 2, 576).transpose(1, 2).reshape(values.shape)
         state[name] = values
     peer.load_state_dict(state, assign=True)

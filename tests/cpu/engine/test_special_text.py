@@ -21,6 +21,7 @@ TEMPLATES = {
     "ascii": "{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}",
     "tools": "{{ tools | tojson }}<|im_end|>{{ mood }}",
 }
+# U+10FFFD is the first character that encode_chat uses as a mark
 PLAIN = st.text(st.sampled_from("aB <|>[]_imstoINST\n\té日\U0010fffd"), max_size=12)
 HOSTILE = st.lists(
     PLAIN | st.sampled_from((*SPECIAL, "<|IM_START|>", "<|im_", "start|>", "[IN", "ST]")), max_size=4
@@ -60,8 +61,10 @@ def test_encode_chat_parse_special_has_no_effect_on_plain_text(kind, content, na
     tokenizer = make(TEMPLATES[kind])
     messages, options = conversation(content, name)
     text = tokenizer.chat_text(messages, **options).lower()
-    if any(text.count(token.lower()) > TEMPLATES[kind].lower().count(token.lower()) * 2 for token in SPECIAL):
-        return  # content and name, joined by the template, form a special token
+    if any(
+        text.count(token.lower()) > len(messages) * TEMPLATES[kind].lower().count(token.lower()) for token in SPECIAL
+    ):
+        return  # the template joined content and name, and the result contains a special token
     assert tokenizer.encode_chat(messages, **options) == tokenizer.encode_chat(messages, parse_special=True, **options)
 
 
@@ -83,10 +86,9 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
         assert len(actual) <= len(messages)
     else:
         assert actual == allowed
-    if kind not in (
-        "ascii",
-        "inspected",
-    ):  # the output of these templates contains the marks in user text, or depends on them
+    # encode_chat renders the messages with marks in place of special tokens. The texts of two templates are not
+    # compared: "ascii" escapes the marks, and "inspected" writes another text if it finds no special token.
+    if kind not in ("ascii", "inspected"):
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 
 
@@ -131,7 +133,7 @@ def test_encode_of_too_long_text_raises_with_the_limit():
 def test_max_token_bytes_is_none_if_tokens_have_no_length_limit():
     assert make(None, lstrip=True).max_token_bytes is None
     assert make(None, tokenizers.normalizers.NFKC()).max_token_bytes is None
-    assert make(None, tokenizers.normalizers.NFC()).max_token_bytes == 36
+    assert make(None, tokenizers.normalizers.NFC()).max_token_bytes == 3 * 12  # NFC can make 3 times 12 bytes a token
 
 
 def test_encode_of_unpaired_surrogate_raises():

@@ -186,7 +186,8 @@ def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
 
 
 @pytest.mark.parametrize("ids", [[257], [0xEF, 0xBF, 0xBD], [0x80], [0xE2, 0x28]])
-def test_token_stream_outputs_real_replacement_character_at_once(bytes_tokenizer, ids):
+def test_token_stream_outputs_definite_replacement_char_at_once(bytes_tokenizer, ids):
+    """U+FFFD is not held back if it is part of the text, or stands for bytes that no later token can complete."""
     stream, num_tokens_kept = bytes_tokenizer.stream(), []
     decode = bytes_tokenizer.decode
     for _ in range(50):

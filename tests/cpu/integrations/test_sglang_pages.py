@@ -43,6 +43,7 @@ def call_all(pages: PageStore, hashes=HASHES, count=8) -> list[object]:
     ]
 
 
+# results of `call_all` if the store fails
 NOTHING = [[False] * 8, 0, [False] * 8, [False] * 8, [False] * 8, [None] * 8, [False] * 8, False]
 
 
@@ -60,7 +61,7 @@ def test_pages_of_raising_store_are_missing():
 
     pages = make_pages(Dead())
     assert call_all(pages) == NOTHING
-    assert pages.errors["ConnectionError"] == 7
+    assert pages.errors["ConnectionError"] == 7  # all calls except for the pool "mamba", which is not registered
     pages.close()
 
 
@@ -71,7 +72,7 @@ def test_pages_of_failing_store_are_missing():
 
 
 def test_pages_calls_to_hanging_store_end_before_deadline():
-    """Each call ends within 91 % of its deadline. A write calls the store twice within this time."""
+    """The store may use 90 % of the deadline of a call. `set` calls the store twice within this time."""
     clock = Clock()
     hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
     pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)
@@ -80,8 +81,8 @@ def test_pages_calls_to_hanging_store_end_before_deadline():
     for call in (lambda: pages.exists(HASHES), lambda: pages.set(HASHES, indices), lambda: pages.get(HASHES, indices)):
         begin = clock.now
         assert call() == [False] * 8
-        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * deadline
-    assert pages.errors["failed"] >= 24
+        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * deadline  # 0.9, and a tolerance
+    assert pages.errors["failed"] >= 3 * 8  # each page in each call
 
 
 def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
@@ -93,7 +94,7 @@ def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
     pool = PlainPool()
     fill(pool, 1)
     pages = make_pages(store, pool, timeout_s=0.1)
-    pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 60.0})
+    pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 60.0})  # enough for the write
     assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
     pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 0.1, "gib_timeout_s": 0.0})
     pool.kv_buffer.zero_()
@@ -106,7 +107,7 @@ def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
 
 
 def test_only_pages_with_slow_objects_are_missing():
-    """Only the pages that the store does not return in time are missing."""
+    """Only the pages that the store does not return in time are missing. Later calls find them."""
     store = MemoryStore(1 << 22)
     pages = make_pages(store)
     assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
@@ -145,7 +146,7 @@ def test_pages_calls_with_wrong_arguments_fail():
     assert pages.get_tensors(HASHES[:1], [torch.zeros(4, 4).t()]) == [None]
     assert pages.set_tensors(HASHES[:1], [object()]) == [False]
     assert pages.set([], indices_of([])) == []
-    assert pages.errors["ArgumentError"] == 5
+    assert pages.errors["ArgumentError"] == 5  # object() causes an AttributeError instead
     unregistered = PageStore(HiCacheSettings(("memory:",)), RankIdentity("model"))
     assert call_all(unregistered)[:6] == NOTHING[:6]
 

@@ -19,6 +19,8 @@ from kvtier.storage import open_store
 from transformers_models import PAD, greedy, make_model, padded, prompt, shared_model
 
 IDS = prompt(30)
+SLOT_BYTES = 4096
+"""Host memory of a block of 4 tokens: 1.5 KiB of KV, aligned to 4 KiB."""
 
 
 def open_prefix(model, store=(), **options):
@@ -29,13 +31,14 @@ def disk(folder) -> str:
     return f"disk:{folder}?bytes=64MiB&free=0"
 
 
-def saved(model, folder) -> None:
+def save(model, folder) -> None:
     """Save the KV of IDS on disk."""
     with open_prefix(model, disk(folder)) as prefix:
         prefix.generate(IDS, max_new_tokens=1, do_sample=False)
 
 
 def hits(model, folder, ids=IDS, **options) -> int:
+    """Return the number of prompt tokens found on disk."""
     with open_prefix(model, disk(folder)) as prefix:
         return prefix.begin(ids, **options).hit_tokens[0]
 
@@ -241,7 +244,7 @@ def test_crop_of_sliding_layer_is_refused():
 
 def test_prefix_cache_of_other_model_never_hits(tmp_path):
     """Blocks of one model are misses for models with other weights, dtypes, attention implementations or configs."""
-    saved(make_model("llama"), tmp_path)
+    save(make_model("llama"), tmp_path)
     assert hits(make_model("llama"), tmp_path) == 28
     others = {
         "weights": make_model("llama", seed=1),
@@ -298,7 +301,7 @@ def test_begin_adapters_never_share_blocks(tmp_path):
     """The base model and each adapter have their own blocks, even after switching and merging adapters."""
     torch.manual_seed(3)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
-    saved(make_model("llama"), tmp_path)
+    save(make_model("llama"), tmp_path)
     model = peft.get_peft_model(make_model("llama"), lora, "one").eval()
     model.add_adapter("two", lora)
     model.eval()
@@ -351,11 +354,11 @@ def test_prefix_cache_is_read_from_disk_by_other_process(tmp_path):
 def test_begin_damaged_blocks_on_disk_shorten_the_hit(tmp_path):
     """Flipped bytes on disk shorten the hit, but do not change the answer."""
     model = shared_model("llama")
-    saved(model, tmp_path)
+    save(model, tmp_path)
     for path in Path(tmp_path).glob("**/*"):
         if path.is_file() and path.stat().st_size > 1 << 16:
             data = bytearray(path.read_bytes())
-            for at in range(5 << 12, len(data), 5 << 12):
+            for at in range(5 * 4096, len(data), 5 * 4096):  # one byte in every fifth page
                 data[at] ^= 0xFF
             path.write_bytes(data)
     with open_prefix(model, disk(tmp_path)) as prefix:
@@ -368,7 +371,7 @@ def test_prefix_cache_stays_within_memory_limits(tmp_path):
     """300 prompts of 7 blocks use 64 host blocks and a small disk. The memory of the process must not grow."""
     model = shared_model("llama")
     process = psutil.Process()
-    with open_prefix(model, disk(tmp_path), host_bytes=64 << 12) as prefix:
+    with open_prefix(model, disk(tmp_path), host_bytes=64 * SLOT_BYTES) as prefix:
         assert prefix.stats.tiers[0].num_blocks == 64
         for seed in range(100):
             prefix.generate(prompt(30, seed), max_new_tokens=1)
@@ -383,7 +386,7 @@ def test_prefix_cache_stays_within_memory_limits(tmp_path):
 
 def test_begin_prompt_longer_than_host_memory_hits_partly():
     model = shared_model("llama")
-    with open_prefix(model, host_bytes=4 << 12) as prefix:
+    with open_prefix(model, host_bytes=4 * SLOT_BYTES) as prefix:
         prefix.generate(IDS, max_new_tokens=1)
         cache = prefix.begin(IDS)
         assert cache.hit_tokens == (16,)
@@ -401,7 +404,7 @@ def test_prefix_cache_small_staging_loads_in_parts(tmp_path):
 
 def test_prefix_cache_stats_count_tokens_by_tier(tmp_path):
     model = shared_model("llama")
-    saved(model, tmp_path)
+    save(model, tmp_path)
     with open_prefix(model, disk(tmp_path)) as prefix:
         prefix.begin(IDS)
         prefix.begin(IDS)
@@ -430,5 +433,5 @@ def test_prefix_cache_invalid_sizes_are_refused(tmp_path):
         open_prefix(model, host_bytes="much")
     with pytest.raises(ArgumentError, match="block_tokens=0"):
         open_prefix(model, block_tokens=0)
-    with open_prefix(model, f"disk:{tmp_path}/new"):  # without a size, the limit of a folder is 20 GiB
+    with open_prefix(model, f"disk:{tmp_path}/new"):  # valid: a folder without a size may use 20 GiB
         assert (tmp_path / "new").is_dir()

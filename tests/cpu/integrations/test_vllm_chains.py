@@ -1,7 +1,4 @@
-"""Chains of vLLM requests differ by LoRA content, salt, media and prompt embeddings.
-
-Namespaces contain the revision.
-"""
+"""Chains of vLLM requests depend on LoRA files, salt, media and prompt embeddings, and namespaces on the revision."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def test_chain_salt_separates_all_blocks():
     assert set(keys_of(request_of(range(8), salt="a"))).isdisjoint(keys_of(request_of(range(8), salt="b")))
 
 
-def test_chain_media_separates_blocks_from_its_position_on():
+def test_chain_media_changes_keys_from_its_position_onward():
     plain = keys_of(request_of(range(12)))
     cat = keys_of(request_of(range(12), media=[(5, "cat")]))
     dog = keys_of(request_of(range(12), media=[(5, "dog")]))

@@ -59,7 +59,7 @@ def test_config_invalid_setting_raises_and_names_it(settings, message):
         ConnectorConfig.parse(settings)
 
 
-def test_config_saves_hold_a_quarter_of_device_or_256_blocks():
+def test_config_save_limit_is_quarter_of_device_but_at_least_256():
     config = ConnectorConfig().cache_config(100, 4000)
     assert config.host.saving.max_blocks == 1000
     assert ConnectorConfig().cache_config(100, 400).host.saving.max_blocks == 256

@@ -17,6 +17,7 @@ from kvtier.worker.sharding import Sharding
 from vllm_views import LAYOUTS, NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS, cache_views, recorded_steps
 
 SIZES = {"L": 3, "B": NUM_DEVICE_BLOCKS, "H": 2, "N": 32, "C": 16}
+"""Layers, blocks, heads, tokens of a block, and elements of the content: K and V of one token and head."""
 SLEEP_CYCLES = 100_000_000  # about 50 ms
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -180,7 +181,7 @@ def test_worker_load_runs_during_the_forward_pass(layout, device):
         read[name].copy_(view[5])  # an earlier step still reads the block that the load will overwrite
     worker.begin_step(step)
     worker.start_early(step)
-    torch.cuda._sleep(20 * SLEEP_CYCLES)
+    torch.cuda._sleep(20 * SLEEP_CYCLES)  # the forward pass of this step, about 1 s
     forward = torch.cuda.Event()
     forward.record()
     worker.start_loads(step)
@@ -204,8 +205,7 @@ def test_worker_starts_each_load_once(device):
     worker.start_early(step)
     assert worker.controller.is_busy == (device == "cpu")
     worker.start_loads(step)
-    results = [result for _ in range(2) for result in poll_until_idle(worker)]
-    assert sorted(result.transfer_id for result in results) == sorted(step.loads)
+    assert sorted(result.transfer_id for result in poll_until_idle(worker)) == sorted(step.loads)
     worker.close()
 
 

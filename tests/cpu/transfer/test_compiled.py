@@ -60,8 +60,9 @@ def test_staged_and_direct_tables_move_same_bytes_as_numpy(data, group, form, di
         if staged:
             copies, within = _staged_tables(moves, chosen, cache.part(layers), host, direction)
             stage = np.zeros(3 * _stage_stride(span.nbytes), np.uint8)
-            steps = [(within, 1), (copies, 0)] if direction is Direction.D2H else None
-            for table, row in steps or [(copies, 1), (within, 0)]:
+            # each table with its row of addresses in staging memory, in the order of execution
+            steps = [(within, 1), (copies, 0)] if direction is Direction.D2H else [(copies, 1), (within, 0)]
+            for table, row in steps:
                 ends = table[row] + table[2]
                 assert table[row].min() >= 0
                 assert ends.max() <= stage.size
@@ -90,7 +91,7 @@ def test_staged_chunks_are_equal_except_a_small_first_chunk(count, span_bytes, p
     if ramp:
         first, *others = sizes
         assert first <= max(1, FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE)
-        larger = first + 1
+        larger = first + 1  # exceeds `count`, `per_chunk`, or both limits of the first chunk
         assert larger > min(count, per_chunk) or larger * stride > FIRST_CHUNK_BYTES
         assert larger > min(count, per_chunk) or larger * _FIRST_SHARE > count
     assert len(others) == -(-sum(others) // per_chunk)

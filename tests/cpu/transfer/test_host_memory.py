@@ -172,7 +172,7 @@ def test_host_memory_block_view_needs_layer_and_name():
         host.block_view(0)
 
 
-def test_host_memory_of_one_slot_has_one_piece():
+def test_host_memory_piece_has_between_one_and_all_slots():
     host = HostMemory(GROUP, 1, piece_bytes=1, background=False)
     assert (host.piece_slots, host.num_ready, host.growth) == (1, 1, GrowthState.READY)
     assert HostMemory(GROUP, 3, piece_bytes=1, background=False).piece_slots == 1
@@ -301,6 +301,6 @@ def test_mapped_memory_touch_makes_all_pages_resident():
 def test_mapped_memory_bind_returns_the_reason_for_a_failure():
     memory = MappedMemory(1 << 20)
     assert memory.bind(0) is None or "refused" in memory.bind(0)
-    assert "refused" in memory.bind(63)
+    assert "refused" in memory.bind(63)  # there is no NUMA node 63
     memory.touch(0, 1 << 20)
     assert int(memory.tensor.sum()) == 0

@@ -181,10 +181,11 @@ def test_close_cancels_queued_transfers_and_stops_every_thread():
     assert compiled.cache.is_released
     with pytest.raises(ClosedError, match="this TransferManager was closed"):
         manager.submit(compiled)
+    # the threads of run_in_thread have names such as Thread-1
     assert {each for each in threading.enumerate() if not each.name.startswith("Thread-")} <= before
 
 
-def test_transfer_manager_closes_on_exit_and_when_dropped():
+def test_manager_closes_at_end_of_with_block_or_when_dropped():
     managers = [stepped()[0] for _ in range(2)]
     caches = [manager._caches["main"][0] for manager in managers]
     with managers[0]:
@@ -207,7 +208,7 @@ def test_free_and_release_wait_for_copies_in_flight(action):
             order.append((action, list(mover.slots)))
 
         slot = mover.host.slots()[2, :SIZE]
-        keep = mover.host.keep()
+        keep = mover.host.keep()  # keeps the memory alive for the comparison below
         freeing = run_in_thread(free_or_release)
         if action == "free":
             with mover.host._changed:

@@ -161,5 +161,6 @@ def test_native_and_numpy_block_copies_are_equal(host, random, run, near_gap, fa
 def test_block_copies_join_adjacent_blocks_within_a_run(run, sizes, direction):
     ids = np.arange(10)
     for call in (block_copies, lambda *arguments: in_numpy(block_copies, *arguments)):
+        # the blocks have the ids 2 to 11 on the host
         table = call(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)
         assert (table[2] // 64).tolist() == sizes

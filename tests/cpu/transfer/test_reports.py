@@ -74,7 +74,8 @@ def test_wait_returns_when_the_transfer_deadline_passes():
         mover.open()
 
 
-def test_transfer_wait_raises_only_after_its_own_timeout(clock):
+@pytest.mark.usefixtures("clock")
+def test_transfer_wait_raises_after_the_timeout_and_not_before():
     transfers, mover, _ = stepped()
     with transfers:
         save = transfers.save([0], [0])
@@ -84,7 +85,6 @@ def test_transfer_wait_raises_only_after_its_own_timeout(clock):
         mover.open()
         assert waiters[0].result(60).status is TransferStatus.DONE
         waiters[1].result(60)
-        clock.now += 5
 
 
 @pytest.mark.usefixtures("watched")

@@ -1,4 +1,7 @@
-"""Estimated prices of strategies with a constructed calibration. A price is the link time plus the model's slowdown."""
+"""Estimated prices of strategies with a constructed calibration.
+
+A price is the transfer time plus the time by which the transfer delays the LLM's computation.
+"""
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ MIB = 1 << 20
 
 
 def rows(gbs, piece_us):
-    """Return the costs of a path with the rate `gbs` and `piece_us` microseconds per piece."""
+    """Return the costs of a path: 10 us per transfer, `piece_us` per piece, and the time of the bytes at `gbs` GB/s."""
     return tuple(Cost(size, 10.0, piece_us + size / gbs / 1e3) for size in _SIZES)
 
 
@@ -53,7 +56,7 @@ def test_kernel_is_cheapest_if_it_does_not_slow_down_the_model():
     assert cheapest(shape, harmless) == "kernel"
 
 
-def test_prices_are_link_times_plus_slowdown_of_model():
+def test_prices_are_transfer_times_plus_delay_of_model():
     times, prices = _prices(TransferShape(GPU, PINNED, 50 * MIB, 50, 50), ALL, TABLE)
     assert prices["direct"] == times["direct"] == pytest.approx(10 + 50 * (1 + MIB / 50e3), rel=0.02)
     assert prices["kernel"] == pytest.approx(1.8 * times["kernel"])
@@ -75,6 +78,7 @@ def test_prices_equal_manual_calculation_from_calibration():
         assert prices["direct"] == pytest.approx(1.25 * times["direct"])
         assert prices["kernel"] == pytest.approx(1.5 * times["kernel"])
         assert prices["staged"] == pytest.approx(1.25 * times["staged"] + gather)
+    # by default, the model loses the whole time of a kernel copy, and no time during a driver copy
     unknown = CostTable("a test", TABLE.costs, TABLE.links, {})
     times, prices = _prices(TransferShape(GPU, PINNED, MIB, 64, 64), ALL, unknown)
     assert (prices["direct"], prices["kernel"]) == pytest.approx((times["direct"], 2 * times["kernel"]))
@@ -82,14 +86,15 @@ def test_prices_equal_manual_calculation_from_calibration():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("sides", [(GPU, PINNED), (PINNED, GPU)], ids=str)
-def test_choose_without_driver_returns_direct_and_reasons(sides):
+def test_choose_without_gpu_returns_direct_and_reasons(sides):
     choice = choose(TransferShape(*sides, MIB, 64, 1))
     assert (choice.strategy, choice.path) == ("direct", "loop")
     reasons = {each.partition(": ")[0]: each.partition(": ")[2] for each in choice.why.split("; ")}
     assert [*reasons] == ["no kernel", "no staged"]
     assert "contiguous" not in choice.why
     assert "no staged: blocks are contiguous on both sides" in choose(TransferShape(*sides, MIB, 64, 64)).why
-    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")  # staging can be forced for contiguous blocks
+    # a forced "staged" is not rejected for contiguous blocks; here it is rejected only because there is no GPU
+    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")
     assert forced.why.startswith(f"staged was forced, but {reasons['no staged']}; no kernel: ")
     assert "contiguous" not in forced.why
     assert choose(TransferShape(*sides, MIB, 64, 1), "direct").why == "forced"

@@ -73,7 +73,7 @@ def test_swap_moves_exactly_the_given_blocks(data):
     assert np.array_equal(cache.numpy(), expected[0])
     assert np.array_equal(host.numpy(), expected[1])
     assert result.num_calls == count
-    assert result.num_entries == (1 if count else 0)  # adjacent blocks are one copy, in any order
+    assert result.num_entries == (1 if count else 0)  # adjacent blocks are merged into one copy
 
 
 def test_swap_all_layers_uses_one_batch(device):

@@ -153,7 +153,7 @@ def test_adjacent_blocks_in_a_pinned_piece_are_one_copy(device):
 
 
 class FaultyMover:
-    """A mover that raises for a random share of all copies, and for every copy that touches an address in `broken`."""
+    """A mover that raises in a random share of its calls, and in every call that touches an address in `broken`."""
 
     def __init__(self, share=0.0, seed=0):
         self.broken, self._share, self._random, self._lock = [], share, random.Random(seed), threading.Lock()
@@ -375,7 +375,7 @@ def test_poll_only_urgent_keeps_bulk_reports_for_later(device):
         assert [report.id for report in manager.poll()] == [save.id]
 
 
-def test_waited_transfers_are_forgotten_without_poll(device):
+def test_transfers_waited_for_are_forgotten_without_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         for _ in range(20):
@@ -415,7 +415,7 @@ def test_manager_release_drops_tensors_and_keeps_host_blocks(device):
         compiled = manager.compile("h2d", [0], [3])
         kept = host_bytes(host)
         seen = [weakref.ref(view) for view in views.values()]
-        manager.release()  # the engine sleeps
+        manager.release()  # an engine that goes to sleep calls this
         views.clear()
         gc.collect()
         assert [each() for each in seen] == [None] * len(seen)

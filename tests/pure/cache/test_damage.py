@@ -80,7 +80,7 @@ def test_damage_report_for_unfinished_or_free_slots_is_ignored():
     allocation = lab.start(chain)
     lab.compute(allocation)
     lab.plan()  # the saves are in flight
-    report_damage(lab, np.arange(20, dtype=np.int32))
+    report_damage(lab, np.arange(20, dtype=np.int32))  # all host slots
     lab.run_workers()
     assert lab.num_in("host", chain) == 5
     lab.manager.finish(allocation)

@@ -13,7 +13,10 @@ from kvtier.messages import Route
 
 
 def full_lab(**options) -> Lab:
-    """Return a lab whose device and host are full after 14 prompts. The device holds the last four prompts."""
+    """Return a lab that has served 14 prompts of four blocks. The device is full and holds the last four prompts.
+
+    The host is full too, unless `options` prevent early saves.
+    """
     lab = Lab(20, host=HostConfig(32, ahead_share=0.5, **options))
     for number in range(14):
         lab.serve(prompt(number, 4))
@@ -46,6 +49,7 @@ def test_blocks_are_saved_early_while_host_has_free_slots():
 def test_full_host_evicts_duplicates_of_device_blocks_first():
     lab = full_lab()
     host = lab.manager.tree.tiers[1]
+    # the third-oldest prompt on the host; the host evicts older prompts first while this prompt is served
     loaded = 2 + next(number for number in range(14) if lab.num_in("host", prompt(number, 4)))
     lab.serve(prompt(loaded, 4))
     others = [n for n in range(14) if n != loaded and lab.num_in("host", prompt(n, 4))]
@@ -87,7 +91,7 @@ def test_device_evicts_unsaved_block_without_waiting():
     lab.manager.check()
 
 
-def test_evicted_parent_on_device_frees_children_on_host():
+def test_eviction_of_parent_on_device_frees_child_on_host():
     lab = Lab(16, host=HostConfig(16))
     lab.serve(chain_of(*[1] * BLOCK, *[2] * BLOCK, 9))
     tree = lab.manager.tree
@@ -119,7 +123,7 @@ def test_selective_policy_saves_only_reused_next_victims():
             lab.serve(prompt(number, 4))
     for number in range(30, 34):
         lab.serve(prompt(number, 4))
-    assert num_saved(lab) == 12
+    assert num_saved(lab) == 12  # three prompts of four blocks
 
 
 def test_limit_on_saves_in_flight_holds_for_late_saves():
@@ -158,10 +162,10 @@ def test_inclusive_option_keeps_recent_blocks_on_host():
     assert lab.manager.tree.tiers[1].num_duplicates_evicted == 0
 
 
-def test_foreign_device_uses_inclusive_rule():
+def test_host_tier_below_foreign_device_is_inclusive():
     config = CacheConfig(0, host=HostConfig(8, exclusive=True), owns_device=False)
     manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
-    assert [tier.faster for tier in manager.tree.tiers] == [None]
+    assert [tier.faster for tier in manager.tree.tiers] == [None]  # only the host, which has no faster tier
 
 
 def test_tenant_at_device_quota_saves_its_own_blocks_first():

@@ -25,7 +25,7 @@ from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WritebackC
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import StateError
 from kvtier.index import MediaItem, Shortage
-from kvtier.messages import Route
+from kvtier.messages import Route, split_keys
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 
@@ -94,7 +94,7 @@ def test_each_config_field_is_defined_in_only_one_class():
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in per_tier} == {}
 
 
-def test_manager_does_not_change_its_config():
+def test_cache_manager_does_not_change_its_config():
     config = CacheConfig(8, host=HostConfig(8, saving=WritebackConfig(WritePolicy.BACK)), stores=(disk(),))
     before = copy.deepcopy(config)
     lab = Lab(8)
@@ -114,7 +114,7 @@ def test_step_that_preempts_a_request_also_saves_the_blocks():
         scheduler.add(request, lab.now)
     steps = run(lab, scheduler)
     preempted = [step for step in steps if step.preempted]
-    assert [step.preempted for step in preempted] != []
+    assert preempted
     assert all(request.num_preempted == 0 or request in preempted[0].preempted for request in requests)
     assert any(transfer.route is Route.DEVICE_TO_HOST for transfer in preempted[0].plan.transfers)
     assert all(request.state is RequestState.FINISHED for request in requests)
@@ -186,15 +186,15 @@ def test_block_table_is_in_order_for_blocks_from_three_tiers():
     """The prompt has blocks in host memory, device memory and the store. Lab verifies the block at each position."""
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
     chain = prompt(1, 8)
-    for key, block in zip(range(0, 8 * 32, 32), range(8), strict=True):
-        lab.worker.stores["disk"][chain.keys()[key : key + 32]] = content(chain, block)
+    for block, key in enumerate(split_keys(chain.keys())):
+        lab.worker.stores["disk"][key] = content(chain, block)
     lab.settle()
     allocation = lab.start(prompt(1, 6), lab.fetched(prompt(1, 6)))
     lab.compute(allocation)
     lab.manager.finish(allocation)
     tree, device = lab.manager.tree, lab.control.tier("device")
-    for first in (0, 4):  # leave these blocks only in host memory
-        lease = tree.match(chain, max_blocks=first + 1)
+    for block in (0, 4):  # leave these blocks only in host memory
+        lease = tree.match(chain, max_blocks=block + 1)
         tree.release(lease, used=False)
         tree.remove(device, lease.node, lease.node.num_blocks - 1, lease.node.num_blocks)
     fetch = lab.fetched(chain)

@@ -230,11 +230,12 @@ def test_prefetch_ends_if_another_prefetch_of_its_blocks_fails():
     assert lab.start(prompt(1, 4), two).num_cached_tokens == 0
 
 
-def test_prefetch_does_not_wait_for_pinned_block_without_data():
+def test_prefetch_does_not_wait_for_pinned_block_in_no_tier():
     lab = lab_with_stored(prompt(2, 1), host=HostConfig(2))
     lab.serve(prompt(1, 4))
     pin = lab.manager.pin(prompt(1, 4))
-    lab.control.vacate("device")  # two of the four blocks were only on the device
+    # `vacate` removes pinned blocks too. The last two of the four blocks were only on the device.
+    lab.control.vacate("device")
     fetch = lab.fetched(prompt(1, 4))
     allocation = lab.start(prompt(1, 4), fetch)
     assert allocation.num_cached_tokens == 2 * BLOCK
@@ -310,13 +311,13 @@ def test_store_index_forgets_missing_but_not_unreadable_blocks():
     assert fetch.num_fetched == {"disk": 2}
     assert known.num_known == 2
     lab.manager.end_prefetch(fetch)
-    assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2
+    assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2  # unreadable and missing blocks
 
 
 def test_retried_prefetch_counts_as_one_refused_load():
     """The cost model decides twice about a retried prefetch, but must count one refusal.
 
-    After 31 refusals, it allows a load.
+    After 31 refusals, the cost model allows a load.
     """
     lab = lab_with_stored(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
@@ -593,4 +594,4 @@ def test_invalid_store_config_raises():
             disk(**{"name": "disk", **bad})
     with pytest.raises(ArgumentError, match="different names"):
         Lab(4, stores=[disk(), disk()])
-    assert Probe(1, "disk").keys == b""
+    assert Probe(1, "disk").keys == b""  # no keys: the probe asks for the inventory

@@ -51,6 +51,7 @@ STORES = st.builds(
     max_fetching_blocks=st.sampled_from([1, 4, 100]),
     max_known=st.sampled_from([5, 1000]),
 )
+# (system, tail, length, kind): see `ManagerMachine.chain`
 PROMPTS = st.sampled_from(
     [
         *[(system, tail, length, "") for system in (1, 2) for tail in (0, 1) for length in (1, 2, 3)],
@@ -98,6 +99,7 @@ class ManagerMachine(RuleBasedStateMachine):
     """Runs requests and operator commands on one or two ranks while transfers fail and stores lose objects."""
 
     steps: ClassVar[Counter[str]] = Counter()
+    """Number of steps ("steps"), and number of tokens from each tier, of all examples."""
 
     @initialize(
         num_blocks=st.sampled_from([7, 12, 24]),
@@ -125,7 +127,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.lab = Lab(num_blocks, host=host, stores=stores, num_ranks=num_ranks, listener=self.mirror, **options)
         self.loss = loss
         self.waiting: list[tuple[Chain, Prefetch]] = []
-        self.running: list[tuple[Allocation, bool]] = []
+        self.running: list[tuple[Allocation, bool]] = []  # True if the prompt is computed
         self.pins: list[Lease] = []
         self.contents: dict[bytes, object] = {}
 
@@ -259,7 +261,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6), until=st.sampled_from(["computed", "over"]))
     def serve(self, count, until):
-        """Run `count` engine steps. Each step plans, runs workers, and admits, computes and finishes one request."""
+        """Run `count` engine steps. Each step plans, runs workers, admits a request and computes a request.
+
+        If `until` is "over", each step also finishes a request.
+        """
         for _ in range(count):
             self.lab.plan(0.1)
             self.run_workers(20)
@@ -312,6 +317,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if what == "vacate":
             self.lab.control.vacate(tier)
         else:
+            # the device keeps at least the size of the smallest device in `begin`
             self.lab.control.resize(tier, max(size, 7) if tier == "device" else size)
 
     # ---- invariants ------------------------------------------------------------------------------------------------

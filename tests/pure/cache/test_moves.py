@@ -124,7 +124,7 @@ def test_probe_completes_when_all_ranks_have_answered():
     assert transfers.on_probe_result(0, second)
 
 
-def test_report_for_save_planned_before_reset_is_ignored():
+def test_report_for_save_planned_before_reset_only_frees_slots():
     manager, save = two_ranks()
     manager.reset()
     assert manager.plan().epoch == manager.transfers.epoch

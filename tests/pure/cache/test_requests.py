@@ -56,7 +56,7 @@ def test_finished_load_makes_blocks_ready_for_other_requests():
     lab.serve(prompt(1, 4))
     lab.evict("device")
     one = lab.manager.match(prompt(1, 4))
-    assert lab.manager.allocate(one, 17) is None
+    assert lab.manager.allocate(one, 17) is None  # the prompt has four blocks and one more token
     two = lab.manager.match(prompt(1, 4))
     assert lab.manager.allocate(two, 17) is None
     (load,) = lab.plan().transfers

@@ -87,7 +87,7 @@ def test_write_back_saves_oldest_blocks_when_device_runs_low():
     assert not lab.worker.done  # 6 of the 10 device blocks are free
     lab.serve(prompt(3, 2))
     assert [transfer.num_blocks for transfer in lab.worker.done] == [2, 2, 2]
-    assert lab.worker.host[0][-1] == (1,) * BLOCK
+    assert lab.worker.host[0][-1] == (1,) * BLOCK  # the first host slot has the first block of the oldest prompt
 
 
 def test_write_through_saves_each_block_once():

@@ -14,7 +14,7 @@ from cache_support import BLOCK, Lab, disk, prompt
 from kvtier.cache.cost_model import CostModel, OnlineLeastSquares
 from kvtier.messages import Route
 
-DECAY = 1 - 1 / 40
+DECAY = 1 - 1 / 40  # per sample, as in OnlineLeastSquares
 LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
@@ -187,7 +187,7 @@ class Machine:
     def seconds(self, num_tokens: int, *, load: bool) -> float:
         """Return the time of a request if the store holds all of its full blocks of 16 tokens."""
         blocks = (num_tokens - 1) // 16 if load else 0
-        loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0
+        loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0  # sum of FETCH and LOAD in `serve`
         return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))
 
     def serve(self, num_tokens: int, *, is_new: bool) -> bool:
@@ -305,7 +305,7 @@ def test_each_trial_of_slow_link_allows_one_load():
         model.observe_transfer(link, count, 1.0 + 0.01 * count)
         model.observe_compute(16 * count, 0.0, 0.1)
     loads = 0
-    for number in range(33 * 6):
+    for number in range(200):  # every 32nd decision is a trial, so there are six trials
         count = (1, 4, 16, 64)[number // 8 % 4]
         if model.decide({link: count}, 0, 16 * count).load:
             loads += 1

@@ -224,10 +224,7 @@ def test_path_is_evicted_from_its_end(policy):
 
 
 def test_path_over_several_tiers_is_in_block_order():
-    """The four blocks are on the host, on the device, on the host, and on both.
-
-    Table and path have one entry per block.
-    """
+    """Blocks 0 and 2 are only on the host. Blocks 1 and 3 are on the device and on the host."""
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
     tree.publish(lease, 4 * BLOCK)
@@ -470,7 +467,7 @@ def test_index_does_not_read_a_clock():
 def test_host_copy_remains_after_second_device_eviction():
     tree = tree_of(2, 2)
     run_and_copy_to_host(tree, 1)
-    on_host = tree.tiers[1].pool.free_slots().tolist()
+    free_on_host = tree.tiers[1].pool.free_slots().tolist()
     for _ in range(2):
         tree.evict(tree.tiers[0], tree.tiers[0].num_evictable)
         lease = tree.match(chain_of(1))
@@ -479,7 +476,7 @@ def test_host_copy_remains_after_second_device_eviction():
         transitions.end_read(lease, tree.tiers[1], 0, 1)
         transitions.end_write(tree, lease, tree.tiers[0], 0, 1, ok=True)
         tree.release(lease)
-        assert tree.tiers[1].pool.free_slots().tolist() == on_host
+        assert tree.tiers[1].pool.free_slots().tolist() == free_on_host
 
 
 def test_preempted_request_matches_its_published_blocks():

@@ -39,6 +39,10 @@ def paths() -> st.SearchStrategy[list[list[int]]]:
 
 
 def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: bool) -> list[bool]:
+    """Return for each mark whether a cache of `size` marks holds it.
+
+    `grew` states for each request whether it adds blocks to the real cache. FIFO ignores all other requests.
+    """
     held: OrderedDict[int, None] = OrderedDict()
     found = []
     for marks, has_grown in zip(requests, grew, strict=True):
@@ -89,6 +93,7 @@ def test_s3fifo_shadow_is_bounded_and_misses_only_new_marks(requests):
 @settings(max_examples=100, deadline=None)
 def test_learned_shadow_before_first_fit_equals_lru(requests):
     uses = [Use(float(number), 0) for number in range(len(requests))]
+    # the first fit is after 32 requests
     first, second = (shadow.play(requests[:31], uses[:31]) for shadow in (LearnedShadow(SIZES), Stack(SIZES)))
     for column, size in enumerate(SIZES):
         if all(len(marks) <= size for marks in requests):
@@ -140,7 +145,8 @@ def test_exact_hit_rate_is_within_error_for_every_policy():
         assert (own.policy, own.capacity, own.error) == (policy, 1000, 0.0)
         assert own.hit_rate == pytest.approx(real.hit_rate)
         outside += estimates_outside_error(ghost, requests, sorted(SHADOWS), truths)
-    assert len(outside) <= 0.05 * 6 * len(capacities) * len(SHADOWS), "\n".join(outside)
+    # 8 ghosts, 4 policies and 4 capacities give 128 estimates. About 95 % of them should be within their errors.
+    assert len(outside) <= 4, "\n".join(outside)
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
@@ -201,7 +207,7 @@ def test_ghost_separates_tenants_adapters_and_media():
     ), "the blocks before the image must hit"
 
 
-def test_ghost_ignores_prompts_shorter_than_sampled_block():
+def test_ghost_ignores_prompts_too_short_for_a_mark():
     ghost = GhostCache(16, 100, capacities=[1000])
     ghost.record(Chain(Namespace("m", block_tokens=16), range(100)), 0)
     assert [found.error for found in ghost.curve()] == [1.0, 1.0]

@@ -1,3 +1,5 @@
+"""Keys of blocks: their definition in docs/keys.md, token containers, media items, and equality across processes."""
+
 from __future__ import annotations
 
 import hashlib

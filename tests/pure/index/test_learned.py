@@ -32,7 +32,7 @@ OUTCOMES = [
 
 
 def blocks_of(tree):
-    """Yield the domain, position and path of each block. They do not depend on how paths are split into nodes."""
+    """Yield the domain, position and path of each block. No value depends on how paths are split into nodes."""
     for node in tree.nodes():
         path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
         for block in range(node.start, node.stop):
@@ -75,7 +75,7 @@ def test_learned_with_random_hints_keeps_invariants(sizes, seed):
     assert tree.tracker.table.is_fitted
 
 
-def test_learned_twice_with_same_requests_is_deterministic():
+def test_learned_with_same_requests_evicts_same_blocks():
     trees = [tree_of(12, policy="learned") for _ in range(2)]
     first, second = (drive(tree, random.Random(5), 600) for tree in trees)
     assert first == second
@@ -83,6 +83,7 @@ def test_learned_twice_with_same_requests_is_deterministic():
 
 
 def fitted_tracker(rng) -> ReuseTracker:
+    """Return a tracker with four classes whose values fall with age, and four classes whose values rise with age."""
     tracker = ReuseTracker(100)
     values = np.array([[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)])
     values[:4] = -np.sort(-values[:4], 1)
@@ -132,6 +133,7 @@ def test_learned_heaps_stay_small_under_repeated_use():
         each.usage.used = time
         policy.offer(each)
         policy.victim()
+    # the limits in learned.py for 10 candidates in 3 classes; one entry may be added after the check
     assert all(len(queue.heap) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
     assert max(len(policy._by_value), len(policy._timers)) <= 64 + 4 * 3 + 2 * 10 + 1
     assert all(len(queue.young) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
@@ -167,7 +169,7 @@ def test_explain_after_fit_names_class_and_value():
 # ---- parts ----
 
 
-def test_gittins_with_constant_hazard_is_the_hazard():
+def test_gittins_of_constant_hazard_equals_hazard():
     assert gittins(np.full((1, NUM_BUCKETS), 1e-5)) == pytest.approx(np.full((1, NUM_BUCKETS), 1e-5), rel=1e-6)
 
 
@@ -186,15 +188,19 @@ def test_gittins_equals_best_ratio_over_all_stops():
 
 def test_guard_lengthens_time_in_lru_after_each_alarm():
     guard, lengths = LRUGuard(), []
+
+    def changes() -> bool:
+        return guard.record(lru_hits=10, hits=0, num_blocks=10, num_requests=1, capacity=1000)
+
     for _ in range(3):
-        while not guard.record(10, 0, 10, 1, 1000):
+        while not changes():
             pass
         assert guard.is_lru
         length = 1
-        while not guard.record(10, 0, 10, 1, 1000):
+        while not changes():
             length += 1
         lengths.append(length)
-    assert lengths == [200, 800, 3200]
+    assert lengths == [200, 800, 3200]  # requests of 10 blocks: 2, 8 and 32 times the capacity
 
 
 def test_busiest_assigns_numbers_only_to_frequent_keys():
@@ -228,7 +234,7 @@ def test_check_with_wrong_count_of_lru_blocks_raises():
         check_tree(tree)
 
 
-def test_evicted_blocks_count_as_hits_of_lru():
+def test_evicted_blocks_count_as_hits_of_simulated_lru():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, 3, now=1.0)
     tree.evict(tree.tiers[0], 1)
@@ -242,12 +248,13 @@ def test_log_forgets_oldest_touches_at_time_of_replacement():
     log = TouchLog(TrackerState(capacity=10**9))
     for number in range(NUM_TOUCHES + 2):
         first, log.state.now = len(log.started), float(number)
-        log.started += 7, 4
+        log.started += 7, 4  # class 7, four blocks
         log.add(first, float(number))
         if number % 1000 == 0:
             log.sync()
     log.sync()
     observed = log.take_observed()
+    # the weight of a touch of four blocks is 2, the square root
     cells, ages, weights = (np.concatenate(parts) for parts in list(zip(*observed, strict=True))[:3])
     assert (cells.tolist(), ages.tolist(), weights.tolist()) == ([7] * 2, [float(NUM_TOUCHES)] * 2, [2.0] * 2)
     assert not any(each[3] for each in observed)
@@ -263,7 +270,7 @@ def leaf_of(tree, *blocks, salt=b"", now=0.0):
     return lease.node
 
 
-def test_close_changes_class_of_session_path_to_over():
+def test_close_gives_blocks_of_session_the_class_over():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, now=1.0, outcome=Outcome(hints=Hints("s")))
     assert tree.close(b"", "s", now=61.0) == 2
@@ -281,7 +288,7 @@ def test_close_of_unknown_session_or_tenant_returns_zero():
     assert tree_of(8).close(b"a", "s") == 0
 
 
-def test_close_after_use_by_another_session_keeps_its_blocks():
+def test_close_ignores_blocks_last_used_by_another_session():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, outcome=Outcome(hints=Hints("s")))
     run(tree, 1, 2, 3, outcome=Outcome(hints=Hints("t")))
@@ -313,9 +320,10 @@ def test_hints_with_negative_or_infinite_seconds_raise():
 
 
 def hits_of_tenants(hint_of_second) -> list[int]:
-    """Serve the conversations of two tenants from one cache. Only the second tenant sends hints.
+    """Serve the conversations of two tenants from one cache. Return the hits of both tenants.
 
-    Return both hit counts.
+    Only the second tenant sends hints. `hint_of_second` has two probabilities that a request has the hint
+    session_over: for requests with a further request in their session, and for the last requests of sessions.
     """
     chats = [list(generate(SyntheticTrace(sessions=600, agent_share=0.0, seed=seed))) for seed in (1, 2)]
     merged = sorted((each.timestamp_ms, who, number) for who in (0, 1) for number, each in enumerate(chats[who]))
@@ -342,7 +350,7 @@ def test_false_hints_of_a_tenant_do_not_affect_another():
         hits_of_tenants(shares) for shares in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (1.0, 1.0))
     )
     assert always == silent
-    assert inverted == right, "inverted hints must not gain more hits than correct hints"
+    assert inverted == right, "the policy must learn as much from inverted hints as from correct hints"
     assert sum(right) > sum(silent)
     assert noise[0] > 0.98 * silent[0]
 

@@ -1,4 +1,4 @@
-"""The native code of the learned policy has the decisions and the state of its equivalent in Python."""
+"""The native code of the learned policy makes the same decisions and keeps the same state as its Python equivalent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from index_cases import begin, chain_of, run, tree_of
+from index_cases import BLOCK, begin, chain_of, run, tree_of
 from kvtier.index import Hints, Outcome, Slots
 from kvtier.index import tree as tree_module
 from kvtier.index.check import check_tree
@@ -25,7 +25,7 @@ from kvtier.index.tracker import ReuseTracker
 from kvtier.native_code import Native
 
 pytestmark = pytest.mark.skipif(native().code is None, reason=native().reason)
-SHARED = [name for name, kind in TrackerState._fields_[:14]]
+SHARED = [name for name, kind in TrackerState._fields_[:14]]  # all other fields are constants and addresses
 OUTCOMES = [
     Outcome(),
     Outcome(40, "stop", Hints("one")),
@@ -46,7 +46,7 @@ def both_trees(*sizes: int, exclusive: bool):
 
 
 def act(tree, rng, held, now):
-    """Perform one random operation. Return what the caller can observe of it."""
+    """Perform one random operation and return its result."""
     kind = rng.random()
     blocks = [rng.randrange(3), *(rng.randrange(4) for _ in range(rng.randrange(6)))]
     salt, outcome = rng.choice([b"", b"a", b"b\0x"]), rng.choice(OUTCOMES)
@@ -95,7 +95,9 @@ def test_native_tree_equals_python_tree(sizes, exclusive, seed):
     for tree in trees:
         tree.tracker.first_fit = tree.tracker.state.until_fit = 8
     for number in range(400):
-        now += rngs[0].choice([0.0, 1.0, 30.0]) + 0 * rngs[1].choice([0.0, 1.0, 30.0])
+        # Draw from both generators, so that both trees get the same random numbers.
+        seconds, _ = (rng.choice([0.0, 1.0, 30.0]) for rng in rngs)
+        now += seconds
         first, second = (act(*each, now) for each in zip(trees, rngs, held, strict=True))
         assert first == second
         if number % 100 == 0:
@@ -106,7 +108,7 @@ def test_native_tree_equals_python_tree(sizes, exclusive, seed):
 
 
 def fitted_tracker(rng, code) -> ReuseTracker:
-    """Return a tracker with random values. Those of half of the classes rise with age."""
+    """Return a tracker with random values. With age, the values of classes 0 to 3 fall, and those of 4 to 7 rise."""
     tracker = ReuseTracker(100, code=code)
     values = np.array([[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)])
     values[:4] = -np.sort(-values[:4], 1)
@@ -174,7 +176,7 @@ def test_native_policy_stays_small_under_repeated_use():
         tracker.see(float(time))
         policy.offer(each)
         policy.victim()
-    assert max(policy.sizes()) <= 64 + 4 * 8 + 2 * 10 + 1
+    assert max(policy.sizes()) <= 64 + 4 * 8 + 2 * 10 + 1  # the limit in Learned, for 8 classes and 10 candidates
 
 
 def test_native_tree_is_freed_with_its_nodes():
@@ -182,11 +184,11 @@ def test_native_tree_is_freed_with_its_nodes():
     run(tree, 1, 2)
     parts = [weakref.ref(each) for each in (tree.tracker, tree)]
     usage = next(node.usage for node in tree.nodes())
-    assert len(gc.get_referrers(usage)) == 1
+    assert len(gc.get_referrers(usage)) == 1  # its node
     del tree
     gc.collect()
     assert [part() for part in parts] == [None, None]
-    assert gc.get_referrers(usage) == [], "a policy kept its nodes"
+    assert gc.get_referrers(usage) == [], "the policy still keeps a node alive"
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 5), (3, 40)])
@@ -216,6 +218,6 @@ def test_native_errors_reach_the_caller():
     lease = begin(tree, 1, 2)
     tree.publish(lease, lease.chain.num_tokens)
     lease.chain = object()
-    lease.began = 0.0, 2
+    lease.began = 0.0, 2  # as `commit` sets it: the time, and the number of blocks
     with pytest.raises(AttributeError, match="salt"):
-        tree.tracker._enter(tree.tracker, 4, lease, None, Outcome())
+        tree.tracker._enter(tree.tracker, BLOCK, lease, None, Outcome())

@@ -36,7 +36,7 @@ def test_explain_unknown_block_has_reason_never_seen():
 @pytest.mark.parametrize(
     ("policy", "name"), [("lru", "LRU"), ("fifo", "FIFO"), ("s3fifo", "S3FIFO"), ("cost", "CostAware")]
 )
-def test_explain_evicted_block_contains_time_and_policy(policy, name):
+def test_explain_evicted_block_returns_time_and_policy(policy, name):
     tree = tree_of(8, policy=policy)
     run(tree, 1, 2, 3)
     time = tree.clock
@@ -85,13 +85,13 @@ def test_explain_dropped_block_has_reason_dropped():
     assert explain_miss(tree, 1, 2).reason is MissReason.DROPPED
 
 
-def test_explain_unfinished_block_has_reason_not_ready():
+def test_explain_unreadable_block_has_reason_not_ready():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
     copy_down(tree, lease, 1)
     remove(tree, lease, tree.tiers[0], 0, 2)
-    remove(tree, lease, tree.tiers[1], 1, 1)
+    remove(tree, lease, tree.tiers[1], 1, 1)  # now no tier holds block 1
     assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
     transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
@@ -154,7 +154,7 @@ def test_miss_list_is_bounded_and_discards_oldest_entries(capacity):
     assert reasons == [MissReason.NEVER_SEEN] * (20 - capacity) + [MissReason.EVICTED] * capacity
 
 
-def test_miss_list_forgets_heads_of_blocks_outside_tree():
+def test_miss_list_forgets_first_blocks_that_left_tree():
     misses = MissList(4)
     tree = tree_of(8, misses=misses)
     for number in range(1000):

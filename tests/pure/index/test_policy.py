@@ -112,7 +112,7 @@ def test_policy_heap_stays_small_under_repeated_use(name):
         policy.offer(each)
     heaps = [heap for heap in vars(policy).values() if isinstance(heap, CandidateHeap)]
     assert heaps
-    assert all(len(heap._heap) <= 64 + 2 * 10 + 1 for heap in heaps)
+    assert all(len(heap._heap) <= 64 + 2 * 10 + 1 for heap in heaps)  # the limit in CandidateHeap, for 10 nodes
 
 
 def test_candidate_heap_discards_nodes_and_updates_ranks():
@@ -161,7 +161,7 @@ class PlainS3FIFO:
                     self.main.append(name)
                     continue
                 self.ghost[name] = None
-                while len(self.ghost) > 64 + len(self.main):
+                while len(self.ghost) > 64 + len(self.main):  # the same limit as in S3FIFO
                     self.ghost.popitem(last=False)
             else:
                 name = self.main.popleft()
@@ -202,7 +202,7 @@ def test_s3fifo_evicts_like_reference(accesses, capacity):
 
 
 def test_s3fifo_keeps_reused_nodes_during_scan():
-    """The scan uses many new nodes once. The policy must evict these nodes and not the reused nodes."""
+    """The scan offers many new nodes that are not used again. The policy must evict these and keep the reused nodes."""
     policy = S3FIFO()
     hot = [node(i, created=i, uses=1) for i in range(8)]
     for each in hot:
@@ -246,7 +246,7 @@ def test_cost_policy_evicts_cheap_and_rarely_used_nodes_first():
 
 
 def test_cost_policy_eventually_evicts_unused_nodes():
-    """Each eviction raises the rank of newer nodes. Therefore a valuable but unused node is evicted eventually."""
+    """An eviction raises the ranks of later nodes, so a valuable node that is not used again is evicted eventually."""
     policy = CostAware()
     once_hot = node(0, uses=9)
     policy.offer(once_hot)
@@ -358,6 +358,7 @@ def test_tenant_over_quota_evicts_its_own_blocks(policy):
 
 
 def test_quota_covers_all_salts_of_tenant():
+    """The part of a salt before the first NUL byte names the tenant."""
     tree = tree_of(8)
     tree.tiers[0].set_quota(b"a\0whatever", 3, tree.nodes())
     run(tree, 1, 2, salt=b"ab")
@@ -376,7 +377,7 @@ def test_allocate_beyond_tenant_quota_returns_shortage():
     lease = begin(tree, 1, salt=b"a")
     found = tree.allocate(lease, 2)
     assert found == Shortage("device", 2, 1, 0, quota=b"a".hex())
-    assert "within the quota of 61" in str(found)
+    assert "within the quota of 61" in str(found)  # the tenant in hexadecimal
     tree.tiers[0].set_quota(b"a", None, tree.nodes())
     assert len(tree.allocate(lease, 2)) == 2
 

@@ -63,7 +63,7 @@ def test_allocate_negative_count_raises():
 @pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
 def test_release_of_slots_outside_pool_raises(ids, others):
-    """The pool uses different algorithms to find runs in short and in long lists of slots. The test covers both."""
+    """With `others`, the list has more than 64 slots, so numpy finds its runs instead of a Python loop."""
     pool = BlockPool("device", 8 + others)
     pool.allocate(8 + others)
     before = state(pool)
@@ -99,7 +99,7 @@ def test_release_of_slots_from_other_tier_raises():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
 def test_allocation_is_contiguous_if_run_of_double_size_is_free(is_used, data):
-    """The pool finds every free run of at least 2n slots. Of the shorter runs, it checks only one."""
+    """A free run of at least 2n slots is always found. If all runs are shorter, the pool may miss one with n slots."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))
@@ -116,7 +116,7 @@ def test_allocation_is_contiguous_if_run_of_double_size_is_free(is_used, data):
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.lists(st.integers(0, 59), unique=True))
-def test_resize_that_would_remove_used_slots_raises(old, new, used):
+def test_resize_raises_only_if_it_would_remove_used_slots(old, new, used):
     used = [slot for slot in used if slot < old]
     pool = BlockPool("host", old)
     pool.allocate(old)

@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The drop removes the node of the lease but keeps its parent. The release must not merge the two nodes."""
+    """The drop removes the leased node (block 2) and keeps its parent (block 1). The release must not merge the two."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -56,7 +56,7 @@ def test_failed_begin_write_changes_no_block():
 
 
 def test_extended_request_keeps_its_own_priority_and_ttl():
-    """Another request without a TTL uses the first block. Its retention must not apply to the second block."""
+    """Another request, without a TTL, uses the first block. Its priority and TTL must not apply to the second block."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -113,13 +113,14 @@ def test_drop_removes_blocks_from_any_depth(first):
     for end in (1, 3, 5, 4):  # splits the path into the edges [0, 1), [1, 3), [3, 4) and [4, 5)
         run(tree, *range(end))
     run(tree, 0, 7)
+    # five blocks of the chain are cached, and block 7 continues block 0
     assert tree.drop(chain_of(0, 1, 2, 3, 4, 9), first=first) == (max(0, 5 - first) + (first == 0))
     check_tree(tree, [])
     assert matched(tree, *range(6)) == min(first, 5)
 
 
 def test_use_merges_only_nodes_with_equal_retention():
-    """The two nodes have the same age, but the lower node has an infinite TTL from an aborted request."""
+    """Both nodes were created at the same logical time, but the lower one has no TTL, because its request had none."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
     tree.publish(first, BLOCK)
@@ -132,7 +133,7 @@ def test_use_merges_only_nodes_with_equal_retention():
     assert matched(tree, 1, 2, now=10) == 0
 
 
-def test_lease_of_shared_blocks_uses_slots_of_tree():
+def test_share_lease_with_duplicates_leases_blocks_of_tree():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)
@@ -150,7 +151,7 @@ def test_lease_of_shared_blocks_uses_slots_of_tree():
             call(second)
 
 
-def test_lease_pins_blocks_until_release():
+def test_lease_protects_blocks_until_release():
     tree = tree_of(4)
     run(tree, 1, 2)
     pin = tree.match(chain_of(1, 2))
@@ -175,7 +176,10 @@ def test_tier_forgets_tenants_without_blocks():
 
 
 def two_tiers_with_copies(*chains: tuple[int, ...]) -> RadixTree:
-    """Return a tree whose exclusive host tier holds copies of all device blocks."""
+    """Return a tree with `exclusive=True`, so that a full host evicts duplicates of device blocks first.
+
+    The host holds a copy of every device block.
+    """
     tree = tree_of(8, 8, exclusive=True)
     for blocks in chains:
         lease = begin(tree, *blocks)
@@ -185,18 +189,19 @@ def two_tiers_with_copies(*chains: tuple[int, ...]) -> RadixTree:
     return tree
 
 
-def test_split_node_lists_only_duplicate_part():
+def test_split_lists_only_node_on_device_as_duplicate():
     tree = two_tiers_with_copies((1, 2, 3))
     tree.evict(tree.tiers[0], 1)  # block 3 is on the host only
     assert matched(tree, 1, 2) == 2  # splits the node after block 2
     check_tree(tree)
-    assert len(tree.tiers[1].everyone.duplicates) == 1
+    assert [node.stop for node in tree.tiers[1].everyone.duplicates] == [2]
 
 
-def test_next_victim_stays_protected_after_child_is_dropped():
+def test_drop_of_child_does_not_list_next_victim_as_duplicate():
+    """The host must keep its copy of a node that the device evicts next."""
     tree = two_tiers_with_copies((1, 2))
     device, host = tree.tiers
-    device.look_ahead(8)
+    device.look_ahead(8)  # 6 slots are free, so the node with 2 blocks becomes a next victim
     assert host.everyone.duplicates == {}
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, lease.chain.num_tokens)

@@ -46,6 +46,7 @@ from kvtier.index.check import check_tree
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 STEPS = 50
+# state of a block in Residency.states -> state and number of readers in the model
 STATES = {1: ("writing", 0), **{2 + n: ("ready", n) for n in range(254)}}
 REVISIONS = ("a", "b")
 MOST_TOKENS = 13
@@ -213,7 +214,7 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # a request that computed blocks with a TTL or priority counts as a use, because it was scheduled
+        # A request that published blocks with a TTL or priority was scheduled, so its release counts as a use.
         used = used or (pair.holder.unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -307,7 +308,7 @@ class Machine(RuleBasedStateMachine):
             for child in end.children.values()
             if 0 in child.copies
             and child.copies[0].readable
-            and (child.attached or child in held)  # otherwise its slot was freed with its last lease
+            and (child.attached or child in held)  # the slot of a removed block is freed with its last lease
             and (child.expires > self.now or child in held)
         }
         num_tokens = 0
@@ -318,6 +319,7 @@ class Machine(RuleBasedStateMachine):
             assert num_tokens == expected[names[int(lease.table[-1])]] > 0
             assert len(lease.table) == len(pair.holder.path) + 1
             self.tree.release(lease, used=False)
+        # The tree skips prompts with media, and nodes that contain a block with media.
         if not spec.media and not any(block.content[1] for child in expected for block in child.below()):
             assert num_tokens == max(expected.values(), default=0)
 
@@ -516,7 +518,7 @@ class TieredMachine(Machine):
 
     @rule(tier=st.integers(0, 1), n=st.integers(0, 6))
     def look_ahead(self, tier, n):
-        """Choose the next victims of a tier. All blocks that were not chosen must be newer."""
+        """Choose the next victims of a tier. No other block may have a lower priority or an earlier last use."""
         if not self.model.exclusive:
             return
         self.note_next_victims()

@@ -39,7 +39,7 @@ def test_lru_sweep_hits_equal_index_hits_at_every_capacity(requests, capacities)
     values=st.lists(st.integers(0, 40), max_size=30),
     queries=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=10),
 )
-def test_number_of_values_above_limit_equals_reference(values, queries):
+def test_count_above_equals_naive_count(values, queries):
     queries = [(min(count, len(values)), limit) for count, limit in queries]
     counts, limits = (np.array([query[i] for query in queries], np.int64) for i in (0, 1))
     found = count_above(np.array(values, np.int64), counts, limits)
@@ -116,7 +116,7 @@ def test_sweep_with_invalid_arguments_raises():
         sweep([], [])
 
 
-def test_failure_in_worker_of_spread_raises():
+def test_spread_with_failing_worker_raises():
     with pytest.raises(ZeroDivisionError):
         list(spread(lambda n: 1 // n, [1, 0, 1], 2))
     with pytest.raises(StateError, match="1 of 2 tasks were lost"):

@@ -1,4 +1,4 @@
-"""The simulation of a fleet: hits of one replica, hits and balance under each routing, and roofline costs."""
+"""The simulation of a fleet: hits of one replica, blocks in the router's index, hits by routing, and roofline costs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_router_of_fleet_holds_the_blocks_of_all_replicas(requests, num_replicas
     requests.sort(key=lambda request: request.timestamp_ms)
     simulation = FleetSimulation(FleetConfig(num_replicas, 12, COSTS), 512)
     simulation.run(FleetTrace(requests))
-    simulation._end_until(1e9)
+    simulation._end_until(1e9)  # end all prompts
     index = simulation.router.index
     index.check()
     for number, replica in enumerate(simulation._replicas):
@@ -107,7 +107,7 @@ def test_copies_of_a_trace_share_prefixes_only_within_a_copy(requests, copies):
     assert [each[0] for each in found] == sorted(each[0] for each in found)
     once = [tuple(paths) for _, paths, _ in FleetTrace(requests)]
     num_paths = len({path for paths in once for path in paths})
-    by_copy = [[] for _ in range(copies)]
+    by_copy = [[] for _ in range(copies)]  # copy c has the path numbers from c * num_paths on
     for _, paths, _ in found:
         if len(paths):
             by_copy[paths[0] // max(1, num_paths)].append(tuple(paths % num_paths))

@@ -24,10 +24,10 @@ PRICES = PriceSpec(6.0, 0.12)
 
 @pytest.fixture(scope="module")
 def found() -> PlanResult:
-    return plan(TRACE, SETUP, 1e9, PRICES, jobs=2)
+    return plan(TRACE, SETUP, 1e9, PRICES, jobs=2)  # every setup meets a TTFT target of 1e9 s
 
 
-def test_setups_range_from_no_memory_to_more_than_trace_needs():
+def test_setups_range_from_no_host_memory_to_whole_trace():
     sizes = setups(SETUP, 200 * GIB)
     hosts = [host for host, disk in sizes if not disk]
     assert hosts == [0, 32 * GIB, 64 * GIB, 128 * GIB, 256 * GIB]
@@ -74,8 +74,8 @@ def test_unreachable_target_reports_nearest_setup(found):
 
 def test_plan_does_not_choose_setup_that_refuses_requests():
     """Refused requests have no TTFT, so the percentiles of a setup that refuses requests omit the longest prompts."""
-    longest = max(request.input_tokens for request in TRACE) // 512
-    small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
+    num_blocks = max(request.input_tokens for request in TRACE) // 512  # without the last, partial block
+    small = replace(SETUP, device_bytes=num_blocks * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)
     refused = advice.nearest.summary.num_refused
     assert 0 < refused < len(TRACE) / 2
@@ -85,7 +85,7 @@ def test_plan_does_not_choose_setup_that_refuses_requests():
     assert text[1] == f"This size refuses {refused} of {len(TRACE)} requests: device memory is too small."
 
 
-def test_plan_buys_nothing_if_device_memory_suffices(found):
+def test_plan_with_loose_target_buys_nothing(found):
     assert found.chosen.price == 0
     assert found.more_disk is None
     assert advice_text(found)[0].startswith("Buy no host memory")

@@ -29,6 +29,7 @@ from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 BLOCK = 4
+START = 100.0  # time at which each server starts
 LIMITS = SchedulerConfig(max_rows=4, max_step_tokens=24, starts_early=True)
 
 
@@ -48,7 +49,7 @@ class Server:
         self.scheduler = Scheduler(self.manager, LIMITS)
         stores = {store.name: SimulatedStore(30) for store in self.cache.stores}
         self.worker = SimulatedWorker(1, 20.0, disk=DiskSpec(8.0, 5.0, 0.1), stores=stores)
-        self.now = 100.0
+        self.now = START
         self.requests: list[Request] = []
 
     def serve(self, prompts: list[list[int]]) -> None:
@@ -149,18 +150,18 @@ def test_log_can_be_read_as_trace_of_served_requests(tmp_path):
     trace = read_trace(path)
     assert trace.problems == ()
     assert len(trace.requests) == len(server.requests)
-    served = {request.arrival - 100.0: request for request in server.requests}
+    served = {request.arrival - START: request for request in server.requests}
     for traced in trace.requests:
         request = min(served.items(), key=lambda item: abs(item[0] * 1000 - traced.timestamp_ms))[1]
         assert traced.input_tokens == request.num_prompt_tokens
         assert traced.output_tokens == request.num_new_tokens
         assert len(traced.hash_ids) == request.chain.num_tokens // BLOCK
-    shared = {}
+    prefixes = set()
     for request in server.requests:
         for block in range(request.chain.num_blocks):
-            shared.setdefault(request.chain.labels[: (block + 1) * BLOCK * 4], 0)
+            prefixes.add(request.chain.labels[: (block + 1) * BLOCK * 4])  # a token id has 4 bytes
     names = {name for line in lines(path) for name in json.loads(line).get("keys", ())}
-    assert len(names) == len(shared), "the log must contain one name per distinct prefix"
+    assert len(names) == len(prefixes), "the log must contain one name per distinct prefix"
 
 
 def test_log_contains_no_tokens_and_no_keys(tmp_path):
@@ -209,6 +210,7 @@ def test_requests_in_failed_step_are_logged_and_forgotten(tmp_path):
 
 @pytest.mark.parametrize(("count", "ends_early"), [(20, True), (1, False)])
 def test_full_disk_closes_log_with_warning_and_serving_continues(count, ends_early):
+    """The log of a single request is short, so it is written only when the recorder is closed."""
     server = Server(CONFIGS["host"], random.Random(5))
     recorder = StepRecorder("/dev/full")
 
@@ -308,6 +310,6 @@ def test_log_with_hints_can_be_read_back(tmp_path):
     assert first.outcome == Outcome(1, "length", first.hints)
     assert [each.closed_at_ms for each in (first, second, third)] == [
         None,
-        pytest.approx((server.now + 60.0 - 100.0) * 1000),
+        pytest.approx((server.now + 60.0 - START) * 1000),
         None,
     ]

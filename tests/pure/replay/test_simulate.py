@@ -30,6 +30,7 @@ def per_token(work: Work) -> float:
 
 
 def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, early: bool = False, **options):
+    """Return a simulator with tiers of these numbers of blocks. A block has one byte, so `link` is in blocks/s."""
     stores = {"disk": SimulatedStore(disk)} if disk else {}
     cache = CacheConfig(
         device,
@@ -43,6 +44,7 @@ def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, e
 
 
 def request(time: float, *ids: int, tail: int = 100, answer: int = 1) -> TraceRequest:
+    """Return a request whose prompt has one full block of 512 tokens per id, and `tail` tokens of its own."""
     return TraceRequest(time * 1000, len(ids) * 512 + tail, answer, (*ids, 1000 + int(time)))
 
 
@@ -145,7 +147,7 @@ def with_overhead(work: Work) -> float:
     return work.num_tokens + 1.0
 
 
-def test_two_phases_hide_host_time_behind_the_step_before():
+def test_two_phases_overlap_host_time_with_previous_step():
     traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
     for phases, ttft, token in ((1, 1 + 1124, 1 + 1), (2, 1 + 1124, 1)):
         run = simulator(100, cost=with_overhead, host_cost=overhead, phases=phases).run([traced])
@@ -158,7 +160,8 @@ def test_host_limits_two_phases_if_slower_than_the_device():
     traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
     options = {"cost": lambda work: work.num_tokens + 3.0, "host_cost": lambda _: 3.0}
     run = simulator(100, phases=2, **options).run([traced])
-    assert run.requests[0].finished_at == 3 + 1124 + 1 + 3 + 3  # the first of these steps was prepared in time
+    # The host prepares step 2 during step 1, so step 2 takes 1 s. For steps 3 and 4, the host needs 3 s each.
+    assert run.requests[0].finished_at == 3 + 1124 + 1 + 3 + 3
 
 
 @pytest.mark.parametrize(("reason", "num_discarded"), [("length", 0), ("stop", 1), ("", 1)])
@@ -180,7 +183,7 @@ def test_arrival_waits_for_both_steps_in_flight():
     for phases, begins in ((1, 1125), (2, 1126)):
         found = simulator(100, phases=phases).run([first, second]).requests[1]
         assert found.scheduled_at == 1125
-        assert found.ttft == begins + 613 - 1124.5
+        assert found.ttft == begins + 612 + 1 - 1124.5  # the step also computes a token of `first`
 
 
 @pytest.mark.parametrize("quantum", [0.0, 1000.0])
@@ -213,7 +216,7 @@ def test_oversized_request_is_refused_and_counted():
 
 
 def test_time_stays_finite_if_the_last_event_is_a_refusal():
-    """The last request is refused after a first idle step, and no event follows."""
+    """The last request is refused in the second of two steps without rows, and no event follows."""
     made = SyntheticTrace(sessions=4, turns=2, think_seconds=50, answer_tokens=1500, document_blocks=2, seed=4)
     ours = simulator(10, 20, 60, cost=lambda work: work.num_tokens / 64, early=True)
     run = ours.run(tuple(generate(made)))
@@ -287,20 +290,20 @@ def setup(**options) -> Deployment:
 
 @pytest.mark.parametrize("sizes", [{}, {"host_bytes": GIB}, {"host_bytes": GIB // 2, "disk_bytes": 4 * GIB}])
 def test_simulation_totals_are_consistent(sizes):
-    run = setup(**sizes).simulator(512)
-    found = run.run(TRACE)
+    ours = setup(**sizes).simulator(512)
+    found = ours.run(TRACE)
     assert len(found.requests) == len(TRACE)
     for each, traced in zip(found.requests, TRACE, strict=True):
         assert each.prompt_tokens == traced.input_tokens
         assert each.answer_tokens == max(1, traced.output_tokens)
         assert each.arrival <= each.scheduled_at < each.first_token_at <= each.finished_at
         assert sum(each.tokens_from.values()) < each.prompt_tokens
-    run.scheduler.check()
-    assert not run.scheduler.has_work()
-    assert run.manager.stats.num_allocations == 0
+    ours.scheduler.check()
+    assert not ours.scheduler.has_work()
+    assert ours.manager.stats.num_allocations == 0
     total = sum(sum(each.tokens_from.values()) for each in found.requests)
     preempted = sum(each.num_preempted for each in found.requests)  # tokens_from excludes hits after a preemption
-    assert total <= run.manager.stats.hit_tokens if preempted else total == run.manager.stats.hit_tokens
+    assert total <= ours.manager.stats.hit_tokens if preempted else total == ours.manager.stats.hit_tokens
     assert found.compute_seconds <= found.seconds * (1 + 1e-9)
     assert found.seconds == max(each.finished_at for each in found.requests)
     assert all(use.busy_seconds <= found.whole_seconds * (1 + 1e-9) for use in found.links)
@@ -330,7 +333,7 @@ def test_simulation_with_merged_steps_matches_single_steps():
         assert coarse.ttft[share] == pytest.approx(exact.ttft[share], abs=0.02, rel=0.1)
 
 
-def test_num_simulated_limits_number_of_replicas():
+def test_num_simulated_limits_simulated_replicas():
     (one,) = simulate(TRACE, [setup(replicas=4)], num_simulated=1)
     (every,) = simulate(TRACE, [setup(replicas=4)])
     assert 0 < one.num_requests < every.num_requests == len(TRACE)

@@ -78,6 +78,7 @@ def test_disk_link_runs_reads_before_writes(jobs, polls):
     ours = worker()
     ours.stores["disk"].write([key(i) for i in range(6)])
     found: dict[int, float] = {}
+    # DISK reads one block per second and writes one block in two seconds.
     seconds = [(time, route, count * (1 if route is Route.STORE_TO_HOST else 2)) for time, route, count in jobs]
     expected = simulate_in_ticks(seconds)
     events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in polls] + [(900, 1, 0)]

@@ -30,7 +30,7 @@ def as_map(event):
 def served(num_requests, seed):
     """Serve random prompts from a small tree.
 
-    Return the batches of events, and the keys that the tree holds at the end.
+    Return the batches of events, and the hashes of the blocks that the tree holds at the end.
     """
     rng, batches, events = random.Random(seed), [], []
     pool = BlockPool("device", 40)
@@ -62,7 +62,7 @@ def blocks_of(index, replica=0):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_feed_with_all_events_equals_blocks_of_replica(seed):
+def test_feed_with_all_events_records_blocks_of_replica(seed):
     batches, held = served(300, seed)
     index = PlacementIndex(4, 3)
     feed = ReplicaFeed(index, 2)
@@ -72,7 +72,7 @@ def test_feed_with_all_events_equals_blocks_of_replica(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_feed_after_lost_batches_and_replay_equals_replica(seed):
+def test_feed_after_lost_batches_and_replay_records_blocks(seed):
     """Lose some batches and deliver others twice. Replay from the first missing number, sometimes much later."""
     batches, held = served(400, seed)
     rng = random.Random(seed)

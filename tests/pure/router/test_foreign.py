@@ -1,4 +1,4 @@
-"""Events of an engine with other block hashes. The converted hashes must equal the hashes of routed prompts."""
+"""Events of an engine that computes block hashes differently. The converted hashes must match routed prompts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Replica:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=6), st.integers(0, 3))
-def test_stored_blocks_match_prompts_with_these_tokens(prompts, cut):
+def test_stored_blocks_match_prompts_with_same_tokens(prompts, cut):
     replica, known = Replica(), set()
     for tokens in prompts:
         num_blocks = len(tokens) // 4
@@ -112,7 +112,7 @@ def test_block_that_cannot_be_converted_is_skipped(change):
     assert replica.matched(tokens) == [2, 0, 0]
 
 
-def test_cleared_cache_forgets_the_hashes():
+def test_all_blocks_cleared_event_forgets_parent_hashes():
     replica, tokens = Replica(), list(range(8))
     replica.send(stored(tokens))
     replica.send({"type": "AllBlocksCleared"})

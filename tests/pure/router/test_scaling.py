@@ -26,7 +26,7 @@ def test_num_replicas_follows_queue_and_cache_pressure(loads, expected):
     assert num_replicas_for([ReplicaLoad(*load) for load in loads], len(loads)) == expected
 
 
-def test_num_replicas_without_loads_stays():
+def test_num_replicas_without_loads_is_unchanged():
     assert num_replicas_for([], 5) == 5
 
 
@@ -39,6 +39,6 @@ def test_load_per_replica_is_at_most_the_limit(loads):
     assert sum(load.pressure for load in loads) <= 0.6 * number + 1e-6
 
 
-def test_scaling_config_with_zero_limit_is_an_error():
+def test_scaling_config_with_zero_limit_raises():
     with pytest.raises(RangeError, match="above 0"):
         ScalingConfig(requests=0)

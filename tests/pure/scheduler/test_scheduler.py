@@ -215,7 +215,8 @@ def test_latest_request_is_preempted_if_blocks_run_out():
 def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
     """Of the 16 blocks in the pool, a holds 3, b holds 7, and 6 are free. c needs 10 blocks and waits for the end of b.
 
-    If c did not wait, its first half would be computed, preempted for lack of blocks, and computed again.
+    If c did not wait, its first half would be computed, c would be preempted for lack of blocks, and the half would be
+    computed again.
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
@@ -228,12 +229,13 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
         scheduler.check()
     assert [each.state for each in created] == [RequestState.FINISHED] * 3
     assert [each.num_preempted for each in created] == [0, 0, 0]
+    # of the four generated tokens of each request, the last one is not computed
     assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "a token was computed twice"
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_beyond_rest_of_tenant_quota_is_not_started(caching):
-    """The pool has free blocks, but tenant t has used its quota. Therefore prompt c of tenant t waits while d runs."""
+    """The pool has free blocks, but the quota of tenant t has no room for prompt c. Therefore c waits while d runs."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
@@ -246,6 +248,7 @@ def test_prompt_beyond_rest_of_tenant_quota_is_not_started(caching):
         scheduler.check()
         order += [each.id for each in created if each.state is RequestState.FINISHED and each.id not in order]
     assert [each.num_preempted for each in created] == [0, 0, 0, 0]
+    # of the four generated tokens of each request, the last one is not computed
     assert num_computed == sum(len(prompt) for _, prompt in prompts.values()) + 4 * 3, "a token was computed twice"
     assert order[-1] == "c"
 
@@ -388,7 +391,7 @@ def test_request_larger_than_tenant_quota_is_refused():
     assert "the tenant has room for 8 tokens" in huge.reason
 
 
-def test_step_must_be_updated_once_with_all_results():
+def test_update_of_step_twice_or_without_results_raises():
     scheduler, device = make(), Device()
     request(scheduler, "a", [1, 2], 2)
     step = scheduler.schedule(0.0)
@@ -456,7 +459,7 @@ def test_ended_allocation_cannot_be_finished_or_aborted():
         manager.match(Chain(manager.namespace, []))
 
 
-def test_manager_does_not_change_its_config():
+def test_manager_leaves_given_config_unchanged():
     config = CacheConfig(4, policy="s3fifo")
     manager = CacheManager(Namespace("m", block_tokens=4), config)
     assert manager.config is config
@@ -464,7 +467,7 @@ def test_manager_does_not_change_its_config():
 
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
-    """Return a scheduler after request b has evicted the blocks of request a from the device to the host."""
+    """Run request a, then request b, which evicts a's blocks from the device. Their host copies remain."""
     scheduler, device = make(4, host=HostConfig(20, saving=WritebackConfig(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
@@ -515,7 +518,7 @@ def test_host_copy_remains_after_load():
     request(scheduler, "third", [1] * 9, 1)
     run(scheduler, device)
     assert scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks == 4
-    assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3
+    assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3  # saves of a, b and c
 
 
 def test_save_queue_has_at_most_1024_jobs():

@@ -110,7 +110,7 @@ def test_steps_equal_reference_if_memory_is_ample(arrivals, rows, more):
     raise AssertionError("the scheduler still has work after 400 steps")
 
 
-def test_earlier_request_is_scheduled_first_at_equal_rank():
+def test_earlier_arrival_is_first_at_equal_aged_priority():
     scheduler = make(50, max_rows=1, age_seconds=10.0)
     late = Request("late", Chain(scheduler.manager.namespace, [2]), 1, priority=1)
     early = Request("early", Chain(scheduler.manager.namespace, [1]), 1)
@@ -129,7 +129,7 @@ def test_draft_is_shortened_to_token_budget_of_step():
     second.draft = (1, 1)  # ignored because the prompt is not computed yet
     step = advance(scheduler, device)
     assert [(row.request.id, row.num_tokens, row.num_draft) for row in step.rows] == [("first", 4, 3)]
-    assert answer(first) == alone((1, 1), 1 + 4)
+    assert answer(first) == alone((1, 1), 1 + 4)  # all drafts are accepted, and one more token is sampled
     step = advance(scheduler, device)
     assert [(row.request.id, row.num_tokens, row.num_draft) for row in step.rows] == [("first", 1, 0), ("second", 3, 0)]
     assert answer(second) == alone((0, 1, 1), 1)
@@ -169,7 +169,7 @@ def test_bool_of_step_is_true_if_step_contains_work():
     created.num_computed = 8
     both = Step((row, Row.of(created, 6, (3,))), (), (), (), plan)
     assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
-    assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)
+    assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)  # mean context: earlier tokens and half of the row
     assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
 
 
@@ -190,7 +190,7 @@ def test_pickled_request_omits_allocation_and_prefetch():
 
 
 @pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
-def test_request_is_generating_if_one_token_is_uncomputed(length, computed, is_generating):
+def test_request_is_generating_if_computed_up_to_last_token(length, computed, is_generating):
     created = Request("r", Chain(make().manager.namespace, [1] * length), 1)
     assert (created.num_computed, created.num_cached_tokens, created.num_new_tokens) == (0, 0, 0)
     created.num_computed = computed
@@ -353,8 +353,9 @@ def test_longest_prompt_leaves_room_for_one_generated_token():
         fits, too_long = (request(scheduler, str(length), [1] * length, 9) for length in (max_tokens - 1, max_tokens))
         run(scheduler, device)
         assert too_long.state is RequestState.REFUSED
-        assert str(min(max_tokens, limits.get("max_context", max_tokens))) in too_long.reason
+        assert str(max_tokens) in too_long.reason
         assert fits.num_new_tokens >= 1
+        # if only memory is the limit, one more token is generated, because the last token needs no slot
         assert fits.chain.num_tokens <= max_tokens + (not limits)
 
 
@@ -385,7 +386,7 @@ def test_quota_larger_than_pool_is_limited_by_pool():
         (1, (2, 1, 0), (0.0, 0.0, 0.0), "c"),
     ],
 )
-def test_preempted_request_has_lowest_priority_or_latest_arrival(needs_block, priorities, arrivals, victim):
+def test_preemption_picks_lowest_priority_then_latest_arrival(needs_block, priorities, arrivals, victim):
     """Three requests fill the pool. The request with number `needs_block` is the first to need another block."""
     scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
     for number, name in enumerate("abc"):
@@ -424,7 +425,7 @@ def test_token_budget_of_preempted_row_passes_to_next_row():
     assert sizes(advance(scheduler, device)) == {"b": 1, "g": 1, "p": 6}
     manager = scheduler.manager
     rest = manager.match(Chain(manager.namespace, [9]))
-    assert manager.allocate(rest, manager.num_available * BLOCK) is None
+    assert manager.allocate(rest, manager.num_available * BLOCK) is None  # takes all free blocks
     step = scheduler.schedule(0.0)
     assert (step.preempted, sizes(step)) == ((b,), {"g": 1, "p": 7})
     scheduler.update(step, device.run(step), 0.0)
@@ -448,7 +449,7 @@ def test_lookahead_reserves_slots_beyond_step(lookahead, blocks):
     advance(scheduler, device)
     advance(scheduler, device)
     advance(scheduler, device)
-    scheduler.schedule(0.0)  # schedules the 8th token
+    scheduler.schedule(0.0)  # the step computes the 8th token
     assert created.num_computed == 7
     assert len(created.allocation.table) == blocks
 
@@ -515,7 +516,7 @@ def test_early_start_waits_while_other_request_has_work():
     assert answer(created) == alone((1,) * 9, 1)
 
 
-def test_early_start_allocates_slots_for_all_its_tokens():
+def test_early_start_allocates_slots_for_all_tokens_of_step():
     """The request was admitted with slots for few tokens. When it runs alone, it computes more tokens in a step."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
@@ -673,7 +674,7 @@ def with_stored_prompt(num_device: int, **limits) -> tuple[Lab, Scheduler]:
     return lab, Scheduler(lab.manager, SchedulerConfig(max_step_tokens=64, **limits))
 
 
-def test_running_request_can_use_blocks_of_waiting_prefetch():
+def test_running_request_can_take_blocks_of_waiting_request():
     lab, scheduler = with_stored_prompt(4, max_rows=1)
     runs = Request("runs", stored_prompt(2, 1), 9)
     scheduler.add(runs, 0.0)

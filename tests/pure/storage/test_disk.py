@@ -16,7 +16,8 @@ import pytest
 
 from kvtier.errors import ArgumentError, StoreError, StoreInUseError, VersionError
 from kvtier.storage import Breaker, Compression, DiskStore, Label, ObjectStatus, Read, Sync, Write
-from kvtier.storage.disk.segment import SegmentHeader
+from kvtier.storage.disk.segment import SUPERBLOCK_BYTES, SegmentHeader
+from kvtier.storage.record import RECORD_BYTES
 from storage_support import (
     LABEL,
     NAMESPACE,
@@ -35,6 +36,9 @@ from storage_support import (
 
 MAX_BYTES = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
+SLOT_BYTES = 8192  # slot of an object of 5000 bytes, the default of `put`
+# Places of the first two records in the table of a segment.
+FIRST, SECOND = (slice(at, at + RECORD_BYTES) for at in (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + RECORD_BYTES))
 
 
 @pytest.fixture
@@ -85,12 +89,12 @@ def test_stale_record_after_crash_is_not_served(open_store, tmp_path):
     put(store, 1)
     store.close()
     table = tmp_path / "store" / "segment-00000001.table"
-    record = table.read_bytes()[4096 : 4096 + 256]
+    record = table.read_bytes()[FIRST]
     put(open_store(), 1, version=1)
     open_store().close()
     data = bytearray(table.read_bytes())
-    assert data[4096 : 4096 + 256] == bytes(256)
-    data[4096 : 4096 + 256] = record  # restore the erased record
+    assert data[FIRST] == bytes(RECORD_BYTES)
+    data[FIRST] = record  # restore the erased record
     table.write_bytes(data)
     store = open_store()
     assert get(store, 1)[1] == payload_of(1, version=1)
@@ -103,7 +107,7 @@ def test_record_in_wrong_slot_is_quarantined(open_store, tmp_path):
     open_store().close()
     table = tmp_path / "store" / "segment-00000001.table"
     data = bytearray(table.read_bytes())
-    data[4352:4608], data[4096:4352] = data[4096:4352], bytes(256)
+    data[SECOND], data[FIRST] = data[FIRST], bytes(RECORD_BYTES)
     table.write_bytes(data)
     store = open_store()
     assert get(store, 1)[0].status is ObjectStatus.MISSING
@@ -148,7 +152,7 @@ def test_eviction_order_survives_restart(open_store):
     for number in range(100, 140):
         put(store, number)
     kept = has(store, *range(10), *range(100, 140))
-    assert kept == sorted(kept)
+    assert kept == sorted(kept), "a newer object was evicted before an older one"
     assert kept[-1]
 
 
@@ -224,7 +228,6 @@ store.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert resource.RLIMIT_FSIZE
     assert sorted(os.listdir(tmp_path / "store")) == ["LOCK"]
 
 
@@ -245,7 +248,7 @@ def test_object_with_flipped_bit_is_quarantined_and_missing(open_store, tmp_path
         store = open_store()
         put(store, 1, 2)
         place = store._participant.owned.find(key_of(1))
-        damage(tmp_path / "store" / "segment-00000001.kv", place.slot * 8192 + offset)
+        damage(tmp_path / "store" / "segment-00000001.kv", place.slot * SLOT_BYTES + offset)
         outcome, buffer = get(store, 1)
         assert (outcome.status, buffer) == (ObjectStatus.CORRUPT, b"\xee" * 5000)
         assert get(store, 1)[0].status is ObjectStatus.MISSING
@@ -263,9 +266,9 @@ def test_quarantined_slot_is_reused_last(open_store, tmp_path):
     store = open_store(128 << 10)
     put(store, 0)
     bad = store._participant.owned.find(key_of(0))
-    damage(tmp_path / "store" / "segment-00000001.kv", bad.slot * 8192)
+    damage(tmp_path / "store" / "segment-00000001.kv", bad.slot * SLOT_BYTES)
     assert get(store, 0)[0].status is ObjectStatus.CORRUPT
-    num_slots = SegmentHeader.fitting(1, 8192, 128 << 10).num_slots
+    num_slots = SegmentHeader.fitting(1, SLOT_BYTES, 128 << 10).num_slots
     put(store, *range(1, num_slots))
     assert bad.slot not in {store._participant.owned.find(key_of(n)).slot for n in range(1, num_slots)}
     assert store.stats.num_evicted == 0
@@ -282,7 +285,7 @@ def test_store_with_flipped_bit_never_serves_wrong_bytes(open_store, tmp_path, n
     store.close()
     path = tmp_path / "store" / name
     undamaged = {each: (tmp_path / "store" / each).read_bytes() for each in sorted(os.listdir(tmp_path / "store"))}
-    used = 8 * 8192 if name.endswith("kv") else 4096 + 8 * 256
+    used = 8 * SLOT_BYTES if name.endswith("kv") else SUPERBLOCK_BYTES + 8 * RECORD_BYTES
     for _ in range(40):
         for each, data in undamaged.items():
             (tmp_path / "store" / each).write_bytes(data)
@@ -291,6 +294,7 @@ def test_store_with_flipped_bit_never_serves_wrong_bytes(open_store, tmp_path, n
         outcomes = [get(store, number) for number in range(8)]
         for number, (outcome, buffer) in enumerate(outcomes):
             assert buffer == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+        # A bit in a slot damages one object, but a bit in the superblock of the table damages the whole segment.
         assert sum(outcome.ok for outcome, _ in outcomes) >= 7 or name.endswith("table")
         store.close()
 
@@ -361,12 +365,13 @@ def test_folder_with_newer_format_is_refused_and_unchanged(open_store, tmp_path)
     folder = tmp_path / "store"
     table = folder / "segment-00000002.table"
     data = table.read_bytes()
-    table.write_bytes(resealed(data[:4096], 8, b"\3\0") + data[4096:])
+    superblock = resealed(data[:SUPERBLOCK_BYTES], 8, b"\3\0")  # format version 3
+    table.write_bytes(superblock + data[SUPERBLOCK_BYTES:])
     (folder / "segment-00000001.table").write_bytes(b"garbage")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(VersionError, match="upgrade kvtier"):
         open_store()
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**before}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     table.write_bytes(data)
     assert open_store().stats.num_objects > 0  # the failed open has unlocked the folder
 
@@ -552,7 +557,7 @@ def test_superblock_with_impossible_slot_count_is_quarantined(
     os.truncate(slots, slots_bytes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     store = open_store(2**60)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
     assert get(store, 1)[1] == payload_of(1)
     assert store.stats.num_quarantined == 1
     assert (tmp_path / "store" / "quarantine" / table.name).stat().st_size == table_bytes
@@ -650,6 +655,7 @@ def test_failing_disk_operation_never_causes_wrong_bytes(open_store, at):
         number = version % 8
         stored = put(store, number, version=version).ok
         outcome, buffer = get(store, number)
+        # the store has the new or the previous version of the object
         assert not outcome.ok or buffer in {payload_of(number, version=v) for v in (version, version - 8)}
         assert not (stored and outcome.ok) or buffer == payload_of(number, version=version)
     disk.before = lambda *_: None
@@ -682,7 +688,7 @@ def test_hanging_disk_opens_breaker_until_disk_recovers(open_store):
     clock.now = 1.0
     assert get(store, 1)[1] == payload_of(1)
     assert put(store, 3).ok
-    assert store.stats.num_refused == 2
+    assert store.stats.num_refused == 2  # `contains` and `scan` are not counted, because they need no disk
     check_disk(store)
 
 
@@ -771,9 +777,9 @@ def test_slot_is_not_overwritten_while_it_is_read(open_store):
 
 
 def test_each_concurrent_removal_is_synced_before_its_report(open_store):
-    """The second removal syncs the table before the first removal has erased the record of its object.
+    """The removal of object 2 syncs the table before the record of object 1 is erased.
 
-    Therefore the first removal must sync the table again.
+    Therefore the removal of object 1 must sync the table again.
     """
     disk, erasing, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(files=disk, sync=Sync.WRITE)

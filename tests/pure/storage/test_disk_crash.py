@@ -20,7 +20,8 @@ def test_disk_store_keeps_stored_objects_when_writer_is_killed(tmp_path, workloa
     rng, victim = random.Random(7), Victim(tmp_path / "store", workload)
     try:
         for seed in range(1, ROUNDS + 1):
-            victim.kill_after(rng.randint(0, 25), rng.randrange(3_000_000), seed, rng.choice([*Sync]))
+            num_lines, spin_ns = rng.randint(0, 25), rng.randrange(3_000_000)
+            victim.kill_after(num_lines, spin_ns, seed, rng.choice([*Sync]))
             damage = victim.inspect()
             assert damage.is_none, damage
         assert victim.num_stored > ROUNDS

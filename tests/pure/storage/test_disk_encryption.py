@@ -24,7 +24,7 @@ SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
 SHOP, BANK = b"shop", b"bank"
 
 
-def owned(number: int, tenant: bytes, version: int = 0) -> Write:
+def tenant_write(number: int, tenant: bytes, version: int = 0) -> Write:
     return replace(write_of(number, version=version), tenant=tenant)
 
 
@@ -92,10 +92,10 @@ def test_equal_encrypted_object_is_not_written_again(reopen):
     label = Label.of(NAMESPACE, b"tokens", keep_ids=True)
     store = reopen()
     for _ in range(2):
-        store.write([owned(1, SHOP), write_of(2, 0), write_of(3, label=label)])
-    assert store.stats.writes.nbytes == 10_000
+        store.write([tenant_write(1, SHOP), write_of(2, 0), write_of(3, label=label)])
+    assert store.stats.writes.nbytes == 10_000  # objects 1 and 3, once each; object 2 is empty
     before = store.stats.written_bytes
-    assert store.write([owned(1, SHOP, version=1)])[0].reason == ""
+    assert store.write([tenant_write(1, SHOP, version=1)])[0].reason == ""
     assert store.write([write_of(3, label=Label(NAMESPACE, label.token_digest, b"others"))])[0].reason == ""
     assert store.stats.written_bytes > before
     assert get(store, 1)[1] == payload_of(1, version=1)
@@ -151,7 +151,7 @@ def test_slots_of_another_secret_are_reused_when_space_is_short(reopen):
 @pytest.mark.parametrize("is_running", [True, False], ids=["running", "closed"])
 def test_deleted_key_makes_objects_of_that_tenant_missing(reopen, folder, is_running):
     store = reopen()
-    store.write([owned(1, SHOP), owned(2, BANK), owned(3, SHOP)])
+    store.write([tenant_write(1, SHOP), tenant_write(2, BANK), tenant_write(3, SHOP)])
     keys = TenantKeys(str(folder / "keys"), SECRET)
     assert keys.tenants == [BANK, SHOP]
     assert keys.delete(SHOP)
@@ -169,10 +169,10 @@ def test_deleted_key_makes_objects_of_that_tenant_missing(reopen, folder, is_run
 
 def test_tenant_with_deleted_key_can_store_again(reopen, folder):
     store = reopen()
-    store.write([owned(1, SHOP)])
+    store.write([tenant_write(1, SHOP)])
     old = key_files(folder)[0].read_bytes()
     key_files(folder)[0].unlink()
-    again = store.write([owned(1, SHOP)])
+    again = store.write([tenant_write(1, SHOP)])
     assert (again.ok, again[0].reason) == (True, "")  # equal bytes, but not "already stored"
     assert key_files(folder)[0].read_bytes() != old
     assert get(store, 1)[1] == payload_of(1)
@@ -182,7 +182,7 @@ def test_tenant_with_deleted_key_can_store_again(reopen, folder):
 def test_restored_key_finds_no_objects_of_deleted_key(reopen, folder):
     """The first opening after the deletion erases the records of the deleted key. Restoring the key does not help."""
     store = reopen()
-    store.write([owned(1, SHOP)])
+    store.write([tenant_write(1, SHOP)])
     kept = key_files(folder)[0]
     data = kept.read_bytes()
     store.close()
@@ -308,7 +308,7 @@ def test_shards_of_encrypted_disk_url_share_keys(tmp_path):
     url = f"disk:{tmp_path}/kv?bytes=8MiB&free=0&segment=128KiB&secret={tmp_path}/secret"
     shards = open_shards([url], range(2), 2)
     for store in shards.stores:
-        store.write([owned(1, SHOP)])
+        store.write([tenant_write(1, SHOP)])
     shards.close()
     assert len(list((tmp_path / "kv" / "keys").iterdir())) == 1
     with pytest.raises(StoreError, match="is encrypted"):
@@ -323,7 +323,7 @@ def test_shards_of_encrypted_disk_url_share_keys(tmp_path):
 
 def test_keys_command_lists_and_deletes_tenants(reopen, folder, tmp_path, capsys):
     store = reopen()
-    store.write([owned(1, SHOP), owned(2, BANK)])
+    store.write([tenant_write(1, SHOP), tenant_write(2, BANK)])
     (tmp_path / "secret").write_bytes(SECRET)
     command = ["keys", str(folder / "keys"), "--secret", str(tmp_path / "secret")]
     assert main(command) == 0

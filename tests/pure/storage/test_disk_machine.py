@@ -87,7 +87,7 @@ class DiskMachine(RuleBasedStateMachine):
         if files:
             path = files[where % len(files)]
             data = bytearray(path.read_bytes())
-            data[where // 7 % len(data)] ^= 1 << bit
+            data[where // 7 % len(data)] ^= 1 << bit  # // 7, so that the file does not determine the byte
             path.write_bytes(data)
         self.open()
 
@@ -151,7 +151,10 @@ def check_power_failure(max_bytes, calls, sync, at, seed, secret=None):
 @pytest.mark.parametrize("removed_by", ["replacement", "eviction", "segment deletion"])
 @pytest.mark.parametrize("seed", range(20))
 def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
-    """The object also has an older record in the table of another segment. This record must be erased on disk too."""
+    """Object 0 is replaced or evicted, or its segment is deleted, before it is removed.
+
+    Its first record must be erased on the disk too, not only in the page cache.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 100 << 10, Sync.WRITE, at=0, seed=seed)
         run.run("write", [0], 100)
@@ -161,8 +164,8 @@ def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
             size = 100 if removed_by == "eviction" else 5000
             for number in range(1, 12):
                 run.run("write", [number], size)
-            for _ in range(20):
-                run.store.write([write_of(100 + _, size)])
+            for number in range(100, 120):
+                run.store.write([write_of(number, size)])
         run.run("remove", [0], 0)
         run.fail()
         run.store.close()

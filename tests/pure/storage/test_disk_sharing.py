@@ -119,7 +119,7 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
 
 
 def test_client_fails_with_reason_after_deletion_of_socket(folder):
-    """The owner still runs and keeps the folder locked, but the client cannot connect to it without the socket.
+    """The owner still runs and keeps the folder locked, but without the socket the client cannot connect to the owner.
 
     The client can neither use the folder nor take it over. It must not retry all the time.
     """
@@ -134,7 +134,7 @@ def test_client_fails_with_reason_after_deletion_of_socket(folder):
     client.close()
 
 
-def test_owner_of_deleted_folder_changes_no_new_folder(folder):
+def test_owner_of_deleted_folder_does_not_change_new_folder(folder):
     """The segments and the socket have the same names in the new folder as in the deleted folder."""
     old = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, **SMALL)
@@ -247,7 +247,7 @@ def test_stopped_owner_fails_calls_at_their_deadline(folder):
         store.close()
 
 
-def test_holds_and_slots_of_killed_client_are_released(folder):
+def test_slots_held_by_killed_client_are_released(folder):
     store = DiskStore(folder, MAX_BYTES, **SMALL)
     with start_process(folder) as client:
         client.kill()
@@ -306,7 +306,7 @@ def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
 
 
 @pytest.mark.parametrize("sync", [*Sync])
-def test_synced_client_of_unsynced_owner_gets_durable_results(folder, sync):
+def test_client_sync_setting_applies_to_its_own_writes(folder, sync):
     owner = DiskStore(folder, MAX_BYTES, sync=Sync.CLOSE, **SMALL)
     client = DiskStore(folder, MAX_BYTES, sync=sync, **SMALL)
     put(owner, 1)

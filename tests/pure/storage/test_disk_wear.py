@@ -74,8 +74,8 @@ def test_limit_per_day_survives_restart_and_kill(tmp_path):
     store = limited(tmp_path / "store", clock, 4)
     assert store.stats.day_bytes == 2 * OBJECT
     assert put(store, 3, 4).ok
-    saved = json.loads((tmp_path / "store" / "WRITTEN").read_text())  # a killed process would not close the store
-    assert sum(saved["hours"].values()) >= 4 * OBJECT * 99 // 100
+    saved = json.loads((tmp_path / "store" / "WRITTEN").read_text())  # before `close`, as after a kill
+    assert sum(saved["hours"].values()) >= 4 * OBJECT * 99 // 100  # at most a hundredth of the limit is not yet saved
     store.close()
     store = limited(tmp_path / "store", clock, 4)
     assert not put(store, 5).ok
@@ -83,7 +83,7 @@ def test_limit_per_day_survives_restart_and_kill(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"hours": 5}', b'{"hours": {"x": 1}}', b"\xff", b"{"])
-def test_unreadable_count_of_written_bytes_counts_as_empty(tmp_path, content):
+def test_unreadable_count_of_written_bytes_is_read_as_zero(tmp_path, content):
     (tmp_path / "WRITTEN").write_bytes(content)
     tmp_path.chmod(0o700)
     store = limited(tmp_path, Clock(), 4)

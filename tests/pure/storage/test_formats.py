@@ -38,7 +38,7 @@ def test_checksum_equals_formula_and_python_implementation(data, then, shift):
 @pytest.mark.parametrize("nbytes", [4096, 100_001, 1 << 20])
 def test_checksum_of_two_parts_equals_checksum_of_whole(nbytes):
     data = random.Random(nbytes).randbytes(nbytes)
-    split = nbytes & ~3
+    split = nbytes & ~3  # the second part has at most three bytes
     assert checksum(data) == checksum_in_python(data)
     assert checksum(memoryview(data)[:split], data[split:]) == checksum(data)
 
@@ -132,6 +132,7 @@ def test_record_bytes_equal_documented_format():
 
 def test_flipped_bit_in_record_or_superblock_raises():
     for good, unpack in ((RECORD.pack(), Record.unpack), (SegmentHeader(3, 8192, 5).pack(), SegmentHeader.unpack)):
+        # every bit of a record, but only every seventh bit of a superblock, which is much larger
         for bit in range(0, len(good) * 8, 1 if len(good) == 256 else 7):
             bad = bytearray(good)
             bad[bit // 8] ^= 1 << bit % 8
@@ -154,8 +155,8 @@ def test_newer_format_version_raises_version_error():
 
 def test_inconsistent_superblock_raises():
     for changed in (
-        resealed(SegmentHeader(3, 8192, 5).pack(), 16, b"\1"),
-        resealed(SegmentHeader(3, 8192, 5).pack(), 24, b"\0"),
+        resealed(SegmentHeader(3, 8192, 5).pack(), 16, b"\1"),  # the size of a slot
+        resealed(SegmentHeader(3, 8192, 5).pack(), 24, b"\0"),  # the number of slots
     ):
         with pytest.raises(FormatError):
             SegmentHeader.unpack(changed)

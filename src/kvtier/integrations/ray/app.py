@@ -14,7 +14,7 @@ from kvtier.integrations.ray.config import OWN_ROUTER, RayConfig
 from kvtier.integrations.ray.ingress import FleetIngress
 from kvtier.integrations.ray.replica import EngineReplica
 
-_HEAD = "node:__internal_head__"  # resource of the head node of every Ray cluster
+_HEAD = "node:__internal_head__"  # resource of the head node only; an actor that reserves a share of it runs there
 _QUIET = MappingProxyType({"enable_access_log": False})  # kvtier logs requests itself
 MAX_REPLICAS = 64
 """Maximum number of replicas of a router. During an update, both the old and the new replicas count."""
@@ -45,7 +45,7 @@ def fleet_app(config: RayConfig) -> Application:
         max_ongoing_requests=server.limits.waiting + server.engine.max_rows,
         health_check_period_s=config.health_seconds,
         health_check_timeout_s=server.limits.engine_reply_seconds + config.health_seconds,
-        graceful_shutdown_timeout_s=drain + 60,
+        graceful_shutdown_timeout_s=drain + 60,  # 60 s to save the cache
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": config.replica_cpus, "num_gpus": config.gpus},
         logging_config=_QUIET,

@@ -26,7 +26,7 @@ class RayConfig:
         "", "address of a running Ray cluster (default: start one here)", "ray_address", metavar="ADDRESS"
     )
     head_only: bool = True
-    """True to place the front end on the head node, which survives the loss of any other node."""
+    """True to place the front end on the head node, so that it survives the loss of any other node."""
     request_router: str = OWN_ROUTER
     """Class of the request router for Ray Serve, as module:class."""
     duplicate_cost: float = 1.0

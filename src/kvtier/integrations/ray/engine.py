@@ -23,7 +23,7 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages import PING, Reply, StepOutputs, Submit, decode_message, encode_message
 
 _log = logging.getLogger("ray.serve")
-# Errors after a failure of the replica, its node or the deployment. Another replica can run the request.
+# Errors if a replica, its node or the deployment fails or refuses a request. Another replica can run the request.
 _LOST = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, ClosedError, OSError)
 _RETRY_SECONDS = 0.2  # pause before another attempt
 _GRACE_SECONDS = 5.0  # added to the deadline of the replica, so that the front end reports a timeout first

@@ -54,7 +54,7 @@ class FleetIngress:
         self._watch = asyncio.create_task(self._front.heartbeat.run())
 
     def reconfigure(self, config: dict[str, int]) -> None:
-        """Set how many answers may run on all replicas. Ray Serve calls this method at the start and on changes."""
+        """Set how many answers may run at once, over all replicas. Ray Serve calls this at the start and on changes."""
         self._front.admission.num_rows = self._rows_per_replica * config["most_replicas"]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

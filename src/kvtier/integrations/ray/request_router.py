@@ -18,7 +18,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class KvtierRouter(RequestRouter):
-    """Sends each request to the replica that is expected to start this request first. One instance per front end.
+    """Sends each request to the replica that Router.route chooses. One instance per front end.
 
     Ray Serve calls all methods on one event loop. Calls without a RouteTicket go to the shortest queue.
     """

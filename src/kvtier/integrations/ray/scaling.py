@@ -1,4 +1,4 @@
-"""Autoscaling policy for Ray Serve. The number of replicas follows the running requests and the used cache."""
+"""Autoscaling policy for Ray Serve, based on the running and waiting requests and on the device blocks in use."""
 
 from __future__ import annotations
 

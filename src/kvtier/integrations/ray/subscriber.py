@@ -14,7 +14,7 @@ import zmq.asyncio
 from kvtier.router import EventBatch, FeedState, ForeignKeys, ReplicaFeed
 
 _log = logging.getLogger("ray.serve")
-_END = (-1).to_bytes(8, "big", signed=True)
+_END = (-1).to_bytes(8, "big", signed=True)  # number of the message that ends a replay
 _REPLAY_SECONDS = 10.0  # longest wait for the next message of a replay
 _CHECK_SECONDS = 1.0  # time between two checks for missing events
 

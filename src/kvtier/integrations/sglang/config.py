@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvtier.errors import ArgumentError
 from kvtier.fingerprint import files_digest
 
-# Settings in the extra config that only SGLang uses. Its prefetch settings are not listed: it removes them.
+# Settings in the extra config that only SGLang uses. SGLang removes its prefetch settings, so they are not listed.
 _OF_SGLANG = (
     "backend_name",
     "module_path",

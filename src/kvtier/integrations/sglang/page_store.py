@@ -5,7 +5,7 @@ therefore returns "not found" or "not stored". PageStore counts all errors and l
 deadline of a call grows with the number of bytes. After a call has returned, the store no longer writes to pages.
 
     object key   SHA-256( fingerprint of the namespace | page hash, and the name of a pool other than KV )
-    label        the fingerprint, and a digest of the page hash and the type of the bytes
+    label        the fingerprint, and a digest of the page hash and the element type
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class HostPool:
     """One registered pool. The pool's memory lives as long as this object."""
 
     def __init__(self, pool: Any, name: str, rank: RankIdentity, revision: str) -> None:
-        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # in a group, the anchor is the KV pool
+        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # the anchor of a group is its KV pool
         self.pool, self.name = pool, name
         self.page_size: int = getattr(pool, "page_size", 1) or 1
         self.is_logical = name == KV and hasattr(inner, "kv_buffer") and inner.kv_buffer is None

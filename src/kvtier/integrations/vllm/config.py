@@ -142,7 +142,7 @@ class RequestOptions:
     priority: int = 0
     ttl: float = float("inf")
     explain: bool = False
-    """Return the sources of cached tokens and the reason of a miss in the response's `kv_transfer_params`."""
+    """Return the number of loaded tokens by tier and the reason for a miss in the response's `kv_transfer_params`."""
     error: str = ""
     """Description of invalid settings. The request then runs with the default settings, because an exception in a
     connector would stop vLLM for all requests."""

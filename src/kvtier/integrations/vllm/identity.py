@@ -48,7 +48,7 @@ def namespace_of(
 
 
 def _of_all_ranks(group: CacheGroup, num_shards: int) -> CacheGroup:
-    """Return the cache group that one rank alone would have. The namespace then does not depend on the rank count."""
+    """Return the cache group of a rank with all heads. The namespace then does not depend on the number of ranks."""
 
     def whole(spec: TensorSpec) -> TensorSpec:
         axis = spec.head_axis

@@ -7,7 +7,7 @@ differ in the order of the axes in memory (L for layer, B, H, N for token, C):
     LHBNC, BHLNC    one piece per head: not supported        MLA             [block, 1, token, latent]
 
 The code derives the order from the strides of the views. It finds the axis of the heads, but does not interpret the
-bytes of a page.
+bytes of a page, which is one layer of a block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
             f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or a "
             f"multiple for kernel blocks; got shape {tuple(view.shape)}"
         )
-    has_kernel_blocks = view.shape[0] != num_blocks
+    has_kernel_blocks = view.shape[0] != num_blocks  # the attention kernel divides each block into smaller blocks
     split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view
     head = 2 if has_kernel_blocks else 1  # [block, kernel block, head, token, content] or [block, head, token, content]
     # Sort the axes from the outermost to the innermost. With one head per rank, the head axis has the same stride as

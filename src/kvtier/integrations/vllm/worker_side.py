@@ -144,7 +144,7 @@ class WorkerSide:
         """Record an event after the work that is already queued. The loads of this step wait for the event."""
         if step.namespace:
             self.controller.use_namespace(step.namespace)
-        self._before = self.controller.present() if step.loads else None
+        self._before = self.controller.record_event() if step.loads else None
 
     def start_early(self, step: StepPlan) -> None:
         """Start the loads if the device has no streams. At this point, vLLM has prepared the step's device blocks."""

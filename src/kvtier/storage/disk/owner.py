@@ -41,7 +41,7 @@ from kvtier.storage.disk.wire import SOCKET, VERSION, Values, receive, send, sho
 from kvtier.storage.record import BLANK, RECORD_BYTES, Record, Seal
 from kvtier.storage.store import KEY_BYTES
 
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: process, user and group of the client
 _SEALED = Seal(bytes(16))  # placeholder in the record of an object that the client seals after the reservation
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 """Temporary errors of `accept`, for example a lack of descriptors. Later calls can succeed."""
@@ -206,7 +206,7 @@ class _Session:
         try:
             results, blob = self._methods[method](rest, data)
         except OSError as error:
-            send(self.connection, [error.errno or 5, str(error)])
+            send(self.connection, [error.errno or errno.EIO, str(error)])
         else:
             send(self.connection, [None, *results], blob)
 
@@ -265,7 +265,7 @@ class _Session:
         for each in split(data, RECORD_BYTES):
             record = unpack_record(each, self._slots.keys)
             if not isinstance(record, Record) or SlotRef(record.segment, record.slot) not in self._reserved:
-                raise OSError(22, "the owner of the folder cannot read the record, or its slot is not reserved")
+                raise OSError(errno.EINVAL, "the owner cannot read the record, or has not reserved its slot")
             packed[SlotRef(record.segment, record.slot)] = each
             records.append(record)
         self._reserved -= packed.keys()

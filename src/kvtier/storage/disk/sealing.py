@@ -74,7 +74,7 @@ def open_payload(key: TenantKey, record: Record, room: memoryview, num_read: int
     if num_read < total:
         raise FormatError(f"truncated: {num_read} of {total} bytes")
     room[total : total + TAG_BYTES] = seal.tag
-    opened = room[-round_up(total + 1) :][:total]
+    opened = room[-round_up(total + 1) :][:total]  # total + 1, because room[-0:] would be the whole room
     key.cipher.open_into(opened, seal.nonce, room[: total + TAG_BYTES], record.key)
     return opened
 

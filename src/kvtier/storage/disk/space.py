@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return the slot size for an object: up to a sixteenth larger than the object, so that few slot sizes occur."""
+    """Return the size, rounded up by less than 4096 bytes or a sixteenth (if this is more), so that few sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
@@ -440,7 +440,7 @@ class SlotAllocator:
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes
 
     def _grow(self, slot_bytes: int) -> bool:
-        """Add a segment. Return False if there is no room even for an eighth of the normal segment size."""
+        """Add a segment of at least an eighth of the normal size. Return False if there is no room for it."""
         room = self._max_bytes - self.used_bytes
         segment_bytes = room if self._segment_bytes // 8 <= room < self._segment_bytes else self._segment_bytes
         shape = self._shape(self._last_number + 1, slot_bytes, segment_bytes)

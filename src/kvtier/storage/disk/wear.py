@@ -40,7 +40,7 @@ class WriteBudget:
 
     @property
     def day_bytes(self) -> int:
-        """Bytes written in the last 24 hours."""
+        """Bytes written in the current hour and the 24 hours before it."""
         with self._lock:
             return self._sum()
 

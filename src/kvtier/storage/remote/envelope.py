@@ -85,7 +85,7 @@ class Envelope:
         return 0 < record.expires_s <= self._clock()
 
     def is_fresh(self, record: Record) -> bool:
-        """True if more than half of a record's lifetime is left, so that an equal object need not be sent again."""
+        """True if an equal object need not be sent again: it never expires, or more than half of `ttl_s` is left."""
         if self._ttl_s is None or not record.expires_s:
             return not record.expires_s
         return record.expires_s - self._clock() > self._ttl_s / 2

@@ -135,7 +135,7 @@ class ObjectBucket:
         offset = self._prefix + cursor if cursor else None
         paths = _translate(lambda: self._list_paths(offset, limit + 1))
         names = [path.removeprefix(self._prefix) for path in paths[: limit + 1]]
-        ours = [name for name in names[:limit] if len(name) == 64 and "/" not in name]
+        ours = [name for name in names[:limit] if len(name) == 64 and "/" not in name]  # a block's name: 64 hex digits
         return ours, names[limit - 1] if len(names) > limit else ""
 
     def _list_paths(self, offset: str | None, count: int) -> list[str]:

@@ -132,7 +132,7 @@ class RedisBucket:
         nodes = self._nodes()
         if not node.isdecimal() or not at.isdecimal() or int(node) >= len(nodes):
             raise BucketError(f"{cursor!r} is not a cursor of this store", is_transient=False)
-        pattern = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._prefix) + "?" * 64
+        pattern = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._prefix) + "?" * 64  # a block's name: 64 hex digits
         try:
             following, keys = nodes[int(node)].scan(int(at), match=pattern, count=limit)
         except _ERRORS as error:
@@ -175,8 +175,8 @@ class RedisBucket:
     def _send(self, names: Sequence[str], values: Sequence[Parts]) -> dict[int, Any]:
         """Send SET commands on one connection per node, then read all replies. Return replies and errors by index.
 
-        The client's pipeline is not used, because it needs each value in one piece. Joining the pieces costs as much as
-        the checksum, which is half of the overhead that kvtier may add to plain Redis.
+        The client's pipeline is not used, because it needs each value in one piece. Joining the pieces would take as
+        long as computing the checksum.
         """
         nodes: dict[Any, list[int]] = {}
         used: list[Any] = []

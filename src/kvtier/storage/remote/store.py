@@ -232,7 +232,7 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
-        """Split objects into requests: one per thread, with equal shares of bytes, or more if a share is too large."""
+        """Split objects into one request per thread (or `num_puts`); fewer if these are small, more if too large."""
         limits = self._bucket.request_size
         max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
@@ -334,8 +334,8 @@ class _Parcels(Sequence[Parts]):
     A call can return at its deadline while this request still runs. The caller may then change its memory, but changed
     bytes must not get a valid checksum:
 
-        packed before the call returns    the checksum covers the original bytes, so a read detects changed bytes
-        packed when the call returns      the checksum may cover changed bytes, so nothing is sent
+        packed before the call returned    the checksum covers the original bytes, so a read detects changed bytes
+        being packed when it returned      the checksum may cover changed bytes, so nothing is sent
     """
 
     def __init__(
