@@ -141,12 +141,21 @@ def build(source: NativeSource, folder: Path) -> Iterator[tuple[Variant, Path, s
 
 def features() -> frozenset[str]:
     """Return the features of the processor. Empty if they are unknown."""
+    return frozenset(_processor("flags", "Features").split())
+
+
+def vendor() -> str:
+    """Return the vendor of the processor, for example GenuineIntel or AuthenticAMD. Empty if it is unknown."""
+    return _processor("vendor_id")
+
+
+def _processor(*names: str) -> str:
+    """Return the value of the first line of /proc/cpuinfo that begins with one of the names."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(found.partition(":")[2].split())
+        return ""
+    return next((line for line in lines if line.startswith(names)), "").partition(":")[2].strip()
 
 
 def num_usable_cores(root: Path = Path("/")) -> int:

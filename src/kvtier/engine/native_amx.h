@@ -141,6 +141,8 @@ static int amx_product(Product *p, const float *x, float *scratch, long count, i
     return 1;
 }
 #else
+enum { has_amx = 0 };
+
 static int amx_product(Product *p, const float *x, float *scratch, long count, int threads, int way) {
     return (void)p, (void)x, (void)scratch, (void)count, (void)threads, (void)way, 0;
 }

@@ -1,4 +1,5 @@
-/* Products with packed matrices, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k].
+/* Products with packed matrices, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k]. More than 16 tokens
+ * are computed in groups of 16, so that the sums of a group stay in registers and its inputs in the L1 or L2 cache.
  *
  * Weights are widened to float32 in registers. They equal the weights of the dequantised matrix, because d * q is exact
  * (11 bits times 4 or 8 bits) and adding m rounds once, as in dequantisation. Each output is a float32 sum in a fixed
@@ -30,6 +31,11 @@ typedef struct {
     int kind;
     Rounded rounded; /* for kinds of native_integer.h */
 } Product;
+
+/* Return the number of tokens in the group that begins at token `first`. */
+INLINE long group_of(long count, long first) { return count - first < MAX_TOKENS ? count - first : MAX_TOKENS; }
+
+INLINE long padded(long count) { return count > 1 ? 2L << (63 - __builtin_clzl(count - 1)) : 1; }
 
 /* Load LANES bytes as integers. Uses intrinsics, because gcc 12 would widen loaded bytes one at a time. */
 INLINE ints bytes_at(const char *from) {
@@ -125,10 +131,23 @@ static const ProductFunction PRODUCT_OF[3][5] = {
     {bf16_1, bf16_2, bf16_4, bf16_8, bf16_16},
 };
 
-/* Transpose x [count][columns] to [columns][tokens]; tokens beyond `count` are zeros. */
-static void transpose(const float *x, float *out, long count, long columns, long tokens) {
-    for (long k = 0; k < columns; ++k)
-        for (long t = 0; t < tokens; ++t) out[k * tokens + t] = t < count ? x[t * columns + k] : 0;
+typedef struct {
+    const float *x;
+    float *out;
+    long count, columns;
+} Transposition;
+
+/* Transpose groups [begin, end) of at most 16 tokens to [columns][tokens]; tokens beyond `count` are zeros. */
+static void transpose(const void *data, long begin, long end, int thread) {
+    (void)thread;
+    const Transposition *d = data;
+    for (long group = begin; group < end; ++group) {
+        const long first = group * MAX_TOKENS, count = group_of(d->count, first), tokens = padded(count);
+        const float *x = d->x + first * d->columns;
+        float *out = d->out + first * d->columns;
+        for (long k = 0; k < d->columns; ++k)
+            for (long t = 0; t < tokens; ++t) out[k * tokens + t] = t < count ? x[t * d->columns + k] : 0;
+    }
 }
 
 static void compute_tiles(const Product *p, long begin, long end) {
@@ -242,28 +261,50 @@ static void compute_tiles(const Product *p, long begin, long end) {
 }
 #endif
 
+/* Compute tiles [begin, end) for all tokens, in groups of 16. */
 static void product_groups(const void *data, long begin, long end, int thread) {
     (void)thread;
-    compute_tiles(data, begin, end);
+    Product p = *(const Product *)data;
+    const long count = p.count;
+    for (long first = 0; first < count; first += MAX_TOKENS) {
+        p.count = group_of(count, first), p.tokens = padded(p.count);
+        compute_tiles(&p, begin, end);
+        p.x += p.tokens * p.columns, p.y += p.tokens * p.rows;
+    }
 }
 
 #include "native_amx.h"
 #include "native_integer.h"
 
-/* x [count][columns], scratch [2][tokens][columns], y [tokens][rows]. rows is a multiple of 16, columns of 32; tokens
- * is count rounded up to a power of 2, at most 16. Rows of y beyond `count` are undefined. */
+/* x [count][columns], scratch [2][padded][columns], y [padded][rows]. rows is a multiple of 16, columns of 32. `padded`
+ * is count rounded up to a power of 2, or to a multiple of 16 if it is above 16. Rows of y beyond `count` are undefined.
+ */
 void kvtier_product(int kind, const void *weights, const float *x, float *scratch, float *y, long rows, long columns,
-                    long count, long tokens, int threads) {
-    Product p = {weights, x, y, rows, columns, count, tokens, kind, {0}};
+                    long count, int threads) {
+    const int is_integer = kind == Q4_INTEGER || kind == Q8_INTEGER;
+    if (count > MAX_TOKENS && (is_integer || has_amx)) {
+        for (long first = 0; first < count; first += MAX_TOKENS)
+            kvtier_product(kind, weights, x + first * columns, scratch, y + first * rows, rows, columns,
+                           group_of(count, first), threads);
+        return;
+    }
+    Product p = {weights, x, y, rows, columns, count, padded(count), kind, {0}};
     const int way = way_of(threads, rows * columns, count);
-    if (kind == Q4_INTEGER || kind == Q8_INTEGER) {
+    if (is_integer) {
         p.rounded = quantise(x, scratch, count, columns);
         run(integer_tiles, &p, rows / TILE, 1, threads, way);
         return;
     }
     if (amx_product(&p, x, scratch, count, threads, way)) return;
 #ifdef __AVX512F__
-    if (tokens > 1) transpose(x, scratch, count, columns, tokens), p.x = scratch;
+    if (count > 1) {
+        const Transposition all = {x, scratch, count, columns};
+        run(transpose, &all, (count + MAX_TOKENS - 1) / MAX_TOKENS, 1, threads, count > MAX_TOKENS ? way : ALONE);
+        p.x = scratch;
+    }
 #endif
     run(product_groups, &p, rows / TILE, 4, threads, way);
 }
+
+/* Return the number of floats in a vector. */
+int kvtier_lanes(void) { return LANES; }

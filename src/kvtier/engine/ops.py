@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.native import MAX_TOKENS, EngineNative, native
+from kvtier.engine.native import EngineNative, native
 from kvtier.engine.weights import Linear
 
 
@@ -182,8 +182,11 @@ class CpuOps:
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens, because it is smaller and memory bandwidth limits such products."""
-        if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
+        """Use the packed matrix for few tokens, because it is smaller and memory bandwidth limits such products.
+
+        On some processors, the packed matrix is also faster for many tokens.
+        """
+        if self._code is None or w.packed is None or not self._code.is_faster(x.shape[0], w.packed):
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)
         return out if w.bias is None else out.add_(w.bias)

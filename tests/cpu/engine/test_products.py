@@ -80,6 +80,32 @@ def test_packed_product_does_not_depend_on_other_rows(code, kind):
             assert torch.equal(code.linear(rows[:count].flip(0), packed), together[:count].flip(0))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_product_equals_products_of_16_rows(code, kind, threads):
+    torch.set_num_threads(threads)
+    raw, _ = stored_as(kind, torch.randn(208, 96))
+    for packed in (pack(kind, raw.clone()), pack(kind, raw, integer=True)):
+        if packed is None:
+            continue  # there are no integer products for BF16
+        for count in (17, 31, 32, 33, 150):
+            rows = torch.randn(count, 96)
+            expected = torch.cat([code.linear(part, packed) for part in rows.split(16)])
+            assert torch.equal(code.linear(rows, packed), expected)
+
+
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel", ""])
+def test_long_products_use_packed_matrix_only_where_torch_is_slower(monkeypatch, vendor):
+    monkeypatch.setattr(module, "vendor", lambda: vendor)
+    fast = loaded(monkeypatch, "avx512").is_faster
+    exact, integer = (pack("Q8_0", stored_as("Q8_0", torch.randn(16, 32))[0], integer=each) for each in (False, True))
+    assert fast(16, exact)
+    assert fast(16, integer)
+    assert fast(17, exact) == (vendor == "AuthenticAMD")
+    assert not fast(17, integer)
+    assert not loaded(monkeypatch, "avx2").is_faster(17, exact)
+
+
 @pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", *AVX512), ("AMX_BF16", *AVX512, "AVXVNNI", "AVX2")])
 def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undefined):
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
