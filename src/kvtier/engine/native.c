@@ -157,6 +157,8 @@ void kvtier_attend(const float *q, const float *cache, const int32_t *tables, co
     run(attend_parts, &a, a.sequences * parts, 1, threads, way_of(threads, GRAIN, a.sequences));
 }
 
+#include "native_chunk.h"
+
 /* ---- Fused elementwise work between the products: one pass per token ---- */
 
 typedef struct {

@@ -19,13 +19,21 @@ from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, load, vendor
 
 MAX_TOKENS = 16
-"""Maximum number of tokens for `EngineNative.linear`. For more tokens, torch with a float32 matrix is faster."""
+"""Number of tokens up to which `EngineNative.linear` is faster than torch with a float32 matrix on every processor."""
 _LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
 # No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 SOURCE = NativeSource(
     "kvtier.engine",
-    ("native.c", "native_threads.h", "native_product.h", "native_amx.h", "native_integer.h", "native_draw.h"),
+    (
+        "native.c",
+        "native_threads.h",
+        "native_product.h",
+        "native_amx.h",
+        "native_integer.h",
+        "native_chunk.h",
+        "native_draw.h",
+    ),
     _FLAGS,
     ("-march=native",),
     X86_VARIANTS,
@@ -71,14 +79,20 @@ class EngineNative:
 
         self._product = function("product", ctypes.c_int, *[pointer] * 4, *[number] * 3, threads)
         self._attend = function("attend", *[pointer] * 7, real, threads)
+        self._attend_chunk = function("attend_chunk", *[pointer] * 6, real, threads)
+        library.kvtier_chunk_scratch.argtypes, library.kvtier_chunk_scratch.restype = (number, number), number
+        self._chunk_scratch = library.kvtier_chunk_scratch
         self._norm = function("norm", *[pointer] * 4, number, number, real, threads)
         self._gate = function("gate", pointer, pointer, number, number, threads)
         self._rotate = function("rotate", *[pointer] * 6, threads)
         self._draw = function("draw", *[pointer] * 4, number, number, threads)
-        # For long inputs, torch's products use MKL, which does not use AVX-512 on processors of AMD: 107 to 116 GFLOP/s
-        # per core, these kernels 214 to 230 with AVX-512 and 108 with AVX2 (EPYC, family 26, measured on 2026-11-19).
         library.kvtier_lanes.restype = ctypes.c_int
-        self._has_fast_long_products = library.kvtier_lanes() == 16 and vendor() == "AuthenticAMD"
+        self.has_fast_long_inputs = library.kvtier_lanes() == 16 and vendor() == "AuthenticAMD"
+        """True if products and attention are faster than those of torch for any number of tokens.
+
+        On processors of AMD, torch uses MKL without AVX-512. GFLOP/s per core: MKL 107 to 116; products 214 to
+        230 with AVX-512 and 108 with AVX2; attention 135, torch 70 (EPYC, family 26, measured on 2026-11-19).
+        """
         openmp = _openmp_of_torch()
         if openmp is not None:
             names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -86,7 +100,7 @@ class EngineNative:
 
     def is_faster(self, count: int, weight: PackedWeight) -> bool:
         """True if `linear` is faster than torch for `count` tokens."""
-        return count <= MAX_TOKENS or (self._has_fast_long_products and not weight.is_integer)
+        return count <= MAX_TOKENS or (self.has_fast_long_inputs and not weight.is_integer)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """Return x @ weight.T. x is float32."""
@@ -117,6 +131,21 @@ class EngineNative:
             *(scratch.data_ptr(), ctypes.addressof(sizes), dim**-0.5, threads),
         )
         return out
+
+    def attend_chunk(self, q: Tensor, cache: Tensor, table: Tensor, context: int, out: Tensor) -> None:
+        """Compute attention for the last tokens of a sequence, q [tokens, heads, dim], over its `context` tokens."""
+        count, heads, dim = q.shape
+        _, _, block_tokens, kv_heads, _ = cache.shape
+        threads = torch.get_num_threads()
+        scratch = q.new_empty(threads * self._chunk_scratch(dim, heads // kv_heads))
+        block_stride, v_offset, token_stride = cache.stride()[:3]
+        sizes = (ctypes.c_long * 10)(
+            *(count, context, q.stride(0), heads, kv_heads, dim, block_tokens, block_stride, token_stride, v_offset)
+        )
+        self._attend_chunk(
+            *(q.data_ptr(), cache.data_ptr(), table.data_ptr(), out.data_ptr(), scratch.data_ptr()),
+            *(ctypes.addressof(sizes), dim**-0.5, threads),
+        )
 
     def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x, if given, to residual in place. Return the RMS norm of residual. Row lengths are multiples of 16."""

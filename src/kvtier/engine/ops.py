@@ -39,7 +39,7 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
-    """Compute attention on the CPU. A sequence without cached tokens uses its new keys and values, not the cache."""
+    """Compute attention on the CPU. Without native code, a sequence without cached tokens does not read the cache."""
     _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and a head_dim that is a multiple of 16
@@ -51,6 +51,9 @@ def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code:
     for rows, table, context in _sequences(batch):
         count = rows.stop - rows.start
         if count == 1 and code is not None:
+            continue
+        if code is not None and (count < context or code.has_fast_long_inputs):
+            code.attend_chunk(q[rows], cache, table, context, out[rows])
             continue
         if count == context:
             out[rows] = _attend(q[rows], k[rows], v[rows], None, causal=True)

@@ -15,7 +15,9 @@ from torch.nn.functional import rms_norm, silu
 from engine_helpers import needs_smollm2
 from kvtier.engine import LLM, Engine, load_model
 from kvtier.engine import native as module
+from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.native import ISAS, SAMPLING_ROW, EngineNative, missing_features, native, pack
+from kvtier.engine.ops import paged_attention
 from kvtier.errors import ArgumentError, UnavailableError
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
@@ -95,7 +97,7 @@ def test_long_product_equals_products_of_16_rows(code, kind, threads):
 
 
 @pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel", ""])
-def test_long_products_use_packed_matrix_only_where_torch_is_slower(monkeypatch, vendor):
+def test_long_products_are_native_only_where_torch_is_slower(monkeypatch, vendor):
     monkeypatch.setattr(module, "vendor", lambda: vendor)
     fast = loaded(monkeypatch, "avx512").is_faster
     exact, integer = (pack("Q8_0", stored_as("Q8_0", torch.randn(16, 32))[0], integer=each) for each in (False, True))
@@ -303,3 +305,44 @@ def test_each_forced_isa_has_its_own_library(monkeypatch, tmp_path):
         if not missing_features(isa):
             loaded(monkeypatch, isa)
     assert len(list(tmp_path.glob("engine-*.so"))) == sum(not missing_features(isa) for isa in ISAS)
+
+
+def random_chunk(heads: int, kv_heads: int, dim: int, context: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries for all tokens of a sequence, a filled cache of one layer, and the block table of the sequence."""
+    generator = torch.Generator().manual_seed(context)
+    num_blocks = -(-context // 16) + 3
+    cache = torch.randn(num_blocks, 2, 16, kv_heads, dim, generator=generator)
+    qkv = torch.randn(context, heads + 2 * kv_heads, dim, generator=generator)
+    return qkv[:, :heads], cache, torch.randperm(num_blocks, generator=generator).int()
+
+
+def attend_chunk(code: EngineNative, q: Tensor, cache: Tensor, table: Tensor, context: int) -> Tensor:
+    out = torch.full(q.shape, torch.nan)
+    code.attend_chunk(q, cache, table, context, out)
+    return out
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 80), (100, 1, 16), (2, 1, 256)])
+def test_chunk_attention_equals_plain_attention(code, shape, threads):
+    torch.set_num_threads(threads)
+    for count, context in ((1, 1), (1, 64), (2, 65), (5, 300), (33, 33), (70, 200), (129, 129)):
+        q, cache, table = random_chunk(*shape, context)
+        q = q[context - count :]
+        inputs = [SequenceInput([0] * count, context - count, table.tolist())]
+        batch = ForwardBatch.build(inputs, 16, torch.device("cpu"))
+        expected = paged_attention(q, cache, batch)
+        torch.testing.assert_close(attend_chunk(code, q, cache, table, context), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_chunk_attention_does_not_depend_on_the_chunks(code, threads):
+    torch.set_num_threads(threads)
+    q, cache, table = random_chunk(6, 2, 32, 150)
+    whole = attend_chunk(code, q, cache, table, 150)
+    for chunk in (1, 7, 64, 149):
+        parts = [
+            attend_chunk(code, q[first : first + chunk], cache, table, min(first + chunk, 150))
+            for first in range(0, 150, chunk)
+        ]
+        assert torch.equal(torch.cat(parts), whole)
