@@ -7,14 +7,18 @@ import tokenizers
 
 from kvtier.engine import Tokenizer
 from kvtier.engine.params import FinishReason, Logprobs, Output
+from kvtier.server.answers import AnswerSyntax
 from kvtier.server.completion_format import CompletionFormat, Usage
+from kvtier.server.messages_format import MessagesFormat
+from kvtier.server.responses_api import ResponsesRequest
+from kvtier.server.responses_format import ResponsesFormat
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Return a tokenizer in which token i below 256 is byte i, and token 256 is special."""
+    """Return a tokenizer: tokens 0 to 255 are the bytes, token 256 is special, and token 257 is `ab`."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -98,6 +102,18 @@ def test_completion_format_counts_bytes_of_added_outputs(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
     num_bytes = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
     assert 0 < num_bytes <= len(form.whole(1, Usage(0, 0, 0)))
+
+
+@pytest.mark.parametrize("text", ["a", "é", "日本", "😀"])
+def test_formats_count_utf8_bytes_of_text(tokenizer, text):
+    syntax, request = AnswerSyntax(), ResponsesRequest.model_validate({"model": "m", "input": "hello"})
+    forms = (
+        CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=False),
+        MessagesFormat("msg_id", "m", syntax),
+        ResponsesFormat("resp_id", 0, request, syntax),
+    )
+    answer = Output("id", 0, text, (0x61,), (), None, 1, 0)
+    assert [form.add(0, [answer, answer]) for form in forms] == [2 * len(text.encode())] * 3
 
 
 def test_response_above_the_size_limit_is_400(start):

@@ -15,10 +15,11 @@ import pytest
 from kvtier.engine.schemas import Grammar
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.server.errors import ApiError
+from kvtier.server.messages import Call
 from kvtier.server.prepare import Preparation, PrepareConfig
 from kvtier.server.protocol import CompletionRequest
 from kvtier.server.schema_cache import SchemaChecks
-from kvtier.server.worker_pool import WorkerPool
+from kvtier.server.worker_pool import WorkerPool, _Process
 
 pytest.importorskip("llguidance")
 PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(1, 31)]
@@ -97,6 +98,27 @@ def test_job_past_deadline_is_400_and_its_process_is_replaced(model):
             assert len(prepared.prompts[0]) == 5
             assert pool.pids != before
             await wait_until(lambda: not any(map(is_alive, before)))
+
+    asyncio.run(main())
+
+
+def test_slow_load_of_schema_compiler_is_503_and_not_kept(model, monkeypatch):
+    call = _Process.call
+
+    async def call_without_load(process, message):
+        if isinstance(message, Call) and message.name == "load_compiler":
+            raise TimeoutError
+        return await call(process, message)
+
+    async def main():
+        async with pool_of(model) as pool:
+            checks = SchemaChecks(pool)
+            with monkeypatch.context() as patch:
+                patch.setattr(_Process, "call", call_without_load)
+                error = await api_error(checks.check(VALID["schema"], "a"))
+            assert (error.status, error.code) == (503, "worker")
+            assert "longer than 60 s" in error.message
+            await checks.check(VALID["schema"], "a")
 
     asyncio.run(main())
 
@@ -244,7 +266,7 @@ def test_schema_checks_share_work_and_cache_results(model):
             for task in waiting[:2]:
                 task.cancel()
             await asyncio.sleep(0)
-            assert pool.num_running == 1  # the third check still runs
+            assert pool.num_running == 1  # the third caller still waits for the shared check
             waiting[2].cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await pool.close()

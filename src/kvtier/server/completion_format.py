@@ -25,8 +25,6 @@ _TAILS = {
     reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason)
     for reason in (None, "stop", "length")
 }
-
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -51,7 +49,7 @@ class AnswerFormat(Protocol):
     """Formats the answers to one request. `index` is the number of an answer, called choice by OpenAI."""
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
-        """Append outputs to a choice of a response that is not streamed. Returns the number of bytes added."""
+        """Append outputs to a choice of an unstreamed response. Returns the approximate number of bytes added."""
 
     def whole(self, num_choices: int, usage: Usage) -> bytes:
         """Return the complete response of a request that is not streamed."""
@@ -103,7 +101,7 @@ class _Answer:
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
     def add(self, output: Output, delta: AnswerDelta, lists: Mapping[str, Sequence[Any]]) -> int:
-        """Append an output and the parts of its text. Returns the number of bytes added."""
+        """Append an output and the parts of its text. Returns the approximate number of bytes added."""
         self.text.append(delta.content)
         self.reasoning.append(delta.reasoning)
         for call in delta.calls:
@@ -112,7 +110,7 @@ class _Answer:
             else:
                 self.calls[call.index]["function"]["arguments"] += call.arguments
         self.finish_reason = output.finish_reason
-        num_bytes = len(output.text)
+        num_bytes = utf8_bytes(output.text)
         for name, values in lists.items():
             pieces, rendered = self.lists.setdefault(name, []), to_json(values)[1:-1]
             if rendered:
@@ -362,6 +360,10 @@ def with_usage(data: bytes, usage: Usage) -> bytes:
 
 def to_json(value: Any) -> bytes:
     return _ENCODER.encode(value)
+
+
+def utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _text(data: bytes, prefix: str = "") -> str:

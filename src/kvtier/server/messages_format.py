@@ -9,7 +9,7 @@ from typing import Any
 from kvtier.engine.params import FinishReason, Output
 from kvtier.server.answers import AnswerSyntax
 from kvtier.server.blocks import AnswerBlocks, Block, BlockChange, server_event
-from kvtier.server.completion_format import Usage, to_json
+from kvtier.server.completion_format import Usage, to_json, utf8_bytes
 from kvtier.server.errors import ApiError
 
 _TYPES = {"reasoning": "thinking", "content": "text", "call": "tool_use"}
@@ -31,7 +31,7 @@ class MessagesFormat:
     def add(self, index: int, outputs: Sequence[Output]) -> int:  # noqa: ARG002
         self._last = outputs[-1]
         self._answer.feed(outputs)
-        return sum(len(output.text) for output in outputs)
+        return sum(utf8_bytes(output.text) for output in outputs)
 
     def whole(self, num_choices: int, usage: Usage) -> bytes:  # noqa: ARG002
         content = [_content(block) for block in self._answer.blocks]
@@ -101,7 +101,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Invalid JSON is returned in the form that Anthropic recommends."""
+    """Return the arguments of a call as an object. Other text is wrapped in the way that Anthropic recommends."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ from typing import Any
 from kvtier.engine.params import FinishReason, Output
 from kvtier.server.answers import AnswerSyntax
 from kvtier.server.blocks import AnswerBlocks, Block, BlockChange, server_event
-from kvtier.server.completion_format import Usage, to_json
+from kvtier.server.completion_format import Usage, to_json, utf8_bytes
 from kvtier.server.errors import ApiError
 from kvtier.server.responses_api import ResponsesRequest
 
@@ -27,7 +27,7 @@ class ResponsesFormat:
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:  # noqa: ARG002
         self._answer.feed(outputs)
-        return sum(len(output.text) for output in outputs)
+        return sum(utf8_bytes(output.text) for output in outputs)
 
     def whole(self, num_choices: int, usage: Usage) -> bytes:  # noqa: ARG002
         return to_json(self._response(self._status, usage))

@@ -2,7 +2,7 @@
 
 run -> waiting, by tenant and name --in turn--> a process --in time--> result
                                                           --late-----> killed and replaced; the call fails
-                                                          --died-----> replaced; the call is retried
+                                                          --died-----> replaced; the call is retried, with a limit
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtier.server.prepare import PrepareConfig
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0  # longest time to start a process, or to load its schema compiler
 _RESTART_SECONDS = 1.0  # wait after a failed start
-# Time that a running call may continue after its client disconnects: about the time to kill and replace a process.
+# Longest time that a call may continue after its client disconnects: about the time to kill and replace a process.
 _ABANDONED_SECONDS = 1.0
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
 _MAX_WAITING = 64  # waiting calls per tenant
@@ -90,9 +90,8 @@ class _Process:
 class WorkerPool:
     """Up to `size` processes, started on demand.
 
-    If there are several processes, one tenant never uses all of them. In a server without tenants, calls to one
-    function never use all of them. Each pair of tenant and function name has its own queue. The queues take turns, and
-    each turn runs one call.
+    If `size` is above 1, calls of one tenant use at most `size` - 1 processes. In a server without tenants, this limit
+    applies to calls of one function. Each pair of tenant and function name has a queue. Queues take turns of one call.
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
@@ -122,9 +121,9 @@ class WorkerPool:
         self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
-        """Call a function in a worker. Raises the function's ApiError, 400 at the deadline, 429 or 503 if rejected.
+        """Call a function in a worker and return its result. If the caller is cancelled, the process may be replaced.
 
-        If the caller is cancelled, a waiting call is removed, and the process of a running call may be replaced.
+        Raises ApiError: the function's own, 400 at the deadline, 429 or 503 if rejected, 500 or 503 if workers fail.
         """
         if self._closed:
             raise _shutting_down()
@@ -161,7 +160,7 @@ class WorkerPool:
         return self._running[self._group(task)] < self._most_running
 
     def _take(self) -> _Task | None:
-        """Remove and return the next task that may run. The queue whose last turn is the longest ago comes first."""
+        """Remove and return the next task that may run, from the queue whose last turn was longest ago."""
         task = min(filter(self._may_run, self._waiting), key=lambda task: self._turns[task.key], default=None)
         if task is not None:
             self._waiting.remove(task)
@@ -169,7 +168,7 @@ class WorkerPool:
         return task
 
     def _leave(self, task: _Task) -> None:
-        """Remove a finished or cancelled task. A call that still runs has `_ABANDONED_SECONDS` to finish."""
+        """Remove a finished or cancelled task. A call that still runs has at most `_ABANDONED_SECONDS` to finish."""
         if task in self._waiting:
             self._waiting.remove(task)
         elif task.clock is not None and not task.clock.expired():
@@ -186,7 +185,7 @@ class WorkerPool:
     async def _serve(self) -> None:
         """Run a process and send calls to it. Replaces the process if it fails.
 
-        Waiting calls fail after two failed starts in a row. A single failed start may be due to a killed process.
+        A failed start is repeated, because the process may have been killed. After two in a row, waiting calls fail.
         """
         num_failed = 0
         while True:
@@ -237,15 +236,19 @@ class WorkerPool:
             async with asyncio.timeout(self.config.seconds) as task.clock:
                 reply = await process.call(task.call)
         except TimeoutError:
+            _log.warning("replacing a worker process: its job took too long, or the client disconnected")
+            if task.call.name == "check_schema" and not process.has_compiler:
+                message = f"loading the schema compiler took longer than {_START_SECONDS:g} s; retry later"
+                task.fail(ApiError(503, message, code="worker"))
+                return False
             message = f"preparing the request took longer than {self.config.seconds:g} s; send a shorter or simpler one"
             task.fail(ApiError(400, message, code="too_complex"))
-            _log.warning("replacing a worker process: its job took too long, or the client disconnected")
             return False
         except _DIED:
             _log.warning("a worker process died during a job")
             task.num_deaths += 1
-            # Each process of the pool may have died before it received the call. The call is therefore the
-            # cause only if more processes died during it than the pool has.
+            # A process may have been dead before the call was sent to it. The call must be the cause if more
+            # processes died during it than the pool has.
             if task.num_deaths > self._size or task.future.done():
                 message = f"{task.num_deaths} worker processes died while they prepared this request"
                 task.fail(ApiError(503, message, code="worker"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.storage.store import ObjectResult, ObjectStatus, Page, Read, Store, StoredObject
 
-_BATCH_BYTES = 32 << 20  # maximum bytes of objects per read call, which bounds the memory of `verify`
+_BATCH_BYTES = 32 << 20  # a read call has objects of at most this size in total, or a single larger object
 _MAX_OBJECT_BYTES = 1 << 30
 """Larger objects are not read. A block has at most 128 tokens of 8 MiB each, but a damaged record may claim more."""
 
@@ -74,7 +74,7 @@ def verify(
 ) -> Verification:
     """Read and check every object of a store. `timeout_s` applies to each page and each batch.
 
-    `progress` receives the numbers of objects and bytes read so far.
+    `progress` receives the number of objects checked so far, and the number of bytes read.
     """
     begin = time.perf_counter()
     num_sound = total = num_gone = num_unreadable = 0

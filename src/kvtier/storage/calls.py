@@ -1,7 +1,7 @@
 """Calls to a store: threads, deadline, results and the circuit breaker.
 
-A failing store delays its callers by one deadline at most: a Batch ends at its deadline, and the Breaker then refuses
-new calls.
+A store that hangs delays a call by at most its deadline: the Batch ends then, and the Breaker refuses further calls as
+long as a job of the call hangs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Batch:
         return True
 
     def fail(self, trouble: str) -> None:
-        """Set all open objects to FAILED."""
+        """Set all objects without a result to FAILED, with `trouble` as the reason."""
         with self._condition:
             self.trouble = trouble
             left = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
@@ -88,7 +88,7 @@ class Batch:
 
     @property
     def is_running(self) -> bool:
-        """True if a thread still works on this call."""
+        """True if a job of this call is queued or running."""
         with self._condition:
             return self._num_jobs > 0
 

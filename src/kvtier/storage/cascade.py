@@ -34,11 +34,11 @@ the object and another fails: the result is FAILED, because the second store mig
 
 
 class Cascade:
-    """Reads try one store after the other. Writes and removals go to all writable stores in parallel.
+    """Lookups and reads try one store after the other. Writes and removals go to all writable stores in parallel.
 
-    `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. A read
-    divides the remaining time equally among the stores that were not tried yet, so that a hanging store leaves time for
-    the others.
+    `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. Lookups
+    and reads divide the remaining time equally among the stores that were not tried yet, so that a hanging store leaves
+    time for the others.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Cascade:
         return self._meter.end("removals", outcomes, begin, is_durable=is_durable)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory, which lists the stores in order. An object in two stores is listed twice."""
+        """Return a page of the inventory, one store after the other. An object in two stores is listed twice."""
         begin = self._meter.begin()
         number, _, inner = (cursor or "0|").partition("|")
         if not number.isdecimal() or int(number) >= len(self._stores):
@@ -162,7 +162,7 @@ def _all_removed(outcomes: Sequence[ObjectResult]) -> ObjectResult:
 
 
 def for_each(functions: Sequence[Callable[..., None]], *args: memoryview) -> None:
-    """Call all functions, the last one first. If some raise, raise an error after all calls."""
+    """Call all functions, the last one first. If any of them raises, raise the last error after all calls."""
     with contextlib.ExitStack() as stack:
         for function in functions:
             stack.callback(function, *args)

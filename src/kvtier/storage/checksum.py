@@ -98,8 +98,8 @@ def piece_table(pieces: Sequence[memoryview]) -> np.ndarray:
 def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = None) -> int:
     """Return the checksum of consecutive pieces. If `target` is given, also copy the pieces to it.
 
-    The address of `target` must be a multiple of 64. If the size of a piece is not a multiple of 64 bytes, the pieces
-    are first joined in new memory, which is slower.
+    The address of `target` must be a multiple of 16. Without the compiled library, or if the size of a piece is not a
+    multiple of 64 bytes, the pieces are first joined in new memory, which is slower.
     """
     code, table = native().code, piece_table(pieces)
     if code is None or (table[1] % _STEP).any() or not table[1].all():
@@ -116,7 +116,7 @@ def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = No
 
 
 def checksums(pieces: Sequence[memoryview]) -> list[int]:
-    """Return the checksum of each piece, on two cores if the pieces are large."""
+    """Return the checksum of each piece, on two cores if the pieces have `_LARGE` bytes or more in total."""
     code = native().code
     sizes = [len(piece) for piece in pieces]
     if code is None or any(size % _STEP or not size for size in sizes) or sum(sizes) < _LARGE:

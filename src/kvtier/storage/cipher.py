@@ -1,6 +1,6 @@
 """Authenticated encryption of stored objects: AES-256-GCM, which needs the extra `crypto`.
 
-Nonces are random, so one secret is safe for 2^32 objects (NIST SP 800-38D), which is 4 PiB if an object has 1 MiB.
+Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D). An object needs at least two of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SEAL_BYTES = NONCE_BYTES + TAG_BYTES
 
 
 class Cipher:
-    """Seals records and payloads with keys derived from one secret of 32 bytes."""
+    """Seals records and payloads with a key derived from one secret of 32 bytes. A second key determines names."""
 
     def __init__(self, secret: bytes) -> None:
         try:
@@ -31,7 +31,7 @@ class Cipher:
         self._name_key = derive(secret, b"names")
 
     def name(self, key: bytes) -> str:
-        """Return the name of a block's object, which depends on the secret."""
+        """Return a name for `key`: a digest that depends on the secret."""
         return hashlib.blake2b(key, digest_size=32, key=self._name_key).hexdigest()
 
     def seal(self, data: memoryview | bytes, bound: bytes) -> bytes:
@@ -57,7 +57,7 @@ class Cipher:
     def open_into(self, target: memoryview, nonce: bytes, data: memoryview, bound: bytes) -> None:
         """Decrypt `data` into `target`. `data` ends with the tag, so `target` has TAG_BYTES bytes less than `data`.
 
-        Raise FormatError if the data was changed. The target may then contain unverified bytes.
+        Raise FormatError as in `open`. The target may then contain unverified bytes.
         """
         try:
             self._gcm.decrypt_into(nonce, data, bound, target)

@@ -27,7 +27,7 @@ class Scratch:
     """Aligned memory for one thread. It grows to the largest size that was requested."""
 
     def __init__(self) -> None:
-        self._memory = self._gathered = mmap.mmap(-1, ALIGNMENT)
+        self._memory, self._gathered = mmap.mmap(-1, ALIGNMENT), mmap.mmap(-1, ALIGNMENT)
 
     def take(self, nbytes: int) -> memoryview:
         """Return uninitialized bytes. They are valid until the next call."""
@@ -121,7 +121,7 @@ def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: 
 
 
 def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
-    """Verify the bytes of a slot and return the payload. If they are invalid, return empty memory and the reason."""
+    """Verify the bytes of a slot and return the payload. For invalid bytes, return empty memory and the reason."""
     empty = memoryview(b"")
     if len(data) < record.total_bytes:
         return empty, f"truncated: {len(data)} of {record.total_bytes} bytes"
@@ -144,7 +144,7 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy without holding the GIL, and without filling the CPU cache with bytes that the GPU reads next."""
+    """Copy without holding the GIL. native.c bypasses the CPU cache, because the GPU reads the bytes next."""
     if len(target) != len(source):
         raise RangeError(f"cannot copy {len(source)} bytes into {len(target)} bytes of memory")
     code = native().code

@@ -54,7 +54,7 @@ def open_store(
     each tenant has its own key. A disk store with `num_shards` shards has one subfolder per shard. This call opens the
     subfolder of `shard`, which gets an equal share of the bytes. docs/stores.md lists the URL options.
 
-    Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the server does not respond).
+    Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the store cannot be opened).
     """
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:

@@ -13,7 +13,7 @@
      96     16  token digest
     112      8  size of the uncompressed object
     120      8  size of the stored payload, which may be compressed
-    128      8  checksum of the stored payload (checksum.py)
+    128      8  checksum of the stored payload and the token ids (checksum.py; if encrypted on disk: sealing.py)
     136      8  expiry in seconds since 1970, or 0 for no expiry
     144    108  zeros
     252      4  CRC-32 of the first 252 bytes
@@ -72,7 +72,7 @@ class Record:
     slot: int = 0
     expires_s: int = 0
     seal: Seal | None = None
-    """None if the payload is not encrypted. `pack` omits the seal."""
+    """None if the payload is not encrypted on disk. `pack` omits the seal."""
 
     @property
     def label(self) -> Label:
@@ -93,7 +93,7 @@ class Record:
         return Record(self.key, self.namespace, self.token_digest, *sizes, *place)
 
     def is_same_object(self, other: Record) -> bool:
-        """True if both objects have the same bytes, label and encryption key. Slot, sequence and expiry may differ."""
+        """True if checksum, sizes, flags, keys and label are equal. Slot, sequence and expiry may differ."""
         if self.checksum != other.checksum or (self.seal and self.seal.key_id) != (other.seal and other.seal.key_id):
             return False
         mine, theirs = (replace(record.at(0, 0, 0), expires_s=0, seal=None) for record in (self, other))

@@ -99,7 +99,7 @@ _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
 
 @dataclass(frozen=True, slots=True)
 class ObjectResult:
-    """Status of one object, the bytes moved, and a reason if the request was not fulfilled."""
+    """Status of one object, the bytes moved, and the reason for the status if there is one."""
 
     status: ObjectStatus
     nbytes: int = 0
@@ -257,7 +257,7 @@ class StoreStats:
     written_bytes: int = 0
     """Bytes that a disk store has written since it was opened. Includes records, and objects rounded up to pages."""
     day_bytes: int = 0
-    """Bytes written in the last 24 hours. The limit is `max_day_bytes`."""
+    """Bytes written in the current hour and the 24 hours before it. The limit is `max_day_bytes`."""
     max_day_bytes: int = 0
     """Limit for `day_bytes`; 0 for no limit."""
 

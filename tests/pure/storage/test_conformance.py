@@ -35,7 +35,7 @@ STORES = {
     "disk, encrypted, page cache": lambda folder: DiskStore(
         folder, MAX_BYTES, secret=bytes(32), direct=False, compression=Compression.ZLIB, **SMALL
     ),
-    "disk of another process": lambda folder: client_of(DiskStore(folder, MAX_BYTES, **SMALL), folder),
+    "disk, client": lambda folder: client_of(DiskStore(folder, MAX_BYTES, **SMALL), folder),
     "disk, simulated": lambda folder: DiskStore(folder, MAX_BYTES, files=SimulatedDisk(), **SMALL),
 }
 

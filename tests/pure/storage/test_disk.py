@@ -595,7 +595,7 @@ def test_store_uses_page_cache_if_open_refuses_direct_io(open_store):
     assert not store.is_direct
 
 
-def test_store_uses_page_cache_if_reads_refuse_direct_io(open_store):
+def test_store_uses_page_cache_if_read_or_write_is_refused(open_store):
     class RefusesLater(SimulatedDisk):
         def _refuse(self, descriptor):
             if descriptor in self._direct:
@@ -613,6 +613,17 @@ def test_store_uses_page_cache_if_reads_refuse_direct_io(open_store):
     assert put(store, 1).ok
     assert get(store, 1)[1] == payload_of(1)
     assert not store.is_direct
+
+
+@pytest.mark.parametrize("nbytes", [4000, 4096, 8192])
+def test_payload_in_pieces_with_token_ids_is_read_back(open_store, nbytes):
+    """The store copies the pieces into one buffer, and the token ids into the last page."""
+    store = open_store(files=SimulatedDisk())
+    label = Label.of(NAMESPACE, b"token ids", keep_ids=True)
+    content = memoryview(payload_of(1, nbytes))
+    assert store.write([Write(key_of(1), label, [content[:1000], content[1000:]])]).ok
+    result, payload = get(store, 1, nbytes, label)
+    assert (result.status, payload) == (ObjectStatus.FOUND, content)
 
 
 # --- errors, deadlines, breaker
@@ -733,6 +744,23 @@ def test_disk_error_at_open_or_close_raises_and_unlocks_folder(open_store):
     assert get(open_store(files=disk), 1)[0].ok
 
 
+def test_sync_error_that_is_reported_once_fails_close(open_store):
+    """The kernel reports a lost write to one fsync only. The store syncs twice at close; the second sync succeeds."""
+    disk, failed = SimulatedDisk(), []
+    store = open_store(files=disk)
+    put(store, 1)
+
+    def fail_once(name, _):
+        if name == "sync" and not failed:
+            failed.append(name)
+            raise OSError(errno.EIO, "Input/output error")
+
+    disk.before = fail_once
+    with pytest.raises(StoreError, match="Input/output error"):
+        store.close()
+    assert get(open_store(files=disk), 1)[0].ok  # the folder is unlocked
+
+
 def test_consecutive_errors_open_breaker(open_store):
     disk, clock = SimulatedDisk(), Clock()
     store = open_store(files=disk, breaker=Breaker(retry_s=1, max_failures=2, clock=clock))
@@ -749,7 +777,10 @@ def test_consecutive_errors_open_breaker(open_store):
 
 
 def test_slot_is_not_overwritten_while_it_is_read(open_store):
-    """The object is replaced, removed and evicted during the read. Its slot must not be reused before the read ends."""
+    """During the read, the object is replaced and removed, and other objects fill the store.
+
+    The slot must not be reused before the read ends.
+    """
     disk, reading, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(200 << 10, files=disk, num_threads=4)
     put(store, 1)
@@ -837,7 +868,8 @@ def test_removal_waits_until_older_record_is_erased(open_store, how):
 
     remover = threading.Thread(target=remove)
     remover.start()
-    disk_after_crash = disk.after_crash(lambda: False) if reported.wait(0.5) else None  # keeps only synced data
+    # If the removal is reported too early, the power fails at this moment, and only synced data remains.
+    disk_after_crash = disk.after_crash(lambda: False) if reported.wait(0.5) else None
     resume.set()
     writer.join()
     remover.join()

@@ -1,4 +1,4 @@
-"""Kill a writer at random moments. Afterwards the store has every object that the writer reported as stored."""
+"""Kill a writer at random moments. The store keeps all objects that were reported as stored and not removed later."""
 
 from __future__ import annotations
 

@@ -285,6 +285,45 @@ def test_write_fails_with_reason_if_key_cannot_be_created(folder):
     assert not list((folder / "keys").iterdir())
 
 
+class DeletingFiles(Files):
+    """Deletes all key files after one operation, as another process may do while this one loads the keys."""
+
+    def __init__(self, operation: str) -> None:
+        self._operation, self.folder = operation, ""
+
+    def _delete(self, operation: str) -> None:
+        if self.folder and operation == self._operation:
+            for path in Path(self.folder).glob("*.key"):
+                path.unlink()
+
+    def list(self, folder: str) -> dict[str, int]:
+        names = super().list(folder)
+        self._delete("list")
+        return names
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        self._delete("close")
+
+
+@pytest.mark.parametrize("method", ["constructor", "reload", "find"])
+@pytest.mark.parametrize("operation", ["list", "close"])
+@pytest.mark.parametrize("secret", [SECRET, OTHER_SECRET], ids=["own", "foreign"])
+def test_key_file_deleted_during_load_is_absent(tmp_path, method, operation, secret):
+    folder, files = str(tmp_path / "keys"), DeletingFiles(operation)
+    if method != "constructor":
+        keys = TenantKeys(folder, SECRET, files)
+    created = TenantKeys(folder, secret)
+    ids = [created.key_for(tenant).id for tenant in (SHOP, BANK)]
+    files.folder = folder
+    if method == "constructor":
+        keys = TenantKeys(folder, SECRET, files)
+    elif method == "reload":
+        keys.reload()
+    assert [keys.find(each) for each in ids] == [None, None]
+    assert not keys.foreign_ids
+
+
 def test_concurrent_openers_create_one_key_per_tenant(tmp_path):
     openers = [TenantKeys(str(tmp_path / "keys"), SECRET) for _ in range(4)]
     found: list[bytes] = []

@@ -23,9 +23,9 @@ COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Calls a store that is too small for all objects.
+    """Calls a store that is often too small for all objects.
 
-    A read must return the last version, or miss after an eviction.
+    A read must return the last version. After an eviction or damage, it may miss instead.
     """
 
     @initialize(
@@ -87,7 +87,7 @@ class DiskMachine(RuleBasedStateMachine):
         if files:
             path = files[where % len(files)]
             data = bytearray(path.read_bytes())
-            data[where // 7 % len(data)] ^= 1 << bit  # // 7, so that the file does not determine the byte
+            data[where // 7 % len(data)] ^= 1 << bit  # // 7, so that the choice of the file does not fix the byte
             path.write_bytes(data)
         self.open()
 

@@ -279,7 +279,7 @@ class SlowFiles:
 
 
 def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
-    """The late write of a lost client must not change the object that another process has stored in the same slot."""
+    """While a client that lost its connection still writes to its slot, no other object may use the slot."""
     owner = DiskStore(folder, 256 << 10, **SMALL)
     files = SlowFiles()
     client = DiskStore(folder, 256 << 10, files=files, **SMALL)

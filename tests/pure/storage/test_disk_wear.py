@@ -92,7 +92,7 @@ def test_unreadable_count_of_written_bytes_is_read_as_zero(tmp_path, content):
     store.close()
 
 
-def test_bytes_per_day_of_url_is_shared_by_shards(tmp_path):
+def test_bytes_per_day_of_url_is_divided_among_shards(tmp_path):
     url = f"disk:{tmp_path}/kv?bytes=8MiB&free=0&segment=128KiB&bytes_per_day={4 * OBJECT}"
     store = open_store(url, shard=1, num_shards=2)
     assert store.stats.max_day_bytes == 2 * OBJECT

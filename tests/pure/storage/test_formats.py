@@ -1,4 +1,4 @@
-"""Checksums, records and superblocks consist of the documented bytes. Parsing any other bytes raises an error."""
+"""Checksums, copies, and the bytes of records and superblocks. Parsing damaged bytes raises an error."""
 
 from __future__ import annotations
 
@@ -107,6 +107,13 @@ def test_gather_and_scatter_are_inverse(sizes, has_compiler, monkeypatch):
     assert Scratch().gather_checksum(scattered) == (content, checksum(content))
     with pytest.raises(RangeError, match="bytes"):
         scatter(pieces, memoryview(content + b"1"))
+
+
+def test_scratch_take_keeps_gathered_bytes():
+    scratch, content = Scratch(), payload_of(1, 4096)
+    gathered = scratch.gather([memoryview(content[:100]), memoryview(content[100:])])
+    scratch.take(4096)[:] = bytes(4096)
+    assert gathered == content
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])

@@ -10,8 +10,8 @@ A slot is in one of these states. Only free slots are allocated, so the bytes of
 "Gone" means that the object is no longer in the index, but its slot cannot be reused yet. "Blanked" means that the
 record in the table was overwritten with zeros.
 
-Eviction removes the least recently used object of the needed slot size. If a segment with another slot size was last
-used even earlier, the whole segment is evicted instead. In this way, the slot sizes that are used most get the space.
+Eviction removes the least recently used object of the needed slot size, or a whole segment with another slot size if
+it was last used even earlier. In this way, the slot sizes that are used most get the space. Held objects stay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Size:
     """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Free slots, in the order in which they became free. Objects that are written together stay together this way."""
+    """Free slots: first those given back, then the others, oldest first. Objects of one write thus stay together."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
     """Free slots of corrupt objects. They are reused last, so that their bytes can be examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
@@ -123,7 +123,7 @@ class Catalog:
             (size.quarantined if entry.record.flags & Flags.QUARANTINED else size.free).append(entry.place)
 
     def take(self, slot_bytes: int) -> SlotRef | None:
-        """Return a free slot and hold it for a writer until `publish`, `give_back` or `retire`."""
+        """Return a free slot, if any, and hold it for a writer until `publish`, `give_back` or `retire`."""
         size = self._sizes.get(slot_bytes)
         free = size and (size.free or size.quarantined)
         if not free:

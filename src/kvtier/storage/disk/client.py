@@ -1,8 +1,9 @@
 """SlotClient: uses the slots of a folder that another process owns (owner.py).
 
-A client is connected to one owner. If the connection ends, every method raises ConnectionError, and the caller
-continues with the next owner (participant.py). A thread of the client may still be about to write to a slot that an
-owner has since given to another process. Locks prevent such a write:
+A client is connected to one owner. If the connection ends, requests raise ConnectionError, and the caller continues
+with the next owner (participant.py). Only `release`, `give_back` and `sync_all` then do nothing, because owners release
+and flush everything themselves. A thread of the client may still be about to write to a slot that an owner has since
+given to another process. Locks prevent such a write:
 
     A client that writes to a slot:
         1. locks the slot,

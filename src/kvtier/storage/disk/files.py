@@ -16,7 +16,7 @@ _LOCK = struct.Struct("hhqqi4x")  # struct flock of Linux
 
 
 class Files:
-    """File operations by descriptor. All methods raise OSError on failure. Partial reads and writes are completed."""
+    """File operations. All methods raise OSError on failure. Partial reads and writes are completed."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
         """Open a file for reading and writing. `direct` bypasses the page cache; not every filesystem supports it."""
@@ -29,7 +29,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer and return the number of bytes read, which is smaller only at the end of the file."""
+        """Fill the buffer. Return the number of bytes read, which is smaller only if the file ends before."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -87,7 +87,7 @@ class Files:
         os.link(old, new)
 
     def stamp(self, path: str) -> tuple[int, int] | None:
-        """Return numbers that change if the file is replaced, or None if there is no such file."""
+        """Return numbers that change if the file is modified or replaced, or None if there is no such file."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:

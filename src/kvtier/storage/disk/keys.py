@@ -121,10 +121,11 @@ class TenantKeys:
         self._stamp = self._files.stamp(self._folder)
         for name in self._names():
             if name.endswith(SUFFIX):
+                path = os.path.join(self._folder, name)
                 try:
-                    self._remember(self._read(os.path.join(self._folder, name)))
-                except FormatError:
-                    foreign.update(self._id_of(os.path.join(self._folder, name)))
+                    self._remember(self._read(path))
+                except (FormatError, FileNotFoundError):
+                    foreign.update(self._id_of(path))
         self.foreign_ids = frozenset(foreign)
 
     def _names(self) -> list[str]:
@@ -134,7 +135,7 @@ class TenantKeys:
             return []  # created with the first key
 
     def _is_current(self, key: TenantKey) -> bool:
-        """True if the file of a key still exists. Otherwise the key is removed from memory."""
+        """True if the file of a key was not deleted or replaced. Otherwise the key is removed from memory."""
         if self._files.stamp(key.path) == key.stamp:
             return True
         self._forget(key)
@@ -194,7 +195,7 @@ class TenantKeys:
     def _id_of(self, path: str) -> Iterator[bytes]:
         try:
             yield _parse(self._content(path))[1]
-        except FormatError:
+        except (FormatError, FileNotFoundError):  # FileNotFoundError: another process has deleted the file
             return
 
     def _content(self, path: str) -> bytes:

@@ -95,7 +95,7 @@ class SlotServer:
             listener, self._listener = self._listener, None
         self._is_closing.set()
         if listener is not None:
-            if socket_stamp(self._folder) == self._stamp:  # otherwise the socket belongs to the owner of a new folder
+            if socket_stamp(self._folder) == self._stamp:  # otherwise the folder was deleted or replaced
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self._folder, SOCKET))
             with contextlib.suppress(OSError):
@@ -156,8 +156,8 @@ class _Session:
         self._methods: dict[str, Callable[[list[Any], bytes], tuple[Values, bytes]]] = {
             "contains": self._contains,
             "hold": self._hold,
-            "quarantine": functools.partial(self._end_hold, slots.quarantine),
-            "forget": functools.partial(self._end_hold, slots.forget),
+            "quarantine": functools.partial(self._for_held, slots.quarantine),
+            "forget": functools.partial(self._for_held, slots.forget),
             "list": self._list,
             "stats": lambda _, __: (list(slots.figures().items()), b""),
             "sequences": lambda values, _: ([slots.next_sequences(int(values[0])).start], b""),
@@ -238,7 +238,7 @@ class _Session:
     def _release(self, places: Iterable[SlotRef]) -> None:
         self._slots.release([self._held[place].pop() for place in places if self._held.get(place)])
 
-    def _end_hold(self, action: Callable[[Entry], None], values: list[Any], _: bytes) -> tuple[Values, bytes]:
+    def _for_held(self, action: Callable[[Entry], None], values: list[Any], _: bytes) -> tuple[Values, bytes]:
         """Call `action` for objects that the client holds. The client releases the holds later."""
         for place in _places(values):
             entries = self._held.get(place)

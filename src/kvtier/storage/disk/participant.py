@@ -22,8 +22,8 @@ from kvtier.storage.disk.space import SlotAllocator
 
 _POLL_S = 0.005  # pause between attempts to lock the folder or to connect to its owner
 _MAX_SILENCE_S = 2.0
-"""Longest wait for the socket of a locked folder. An owner creates its socket directly after it has locked the folder.
-If there is no socket, the owner is closing the store, runs an earlier version of kvtier, or is on another machine."""
+"""Longest wait of `open` for the socket of a locked folder. An owner creates its socket directly after it has locked
+the folder. Without a socket, the owner is closing the store, runs an earlier kvtier, or is on another machine."""
 
 
 class Participant:
@@ -54,8 +54,8 @@ class Participant:
     def slots(self, patience_s: float = _MAX_SILENCE_S) -> SlotAllocator | SlotClient:
         """Return the slots. Connect to the owner or take over the folder, if necessary.
 
-        Raise StoreError if the folder cannot be opened, or if it is locked but has no socket for `patience_s`. Raise
-        OSError if the owner does not answer.
+        Raise StoreError if the folder cannot be opened, or if it is locked but no connection succeeds for `patience_s`.
+        Raise OSError if the owner does not answer.
         """
         if self.owned is not None:
             return self.owned
@@ -98,7 +98,7 @@ class Participant:
         return owned
 
     def leave(self, timeout_s: float) -> bool:
-        """End all connections of the owner, or the connection of a client. Return False if a request hangs."""
+        """End all connections of the owner, or the connection of a client. Return False if a request does not end."""
         if self._server is not None:
             return self._server.close(timeout_s)
         if self.client is not None:

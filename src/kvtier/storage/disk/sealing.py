@@ -16,7 +16,7 @@ The slot contains payload and token ids, encrypted together. Encryption does not
 in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
 The checksum in the record covers only the first 4096 bytes of the payload. It distinguishes versions of an object.
-A reader of the disk sees the sizes of slots, times, and which objects have the same key id, but no block keys.
+A reader of the disk sees bytes 0 to 47 of each record, the sizes of slots and the times of writes, but no block keys.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def seal_record(record: Record, key: TenantKey) -> bytes:
 
 
 def unpack_record(data: bytes, keys: TenantKeys | None) -> Record | Unreadable:
-    """Decode the 256 bytes of a record. With `keys`, it must be sealed. Raise FormatError if the bytes are invalid."""
+    """Decode the 256 bytes of a record, which is sealed if there are `keys`. Raise FormatError if they are invalid."""
     if keys is None:
         return Record.unpack(data)
     if len(data) != RECORD_BYTES or data[:8] != MAGIC or data[8:10] != _VERSION.pack(VERSION):

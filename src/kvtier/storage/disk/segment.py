@@ -21,8 +21,8 @@ The payload is written before the record, so a process that dies while it writes
 is blanked, which means overwritten with zeros, before the slot is written again. If the disk reordered these writes
 before a power failure, the checksum in the record does not match the payload.
 
-A table gets its final name when its superblock and all slots are on disk. If only one of the two files exists, the
-creation or deletion of the segment was interrupted.
+A table gets its final name when both files are complete on disk. If only one of the two files exists, the creation or
+deletion of the segment was interrupted.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SegmentHeader:
 
     @classmethod
     def fitting(cls, number: int, slot_bytes: int, segment_bytes: int, *, is_sealed: bool = False) -> SegmentHeader:
-        """Return the header with as many slots as fit into `segment_bytes`, at least one."""
+        """Return the header with as many slots as fit into `segment_bytes`: at least one and at most MAX_SLOTS."""
         room = segment_bytes - SUPERBLOCK_BYTES - ALIGNMENT
         return cls(number, slot_bytes, min(MAX_SLOTS, max(1, room // (slot_bytes + RECORD_BYTES))), is_sealed)
 
@@ -106,7 +106,7 @@ class SegmentHeader:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> SegmentHeader:
-        """Decode a superblock. Raise FormatError if it is invalid."""
+        """Decode a superblock. Raise FormatError if it is invalid, or VersionError if its version is too new."""
         if len(data) < SUPERBLOCK_BYTES:
             raise FormatError(f"a superblock has {SUPERBLOCK_BYTES} bytes, but the file has {len(data)}")
         magic, version, record_bytes, number, slot_bytes, num_slots = _FIELDS.unpack_from(data)

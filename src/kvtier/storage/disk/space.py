@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return the size, rounded up by less than 4096 bytes or a sixteenth (if this is more), so that few sizes occur."""
+    """Return `nbytes`, rounded up by less than 4096 bytes or a sixteenth (if this is more), so that few sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
@@ -192,9 +192,9 @@ class SlotAllocator:
     def reserve(self, record: Record, *, sync: bool) -> SlotRef | ObjectResult:
         """Reserve a slot for an object. Evict other objects if space is short.
 
-        Return a slot whose record is blank. Return a result instead if an equal object is already stored or if there is
-        no room. With `sync`, an already stored object is flushed to the disk. A sealed object is never compared with
-        the stored one.
+        Return a slot whose record is blank. Return a result instead if an equal object is already stored, if there is
+        no room, or if the daily limit is reached. With `sync`, an already stored object is flushed to the disk. A
+        sealed object is never compared with the stored one.
         """
         if record.seal is None and self._use_same(record, sync):
             return ALREADY_STORED
@@ -286,7 +286,7 @@ class SlotAllocator:
         self._wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Free reserved slots that were not published. A slot whose record cannot be blanked is never reused."""
+        """Free unpublished slots: later if a client is still writing, never if the record cannot be blanked."""
         for place in places:
             try:
                 self._blank([place])
@@ -409,7 +409,7 @@ class SlotAllocator:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, including files in quarantine."""
+        """Bytes of all segment files, including those in quarantine."""
         return self._catalog.file_bytes + self._quarantine_bytes
 
     # --- making room
@@ -475,7 +475,7 @@ class SlotAllocator:
             raise OSError(errno.ESTALE, f"the folder {self._folder!r} was deleted or replaced; open the store again")
 
     def _create(self, shape: SegmentHeader) -> Segment:
-        """Create a segment with the next number whose file names are not in use, for example by links or folders."""
+        """Create a segment with the next number. Skip numbers whose file names exist, for example as folders."""
         self._check_folder()
         while True:
             self._last_number += 1

@@ -57,7 +57,7 @@ KEYS = "keys"
 """Name of the folder with the keys of an encrypted store, in the folder of the store."""
 FOUND = ObjectResult(ObjectStatus.FOUND)
 _OWNER_ENDED = ObjectResult(ObjectStatus.FAILED, reason="the process that managed the folder has ended")
-"""Result of an object whose owner has ended. `_call` recognises it by identity and tries again with the next owner."""
+"""Result if the folder's owner has ended. `_call` recognises it by identity and tries again with the next owner."""
 _MIN_ANSWER_S = 1.0
 """Minimum timeout of a request to the owner."""
 Slots = SlotAllocator | SlotClient
@@ -194,7 +194,7 @@ class DiskStore:
         return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory in the order of slots. The inventory is in memory, so there is no I/O."""
+        """Return a page of the inventory in the order of slots. The owner has it in memory, so nothing is read."""
         begin = self._meter.begin()
         segment, _, slot = cursor.partition(":")
         records = self._ask(lambda slots: slots.list_after(int(segment or 0), int(slot or 0), limit + 1), timeout_s)
@@ -230,13 +230,13 @@ class DiskStore:
             raise StoreError(f"flushing the store in {self._folder!r} failed at close: {errors[0]}")
 
     def _flush(self) -> list[OSError]:
-        """Flush everything and end the connections. Return the errors. This call hangs if the disk hangs."""
+        """Flush everything twice and end the connections. Return the errors of both. Hangs if the disk hangs."""
         slots = self._participant.owned or self._participant.client
-        errors = [] if slots is None else slots.sync_all()  # before `leave`, so that other processes wait less
+        errors = [] if slots is None else slots.sync_all()  # most bytes, before `leave` makes other processes wait
         while not self._participant.leave(self._timeout_s):
             pass  # a request of another process hangs
         owned = self._participant.owned
-        return errors if owned is None else owned.sync_all()
+        return errors if owned is None else errors + owned.sync_all()  # the kernel reports an error only once
 
     @property
     def stats(self) -> StoreStats:
@@ -447,8 +447,8 @@ class DiskStore:
     ) -> bool:
         """True if an equal sealed object is stored.
 
-        The checksum of a sealed object covers only its beginning. If it is equal, the stored object is read and
-        compared.
+        The checksum of a sealed object covers only its beginning. If the records agree, the stored object is read
+        and compared.
         """
         entry = slots.hold([record.key])[0]
         if entry is None:

@@ -21,7 +21,7 @@ _HOURS = 25  # the current hour and the 24 hours before it
 
 
 class WriteBudget:
-    """Bytes written by hour. `max_day_bytes` of 0 means no limit. Thread-safe."""
+    """Counts the bytes written in each hour. `max_day_bytes` of 0 means no limit. Thread-safe."""
 
     def __init__(self, folder: str, max_day_bytes: int, clock: Callable[[], float]) -> None:
         self._path, self.max_day_bytes, self._clock = Path(folder) / WRITTEN, max_day_bytes, clock
@@ -62,7 +62,7 @@ class WriteBudget:
             return ""
 
     def save(self) -> None:
-        """Write the file, if there is a limit and something was written."""
+        """Write the file, if there is a limit and the file lacks some of the written bytes."""
         with self._lock:
             if self.max_day_bytes and self._unsaved_bytes:
                 self._save()

@@ -43,7 +43,7 @@ class RequestSize:
     max_put_bytes: int = 4 << 20
     """Maximum bytes of one write request."""
     num_puts: int | None = None
-    """Number of write requests per batch, unless they would exceed `max_put_bytes`. None means one per thread."""
+    """Number of write requests per large batch; `max_put_bytes` may require more. None means one per thread."""
 
 
 class Bucket(Protocol):

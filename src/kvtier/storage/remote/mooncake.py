@@ -44,7 +44,7 @@ class MooncakeBucket:
 
     # The client moves the objects of one request in parallel, so parallel requests are not faster. 32 objects of 1 MiB
     # reach 1,117 MiB/s in one request, 799 MiB/s in two parallel requests and 769 MiB/s in four (2026-11-15, TCP,
-    # loopback, 2 cores). The default is therefore one thread, and one request for all puts of a batch.
+    # loopback, 2 cores). The default is therefore one thread, and one put request per 64 MiB of a batch.
     request_size = RequestSize(max_names=1024, max_put_bytes=64 << 20)
 
     def __init__(
@@ -149,7 +149,7 @@ class MooncakeBucket:
     def delete(self, names: Sequence[str]) -> list[bool]:
         """Delete objects by force. Without force, the master keeps an object that was read in the last 10 s (default).
 
-        A concurrent read may then get the bytes of a new object in the same memory.
+        A forced deletion has a drawback: a concurrent read may get the bytes of a new object in the same memory.
         """
         codes = self._client.batch_remove(self._full(names), True)
         self._check(codes, (_OK, *_GONE))

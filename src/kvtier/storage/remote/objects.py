@@ -1,4 +1,4 @@
-"""ObjectBucket: blocks in S3, Google Cloud Storage, Azure Blob Storage or a compatible server. Needs the extra `s3`.
+"""ObjectBucket: blocks in S3, Google Cloud Storage, Azure Blob Storage or a compatible server (extra `s3`).
 
 A request to these servers handles one object, so requests run in parallel, one per thread. A put without `replace`
 fails if the name exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again
@@ -100,7 +100,7 @@ def _no_retries(timeout_s: float) -> RetryConfig:
 
 
 class ObjectBucket:
-    """Objects of one client. Names start with `prefix` and a slash. Raises BucketError if the bucket cannot be read."""
+    """Objects of one bucket, at `prefix`/name (without a prefix: name). Raises BucketError if it cannot be read."""
 
     request_size = RequestSize(max_names=1)
 
@@ -149,7 +149,7 @@ class ObjectBucket:
         return paths
 
     def reset(self) -> None:
-        """Do nothing, because over HTTP no late response can be mistaken for the response to a later request."""
+        """Do nothing. Over HTTP, a late response cannot be mistaken for the response to a later request."""
 
     def close(self) -> None:
         """Do nothing, because the client closes its connections when it is garbage-collected."""

@@ -1,7 +1,7 @@
 """RedisBucket: blocks on a Redis or Valkey server, or a cluster. Needs the extra `redis`.
 
-Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK, or one pipeline per node of a cluster. Redis evicts on
-its own (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
+Except SCAN, every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK, or one pipeline per node of a cluster.
+Redis evicts on its own (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are s
 _READ_BYTES = 1 << 18  # per recv; 576 MiB/s with 256 KiB, 493 MiB/s with 64 KiB (values of 1 MiB, loopback, 2026-11-15)
 
 
-# A server runs one command at a time, so parallel puts only cost CPU time. To write 32 objects of 1 MiB, one request
-# reaches 0.87 to 0.97 of the raw client's rate, and eight requests on four threads reach 0.78 to 0.87. On a cluster,
-# one request reaches 0.76, and eight reach 0.86 (two cores, one of them used by the server, 2026-11-15).
+# A server runs one command at a time, so parallel puts cost CPU time. On two cores, one of them used by the server, a
+# write of 32 objects of 1 MiB in one request reaches 0.87 to 0.97 of the raw client's rate, and eight requests on four
+# threads reach 0.78 to 0.87 (cluster: 0.76 and 0.86; 2026-11-15). From four cores on, a batch has several requests.
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
@@ -118,7 +118,7 @@ class RedisBucket:
                 raise
             replies = dict.fromkeys(range(len(names)), error)
         moved = [index for index, reply in replies.items() if isinstance(reply, (*_MOVED, BucketError))]
-        if moved and self._is_cluster:  # the client's pipeline follows moved slots, but needs values in one piece
+        if moved and self._is_cluster:  # the client's pipeline follows moved hash slots, but needs values in one piece
             replies |= self._send_joined(moved, names, values, scratch)
         _raise_errors(replies.values(), _is_out_of_memory)
         return [Put.STORED if not isinstance(replies[i], Exception) else Put.FULL for i in range(len(names))]
@@ -205,7 +205,7 @@ class RedisBucket:
     def _send_joined(
         self, chosen: Sequence[int], names: Sequence[str], values: Sequence[Parts], scratch: Scratch
     ) -> dict[int, Any]:
-        """Set values through the client's pipeline, which follows moved slots."""
+        """Set values through the client's pipeline, which follows moved hash slots."""
         sizes = [sum(map(len, values[index])) for index in chosen]
         memory, commands = scratch.take(sum(sizes)), []
         for index, nbytes in zip(chosen, sizes, strict=True):
@@ -216,7 +216,7 @@ class RedisBucket:
     def _packed(
         self, names: Sequence[str], values: Sequence[Parts], chosen: Sequence[int]
     ) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of SET commands. Each value is computed after the previous values have been sent."""
+        """Yield the bytes of SET commands. A value is computed after the large pieces of earlier values were sent."""
         text = bytearray()
         for index in chosen:
             parts = values[index]

@@ -40,10 +40,10 @@ Response = TypeVar("Response")
 Work = Callable[[Sequence[int], Batch, Scratch], None]
 """Handles the objects of one request, given their indices in the batch."""
 DEFAULT_RETRIES = 2  # further attempts after a transient error
-_MIN_SHARE_BYTES = 1 << 20  # a batch is not split into requests with fewer bytes than this
+_MIN_SHARE_BYTES = 1 << 20  # a batch is not split into smaller requests just to use more threads
 _MAX_READ_BYTES = 4 << 20
-"""Size of a read request. In a larger request, values would leave the CPU cache before they are verified, and a late
-request would run longer. In a smaller request, the round trip would matter."""
+"""Limit of a read request; a larger object has its own request. In a larger request, values would leave the CPU cache
+before they are verified, and a late request would run longer. In a smaller request, the round trip would matter."""
 
 
 class RemoteStore:
@@ -232,7 +232,7 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
-        """Split objects into one request per thread (or `num_puts`); fewer if these are small, more if too large."""
+        """Split objects into one request per thread (puts: `num_puts`); fewer if they are small, more if large."""
         limits = self._bucket.request_size
         max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
@@ -262,7 +262,7 @@ class RemoteStore:
     def _request(
         self, batch: Batch, request: Callable[Arguments, Response], *args: Arguments.args, **options: Arguments.kwargs
     ) -> Response:
-        """Send a request. Transient errors are retried until the call has returned."""
+        """Send a request. After a transient error, retry up to `num_retries` times, unless the call has returned."""
         attempt = 0
         while not batch.is_expired:
             try:
