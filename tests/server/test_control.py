@@ -85,9 +85,14 @@ def test_state_reports_hits_by_tier_and_bytes_by_direction(tiered):
     assert all(0 <= point["hit_rate"] <= 1 for point in ghost["points"])
 
 
-def test_state_estimates_hit_rates_of_learned_policy(tiered):
+def test_state_estimates_hit_rates_of_learned_policy(tiered, start):
     ask(tiered, fresh())
     ghost = tiered.state()["ghost"]
+    assert ghost["policy"] == "learned"
+    assert "learned" not in ghost  # the points are already those of the learned policy
+    other = start("--policy", "lru")
+    ask(other, fresh())
+    ghost = other.state()["ghost"]
     assert ghost["policy"] == "lru"
     assert [point["num_blocks"] for point in ghost["learned"]] == [point["num_blocks"] for point in ghost["points"]]
 
@@ -153,7 +158,7 @@ def test_control_prompt_can_be_tokens_or_messages_with_salt(tiered):
 def test_reset_clears_the_disk_only_if_requested(tiered):
     prompt = fresh()
     ask(tiered, prompt)
-    control(tiered, "demote", {"prompt": prompt})  # the blocks of the prompt are now on disk
+    control(tiered, "demote", {"prompt": prompt})  # copies the blocks to the host and the disk first
     control(tiered, "reset")
     assert tiered.state()["tiers"][0]["num_used"] == 0
     # The last block is not fetched, because the last token is always computed.

@@ -34,7 +34,7 @@ class TierOptions:
 
     block_tokens: int = option(16, "tokens per block")
     blocks: int = option(1024, "number of blocks in device memory")
-    host_blocks: int = option(0, "number of blocks in host memory; 0: no host tier")
+    host_blocks: int = option(0, "blocks in host memory; 0: none, with a store as many as --blocks")
     disk: str = option("", "folder of the disk tier, whose contents survive restarts", metavar="FOLDER")
     disk_bytes: str = option("8GiB", "size of the disk tier", metavar="SIZE")
     disk_bytes_per_day: str = option("", "limit of the bytes written to the disk tier in 24 hours", metavar="SIZE")
@@ -42,7 +42,7 @@ class TierOptions:
     shared: tuple[str, ...] = option((), "store shared with other servers; repeatable", metavar="URL")
     kv_shards: int = option(0, "number of objects per stored block, split by KV heads; 0: one per rank")
     """Servers that share a store need the same value."""
-    policy: str = option("lru", "eviction policy of the memory tiers", choices=_POLICIES)
+    policy: str = option("learned", "eviction policy of the memory tiers", choices=_POLICIES)
     write: str = option("write_through", "when to copy blocks to the next tier", choices=_WRITES)
     wait_seconds: float = option(5.0, "longest wait for blocks from stores")
     always_load: bool = option(False, "load cached blocks even if computing them is faster")
