@@ -209,7 +209,7 @@ class Lab:
                 assert worker.device[int(allocation.table[block])] == content(allocation.chain, block), block
 
     def compute(self, allocation: Allocation) -> None:
-        """Compute all tokens of a request in one step."""
+        """Compute all blocks of a request that were not cached, in one step, and publish them."""
         self.manager.on_scheduled(allocation, now=self.now)
         for worker in self.workers:
             for block in range(allocation.lease.num_matched, len(allocation.table)):

@@ -99,6 +99,7 @@ def disk_at(folder) -> DiskStore:
 
 
 def draft_of(key: bytes) -> bytes:
+    """Return the key under which a store keeps the group draft-1 of a block."""
     mask = hashlib.sha256(b"group draft-1").digest()
     return bytes(each ^ other for each, other in zip(key, mask, strict=True))
 

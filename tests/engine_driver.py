@@ -60,7 +60,7 @@ def run_schedule(driver: Driver, steps: list[dict[int, list[int]]]) -> dict[int,
 
 
 def greedy(driver: Driver, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Add one prompt per step while the earlier sequences decode. Return the greedy tokens of each sequence."""
+    """Add one prompt per step while the earlier sequences decode. Return `count` greedy tokens of each sequence."""
     found: list[list[int]] = [[] for _ in prompts]
     for step in range(len(prompts) + count):
         running = {i: [found[i][-1]] for i in range(min(step, len(prompts))) if len(found[i]) < count}

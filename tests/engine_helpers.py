@@ -184,7 +184,7 @@ class Recorder(Model):
 def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Engine, Recorder]:
     """Return an engine and the Recorder that is its model.
 
-    Several engines can share a Recorder if each engine has ended before the next one is made.
+    Several engines can share a Recorder if each engine has finished its work before the next engine is made.
     """
     recorder = recorder or Recorder(model)
     recorder.engine = make_engine(recorder, *args, **options)

@@ -51,15 +51,15 @@ class Router:
         self._socket.connect(endpoint)
         self._socket.subscribe(b"")
         self.next = 0
-        """The next sequence number, or 0 before the first message."""
+        """Sequence number of the next message to apply."""
         self.num_events = 0
         self.blocks: Contents = {}
         """Parent, tokens and extra keys of each block, by medium and hash."""
 
     def receive(self, *, milliseconds: int = 0, loses=lambda: False) -> None:
-        """Apply all messages that have arrived, except messages for which `loses` returns True.
+        """Apply the messages that have arrived, except those for which a call of `loses` returns True.
 
-        If a sequence number is missing, request the missing messages.
+        If a message has a higher number than `next`, request all messages from number `next` on.
         """
         while self._socket.poll(milliseconds):
             _, number, payload = self._socket.recv_multipart()
@@ -106,7 +106,10 @@ class Router:
 
 
 def contents_of(tree: RadixTree) -> Contents:
-    """Return the readable blocks of a tree in the form in which a Router with full keys stores them."""
+    """Return the readable blocks of a tree in the form of `Router.blocks`.
+
+    The block hashes in the events must be full keys (`int_hashes=False`).
+    """
     found: Contents = {}
     for node in tree.nodes():
         above = last_key(node.parent, tree.namespace) if node.parent.keys else None

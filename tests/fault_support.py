@@ -51,7 +51,8 @@ class FaultyModel(Model):
             if request.num_new_tokens < self.ages.get(request.id.split("#")[0], 1 << 30):
                 continue
             table = np.asarray(request.allocation.table)
-            places = np.minimum(positions // 4, len(table) - 1)  # only one request writes to a block
+            # A block is written by only one request, so the block that a row writes identifies its request.
+            places = np.minimum(positions // 4, len(table) - 1)
             mine = (table[places] == blocks) & (places == positions // 4)
             found[torch.from_numpy(mine).to(found.device)] = torch.tensor(self.value, device=found.device)
         return found
@@ -184,7 +185,7 @@ def other(number):
 def victim(stage, number):
     """Return the prompt and the parameters of a victim, and its age.
 
-    The age is the number of tokens before the victim fails, for the stages that can count tokens.
+    The age is the number of tokens after which the victim fails. Some stages ignore it.
     """
     random = np.random.default_rng([2, number])
     age = int(random.integers(0, 4))
@@ -294,7 +295,7 @@ def inject(run, monkeypatch):
 
 
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
-    """Run requests together with victims that fail at `stage`, then without victims, and compare the answers.
+    """Run requests together with victims that fail at `stage`, and again without victims. Compare the answers.
 
     If `exact`, log-probabilities are compared bit by bit. This needs a batch-invariant model.
     """

@@ -1,6 +1,7 @@
 """A small server with the part of Google Cloud Storage's XML API that obstore uses. It checks the bearer token.
 
-No emulator on PyPI or npm has this API: gcp-storage-emulator 2026.7.19 sends no ETag, which the client requires.
+No emulator on PyPI or npm works with obstore. For example, obstore requires an ETag, but gcp-storage-emulator 2026.7.19
+sends none.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Compare answers of engines with small tiers and faults with answers of engines without a cache, on a GPU.
+"""Run engines with small caches and injected faults on a GPU, and check all answers.
 
 PYTHONPATH=src:.:tests python -m gpu_answers --answers 50000 --processes 14
 
 Every process runs engines one after the other, with one or two steps in flight. There are arrivals, aborts,
-preemptions and failing modules. Two thirds of the engines also have a host tier with failing copies, and a store with
-errors and flipped bits. The model computes each logit from the tokens that it reads back from the cache in float32, so
-a wrong block changes the answer. The first difference is an error.
+preemptions and failing modules. Two thirds of the engines have a host tier with failing copies, and a store with
+errors, flipped bits and cut objects. The model computes each logit from the tokens that it reads back from the cache,
+so a wrong block changes the answer. Each answer is compared with that of an engine without faults and prefix caching.
+The first difference ends the run with an error.
 """
 
 from __future__ import annotations

@@ -128,11 +128,11 @@ class Holder:
     priority: int = 0
     ttl: float = math.inf
     spare: list[int] = field(default_factory=list)
-    """Slots of blocks that another lease had already published."""
+    """Slots of computed blocks of which the device already held a copy."""
     stopped: str | None = None
     num_matched: int = 0
     unused_blocks: bool = False
-    """True if the lease has published blocks and has not used its path since then."""
+    """True if the lease has added blocks to the tree and has not used its path since then."""
 
     @property
     def end(self) -> Block:
@@ -282,9 +282,9 @@ class Model:
         return [salt] * excess + [None] * (short - excess)
 
     def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[Name]) -> None:
-        """Evict all blocks of a tier except `left`.
+        """Evict all blocks of a tier except the blocks named in `left`.
 
-        Check that a valid eviction order removes exactly the other blocks.
+        Check that a valid eviction order removes exactly the evicted blocks.
         """
         stayed = set(left)
         evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
@@ -341,7 +341,8 @@ class Model:
     def check_pulled(self, tier: int, pulled: set[Name]) -> None:
         """Check the blocks that the tree has just chosen as next victims.
 
-        None of them has a higher priority or a later use than a leaf that was not chosen.
+        A chosen leaf has at most the priority of any leaf that was not chosen. With exact LRU and equal priorities, the
+        chosen leaf was not used later than the other leaf.
         """
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}

@@ -68,7 +68,8 @@ class CacheReader(Model):
     def expected(self, number: int) -> Answer:
         """Run only this case, on an engine with one phase and without prefix caching. Return the answer."""
         if number not in self._answers:
-            engine = Engine(self, config=EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False), graph_sizes=()))
+            config = EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False), graph_sizes=(), phases=1)
+            engine = Engine(self, config=config)
             name = engine.add(*CASES[number])
             self._answers[number] = finish(engine)[name]
             engine.close()
@@ -90,7 +91,7 @@ class Alternating:
 
 
 class Proposer:
-    """Drafts up to three tokens of the right answer, sometimes followed by a random token."""
+    """Drafts up to three tokens: tokens of the right answer, sometimes followed by a random token."""
 
     models, num_tokens = (), 3
 
@@ -136,7 +137,7 @@ CASES_BY_PROMPT = {prompt: number for number, (prompt, _) in enumerate(CASES)}
 
 
 def random_faults(chance: random.Random):
-    """Make a third of the calls of a store fail with errors, flipped bits or cut objects."""
+    """Yield a fault for each call of a store: in a third of the calls an error, a flipped bit or a cut object."""
     while True:
         kinds = Fault("an error"), Fault(flip_bit=chance.randrange(1 << 12)), Fault(cut_to=100)
         yield chance.choice(kinds) if chance.random() < 0.33 else Fault()
@@ -157,7 +158,8 @@ def break_copies(engine: Engine, chance: random.Random, share: float) -> None:
 class Life:
     """Random requests on one engine.
 
-    With `below`, the engine has the tiers below the device: host memory and a store. Some copies and store calls fail.
+    With `below`, the engine has host memory and a store, and some copies and store calls fail. Otherwise it has no
+    store, and some seeds have no host memory.
     """
 
     def __init__(self, model: CacheReader, seed: int, phases: int, *, below: bool = False) -> None:
@@ -264,7 +266,7 @@ class Life:
 def check_lives(
     model: CacheReader, phases: int, seeds: Iterable[int], num_steps: int, *, below: bool = False
 ) -> Counter[str]:
-    """Run engines one after the other for `num_steps` steps each. Return the number of events by name."""
+    """Run engines one after the other for `num_steps` steps each. Check the answers, and return event counts."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         life = Life(model, seed, phases, below=below)

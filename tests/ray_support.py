@@ -88,7 +88,7 @@ class Fleet:
         )
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Return the process ids and the node of each replica that accepts calls."""
+        """Return the name, the process ids and the node of each replica that accepts calls."""
         from ray import serve
 
         handle = serve.get_deployment_handle("engine", APPLICATION)
@@ -165,7 +165,7 @@ class Load:
                 self.answers.append((prompt, ask(client, prompt, self.max_tokens, stream=self.stream)))
             except openai.OpenAIError as error:
                 self.errors.append(error)
-                time.sleep(0.05)  # no replica runs: wait before the next attempt
+                time.sleep(0.05)  # perhaps no replica runs, so wait before the next attempt
             except httpx.TransportError as error:  # the openai client does not wrap errors inside a stream
                 self.errors.append(error)
         client.close()

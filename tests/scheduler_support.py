@@ -14,7 +14,7 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""Result of a row whose loads failed, which the scheduler must ignore. The simulated model never samples token 77."""
+"""Result that the scheduler must ignore, as after a failed load. The simulated model never samples token 77."""
 
 
 class Inputs(NamedTuple):
@@ -30,8 +30,9 @@ class Inputs(NamedTuple):
 
 
 class Device:
-    """Simulated memory and model. `kv` and `host` map (slot, offset) to the prefix whose KV is there.
+    """Simulated memory and model.
 
+    `kv` and `host` map (slot, offset) to the token whose KV is there, preceded by all earlier tokens of its sequence.
     `move` executes transfers. Until a transfer is executed, its target slots contain the mark "rubbish".
     """
 
@@ -58,7 +59,10 @@ class Device:
     def run(
         self, step: Step, finish: set[str] = frozenset(), *, scheduler: Scheduler | None = None, ok: bool = True
     ) -> list[RowResult]:
-        """Compute a step after its loads have been executed and reported. With ok=False, the loads fail."""
+        """Queue the transfers of a step, execute and report its loads, and compute its rows.
+
+        With ok=False, the loads fail.
+        """
         return self.compute(step, self.submit(step), finish, scheduler=scheduler, ok=ok)
 
     def submit(self, step: Step) -> list[Inputs]:
@@ -189,8 +193,9 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
-                # If a partial hit is given up because of a shortage, the row ends up to BLOCK - 1 tokens before the end
-                # of its slots. Such a request looks like one without a partial hit, so this is allowed for both.
+                # If a shortage makes the manager give up a partial hit, the row stops up to BLOCK - 1 tokens earlier,
+                # but its slots stay reserved. Such a request looks like one without a partial hit, so the check allows
+                # this for both.
                 ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"
@@ -210,7 +215,7 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
 
 
 def _continues(row: Row) -> bool:
-    """True if the request had computed its whole prompt before this row."""
+    """True if only the newest known token of the request remained to be computed, as for a generating request."""
     return row.first > 0 and row.wants_token and row.num_tokens - row.num_draft == 1
 
 

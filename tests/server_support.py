@@ -98,7 +98,7 @@ class ServerProcess:
         return state
 
     def stop(self, seconds: float = 60) -> int:
-        """Send SIGTERM and return the exit code."""
+        """Close the clients, send SIGTERM if the server still runs, and return its exit code."""
         for client in self._clients.values():
             client.close()
         if self.process.poll() is None:

@@ -90,7 +90,7 @@ class Victim:
         self.num_stored = 0
 
     def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
-        """Start a writer. Read `num_lines` lines from it, wait `spin_ns` ns, kill it and read its last lines."""
+        """Start a writer. Read `num_lines` lines or more, wait `spin_ns` ns, kill it and read its last lines."""
         print("go", seed, sync.value, file=self._process.stdin, flush=True)
         word, pid = self._process.stdout.readline().split()
         while word != "pid":  # the first lines of the writer can arrive before the line of the parent
@@ -106,7 +106,7 @@ class Victim:
             self._take(*line)
 
     def inspect(self) -> Damage:
-        """Open the store and read all objects. Replace `possible` by the versions that were read."""
+        """Open the store and read all objects. Set `possible` to the versions that match; None if a read failed."""
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
@@ -125,7 +125,7 @@ class Victim:
         return damage
 
     def _leaked(self, store: DiskStore) -> int:
-        """Return the number of bytes in the folder that the store does not count as used."""
+        """Return the number of bytes that the store does not count as used, in all files except LOCK and keys."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
         files = [path for path in files if path.parent.name != "keys"]
         return sum(path.stat().st_size for path in files) - store.stats.used_bytes
@@ -150,9 +150,9 @@ class Damage:
 
     found: int
     lost: int
-    """Number of missing objects that were reported as stored."""
+    """Number of objects that must be in the store but could not be read."""
     corrupt: int
-    """Number of objects that are damaged or contain bytes that were never written."""
+    """Number of objects that were quarantined or that contain the bytes of no possible version."""
     evicted: int
     leaked_bytes: int
 

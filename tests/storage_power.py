@@ -28,7 +28,7 @@ class Versions:
 
     def check_read(self, store: DiskStore, number: int) -> int | None:
         """Read an object, check its bytes and return its version, or None if the object is missing."""
-        for version, nbytes in reversed([*enumerate(self.sizes[number])]):
+        for nbytes in reversed(self.sizes[number]):
             result, target = get(store, number, nbytes)
             if not result.ok:
                 assert target == b"\xee" * nbytes, "a miss changed the caller's memory"
@@ -37,16 +37,16 @@ class Versions:
                 continue  # the stored version has another size
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
             found = [v for v in matching if payload_of(number, nbytes, v) == target]
-            assert found, f"object {number} has bytes that were never written; its last version is {version}"
+            assert found, f"object {number} has {nbytes} bytes, which are those of no version of this size"
             return found[-1]
         return None
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk until the power fails, just before the disk operation with number `at`.
+    """Runs calls on a simulated disk until the power fails: before disk operation number `at`, or after the last call.
 
-    `left` is the disk after the failure. `durable` maps the number of each object whose state was reported as durable
-    to its version, or to None if the object was removed.
+    `left` is the disk after the failure. `durable` contains the objects whose last change was reported as durable, but
+    no evicted objects. It maps the number of an object to its version, or to None if the object was removed.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PowerFailure:
         self.store.close()
 
     def inspect(self) -> Checked:
-        """Open the store after the failure and read all objects. Then write all objects again and read them."""
+        """Open the store after the failure and read all objects. Then write each object again and read it."""
         store = self.reopen()
         found = lost = refilled = 0
         for number in range(12):
@@ -143,7 +143,7 @@ class Checked:
     lost: int
     """Number of durable objects whose state differs from the reported state."""
     refilled: int
-    """Number of objects that were found after all 12 objects had been written again."""
+    """Number of the 12 objects that were read correctly after they had been written again."""
     leaked_bytes: int
     """Number of quarantined bytes. It must be 0, because nothing was damaged."""
 

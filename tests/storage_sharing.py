@@ -52,7 +52,7 @@ def content_of(number: int, version: int) -> bytes:
 
 
 def version_in(number: int, content: bytes) -> int | None:
-    """Return the version of an object, or None if it has bytes that were never written."""
+    """Return the version that `content` names, or None if `content` differs from this version."""
     _, version = _HEAD.unpack_from(content)
     return version if content == content_of(number, version) else None
 
@@ -67,7 +67,7 @@ class Worker:
         self._store = open_folder(folder, workload, sync)
         self._own = range(place * NUMBERS_PER_PLACE, (place + 1) * NUMBERS_PER_PLACE)
         self._last: dict[int, int | None] = {}
-        """Version of each own object after the last call that stored or removed the object."""
+        """Version of each own object after the last call that stored it, or None if it was removed since."""
 
     def say(self, *words: object) -> None:
         os.write(1, (" ".join(map(str, (self._place, *words))) + "\n").encode())
@@ -218,7 +218,7 @@ class Crowd:
             self.possible[number].add(version if word == "trying" else None)
 
     def inspect(self) -> dict[str, int]:
-        """Open the store after the end of all workers and read all objects. All numbers except `found` must be 0."""
+        """Open the store after the end of all workers and read all objects. Return counts. Only `found` may be > 0."""
         store = open_folder(self.folder, self.workload)
         found = lost = corrupt = 0
         for number, possible in self.possible.items():

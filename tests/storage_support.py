@@ -59,7 +59,7 @@ def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> 
 
 
 def check_disk(store: DiskStore) -> None:
-    """Raise AssertionError if the metadata and the files of an idle store are inconsistent.
+    """Raise AssertionError if the metadata of an idle store is inconsistent or has lost slots.
 
     The store must own its folder, and all other stores in the folder must be closed.
     """
@@ -141,7 +141,8 @@ class Fault:
 class FaultyStore:
     """A MemoryStore that applies the next fault to each call.
 
-    A hang advances the clock by the timeout of the call. `scan` only fails: it changes neither objects nor the clock.
+    A hang advances the clock by the timeout of the call. In `scan`, an error or a hang only makes the call fail, and
+    other faults have no effect.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Called before each operation with the operation's name and number. The function may raise or block."""
+        """Called before each operation that `_step` counts, with its name and number. The call may raise or block."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000
@@ -368,7 +369,7 @@ class SimulatedDisk:
 
 
 def _name(path: str) -> str:
-    """Return the file name relative to the folder of the store, including the folder `quarantine` or `keys`."""
+    """Return the path relative to the folder of the store: NAME, quarantine/NAME or keys/NAME."""
     place = Path(path)
     return f"{place.parent.name}/{place.name}" if place.parent.name in ("quarantine", "keys") else place.name
 

@@ -244,7 +244,7 @@ def test_calls_after_close_raise_and_close_is_idempotent(store):
 
 
 def test_concurrent_threads_never_read_wrong_bytes(store):
-    """Read, write and remove objects concurrently in a store that is too small for all objects."""
+    """Read, write and remove objects concurrently. Some of the tested stores are too small for all objects."""
     problems = []
 
     def work(seed):

@@ -16,7 +16,7 @@ class Faults:
     """Faults to inject. An offset counts the bytes that the server has sent over all connections."""
 
     refuses: int = 0
-    """The next `refuses` new connections are closed at once."""
+    """The next `refuses` new connections are closed at once. The first of them ends all other faults."""
     hangs: bool = False
     """True if the proxy forwards nothing in either direction."""
     delay_s: float = 0.0
@@ -26,7 +26,7 @@ class Faults:
     cut_at: int | None = None
     """Offset at which the connection is closed."""
     hangs_at: int | None = None
-    """The proxy forwards no data that the server sends after this offset. The piece that contains it is held, too."""
+    """The proxy forwards neither the piece with the byte at this offset nor later data from the server."""
     latency_s: float = 0.0
     """Delay before the first piece of each answer."""
 
@@ -138,7 +138,10 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Faults], None]]]:
-    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and method `set`."""
+    """Run a Proxy in another process, so that it does not slow down a benchmark.
+
+    Yield its port and a function that calls its method `set`.
+    """
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(upstream, child_end), daemon=True)

@@ -58,7 +58,7 @@ FINAL_STATUSES = (TicketStatus.FINISHED, TicketStatus.CANCELLED, TicketStatus.FA
 
 
 def check_pipeline(pipeline: Pipeline) -> None:
-    """Raise AssertionError if a row is duplicated, batches in flight are miscounted, or an ended request is listed."""
+    """Raise AssertionError if the rows, the number of batches in flight, or the lists of requests are inconsistent."""
     order, num_in_flight, free = pipeline._order, pipeline.num_in_flight, pipeline._free
     assert [*order.row_of] == [*order.tickets], f"a request has two rows or no row: {order.tickets}"
     assert [*order.row_of.values()] == [*range(len(order.tickets))], order.row_of

@@ -81,7 +81,7 @@ class Faults:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Runs random requests, aborts, preemptions, faults and operations on three tiers."""
+    """Runs random requests, aborts, preemptions, faults and operations on two or three tiers."""
 
     device: ClassVar[str] = "cpu"
     steps: ClassVar[Counter[str]] = Counter()

@@ -19,7 +19,7 @@ FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
 
 @st.composite
 def groups(draw, name="main"):
-    """Draw an attention or MLA cache group of any element type, with or without scales, indexers and draft layers."""
+    """Draw an attention or MLA cache group of some element type, with or without scales, indexers and draft layers."""
     tokens = draw(st.sampled_from([1, 4, 16]))
     element = draw(st.sampled_from([dt.u8, dt.f16, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extra = [
@@ -127,7 +127,7 @@ def run_in_thread(function):
 
 
 class SteppedMover:
-    """A mover that waits for a permit from the test before each copy, and records the host slots of each copy."""
+    """Executes copies for a TransferManager, each after a permit from the test. Records the host slots of each copy."""
 
     def __init__(self):
         self.permits, self.host, self.slots, self.jobs = threading.Semaphore(0), None, [], []
@@ -146,9 +146,9 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """Return a CPU manager, a SteppedMover, and the tensors of its cache. Each slice of a transfer contains one block.
+    """Return a CPU manager, a SteppedMover, and the tensors of the cache. By default, a slice contains one block.
 
-    If `around` is given, the manager calls it instead of the SteppedMover, which it should call in turn.
+    If `around` is given, the manager calls `around` instead of the SteppedMover, and `around` should call the latter.
     """
     mover = SteppedMover()
     options = TransferConfig(

@@ -97,7 +97,7 @@ class RandomCases:
         self.counts = Counts()
 
     def _prompt(self) -> list[int]:
-        """Return a prompt. Most start like an earlier prompt, and half of these prefixes are cut to whole blocks."""
+        """Return a prompt. Most start like an earlier prompt or output. Half of these prefixes end at a whole block."""
         rng = self._random
         tokens: list[int] = []
         if self._history and rng.random() < 0.8:
@@ -134,7 +134,11 @@ class RandomCases:
             self._continue(cache, inputs, output.sequences)
 
     def _continue(self, cache: Any, inputs: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
-        """Continue the generation with other tokens. Without sliding windows, first remove columns from the cache."""
+        """Continue the generation with other tokens.
+
+        If the cache has no sliding windows and every prompt has two tokens or more, first remove positions from the end
+        of the cache.
+        """
         rng, past = self._random, int(cache.get_seq_length())
         shortest = int(inputs["attention_mask"].sum(1).min())
         if not any(cache.is_sliding) and shortest > 1:

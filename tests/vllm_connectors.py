@@ -30,9 +30,9 @@ class Faults:
     fail_saves: int = 0
     """The same for saves."""
     rank: int = -1
-    """The rank that the faults affect, or -1 for all ranks."""
+    """The rank on which copies fail and `ready_slots` applies, or -1 for all ranks."""
     ready_slots: int = 0
-    """If greater than 0, the affected rank reports only this number of host slots as ready."""
+    """If greater than 0, at most this number of host slots is reported as ready."""
     num_loads: int = 0
     num_saves: int = 0
     loads_may_run: threading.Event = field(default_factory=threading.Event)
@@ -45,7 +45,7 @@ class Faults:
 
 
 class SlowController(CacheController):
-    """A controller that reports at most `ready_slots` host slots as ready, as if host memory grew slowly."""
+    """A controller that reports at most `ready_slots` host slots as ready, as while host memory grows."""
 
     ready_slots = 0
 

@@ -139,7 +139,7 @@ class Driver:
         return name
 
     def step(self) -> None:
-        """Run one step and collect the requests that it finished."""
+        """Run one step, collect the answers of finished requests, and call the functions in `after_step`."""
         for output in self.engine.step():
             if output.finished and output.request_id in self.waiting:
                 self.waiting.discard(output.request_id)
@@ -207,7 +207,10 @@ class Driver:
         return found
 
     def reset(self, *, connector: bool = False, running: bool = False) -> bool:
-        """Empty the device cache. With `connector`, also empty the host memory of the connector."""
+        """Empty the device cache. Return False if vLLM refuses, because requests or saves hold device blocks.
+
+        With `connector`, also empty the host memory of the connector. With `running`, first preempt running requests.
+        """
         return self.engine.reset_prefix_cache(running, connector)
 
 

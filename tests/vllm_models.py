@@ -180,7 +180,7 @@ def make_blip2(folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                # Large weights in the projection, so that the image changes the tokens.
+                # Large weights in the projection and the query tokens, so that the image changes the tokens.
                 parameter.normal_(std=1.0 if name.startswith(("language_projection", "query_tokens")) else 0.2)
     model.save_pretrained(folder)
     image_processor = BlipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})

@@ -134,11 +134,11 @@ vLLM's CPU attention multiplies the values after the end of a sequence by 0, and
 
 
 def poison_free_blocks(driver: Driver) -> None:
-    """Fill a device block with poison when vLLM discards its content.
+    """Fill each device block with poison when vLLM discards its content.
 
-    vLLM discards the content when it frees a block that is not in its prefix cache, or assigns the block to another
-    request. If a save holds no reference to its block, it saves poison. If a request runs before its load has ended, it
-    reads poison.
+    vLLM discards the content of a block when it frees the block and the block is not in its prefix cache, or when it
+    assigns the block to another request. If a save holds no reference to its block, it saves poison. If a request runs
+    before its load has ended, it reads poison.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
@@ -175,7 +175,7 @@ def conversations(driver: Driver, prompts: Sequence[Sequence[int]], seed: int, *
 
 
 def check_idle(driver: Driver) -> None:
-    """Raise AssertionError if an idle engine still has requests, used device blocks or leases of the connector."""
+    """Finish all requests. Raise AssertionError if requests, used device blocks or state of the connector are left."""
     driver.finish()
     assert not driver.scheduler.requests, f"requests are left: {list(driver.scheduler.requests)}"
     used = {each.block_id: each.ref_cnt for each in driver.pool.blocks if each.ref_cnt and not each.is_null}
@@ -432,9 +432,9 @@ def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answ
 
 
 def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
-    """Overwrite every host block in use. With `is_scrubbed`, wait until the scrubber has found all of them.
+    """Overwrite every host block whose checksum the controller's Scrubber has. Return the number of blocks.
 
-    Return the number of blocks.
+    With `is_scrubbed`, verify host memory until the Scrubber has found all of them.
     """
     import ctypes
 

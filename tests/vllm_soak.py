@@ -2,9 +2,9 @@
 
     python -m vllm_soak --seconds 600
 
-Every round must end without requests, references to device blocks, leases or transfers. Each round compares the bytes
-of all loaded blocks with the computed bytes, and the tokens with the tokens of vLLM alone. The memory of the process
-must not grow.
+Every round must end without requests, references to device blocks, loads or saves. Each round compares the bytes of all
+loaded blocks with the computed bytes, and the tokens of six prompts with the tokens of vLLM alone. After the first
+third of the rounds, the memory of the process must not grow by more than 10 percent.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Conversation:
     kv: list[int] = field(default_factory=list)
 
     def extend(self, count: int) -> None:
-        """Compute the KV of `count` more positions, and the token after them."""
+        """Compute the KV of the first `count` positions, and the tokens that follow from it."""
         if not self.tokens:
             self.tokens = list(self.prompt)
         while len(self.kv) < count:
@@ -186,7 +186,7 @@ class SimulatedWorker:
                 self.copies.append(PendingCopy(transfer, None, self._namespace))
 
     def finish(self, copy: PendingCopy, failing: set[int]) -> None:
-        """End a transfer. The blocks whose numbers are in `failing` do not arrive."""
+        """End a transfer. The blocks at the positions `failing` in the transfer do not arrive."""
         self.copies.remove(copy)
         transfer = copy.request
         arrived = bytearray(
@@ -266,7 +266,7 @@ class RunningRow:
     table: list[int]
     num_computed: int
     num_known: int
-    """Number of tokens of the prompt plus the sampled tokens."""
+    """Number of prompt tokens and sampled tokens."""
     drafts: list[int] = field(default_factory=list)
 
 
@@ -387,7 +387,8 @@ class SteppedEngine:
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
         """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
 
-        vLLM cannot preempt while saves hold device blocks or a batch is in flight. Then `preempts` has no effect.
+        `preempts` has no effect while a batch is in flight, while the connector has work, or while other requests than
+        the running ones hold device blocks, because vLLM could not free all blocks then.
         """
         while self.batches and not self.setup.is_async:
             self.execute()
@@ -574,7 +575,7 @@ class SteppedEngine:
                     worker.finish(each, {block for block in blocks if draws.random() < failing})
 
     def drain(self, max_steps: int = 2000) -> None:
-        """Finish all requests and transfers. Check that no block is still in use."""
+        """Finish all requests, loads and saves. Check that no device block is still in use."""
         for _ in range(max_steps):
             self.finish_copies()
             self.now += 1.0

@@ -179,7 +179,7 @@ class Template:
     def start(
         self, connector: dict[str, Any] | None, *, executor: str = "uni", model: Path | None = None, **arguments: Any
     ) -> Iterator[Vllm]:
-        """Start an engine. Upper-case options are environment variables, all others are arguments of vLLM."""
+        """Start an engine. Upper-case `arguments` are environment variables, the others are arguments of vLLM."""
         environment = {key: arguments.pop(key) for key in list(arguments) if key.isupper()}
         self._count += 1
         setup = Setup(str(model or self.model), connector, executor, arguments, environment)
@@ -197,7 +197,7 @@ class Template:
 
 
 class Oracle:
-    """Returns the tokens of vLLM without a connector. It answers one request at a time and caches the answers."""
+    """Returns the answers of vLLM without a connector. It answers one request at a time and caches the answers."""
 
     def __init__(self, engine: Vllm) -> None:
         self._engine = engine

@@ -7,7 +7,7 @@ KvtierError
 ├── NoTokenError (RuntimeError)      no token satisfies all restrictions of a request
 ├── StateError (RuntimeError)        the object's state does not allow the call
 │   └── ClosedError                  the object is closed
-├── UnavailableError (RuntimeError)  the machine lacks a feature, package or device
+├── UnavailableError (RuntimeError)  a feature, package, device or server is not available
 ├── OutOfMemoryError (MemoryError)   an allocation failed
 ├── CopyError (RuntimeError)         a copy failed
 ├── LoadError (RuntimeError)         cached blocks could not be loaded to the device
@@ -16,18 +16,18 @@ KvtierError
 │   ├── CancelledTransferError       the transfer was cancelled
 │   └── TransferTimeoutError (TimeoutError)  a transfer or the wait for a transfer timed out
 │       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
-├── StoreError (RuntimeError)        a store could not be opened or closed
+├── StoreError (RuntimeError)        a store could not be opened, listed or closed
 │   └── StoreInUseError              a process that does not answer has the store open
 ├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version
 
-Each message states the problem, the relevant numbers and the remedy.
+A message states the problem and, where they are known, the relevant numbers and the remedy.
 """
 
 
 class KvtierError(Exception):
-    """Base of all exceptions raised by kvtier."""
+    """Base of all exception classes of kvtier."""
 
 
 class ArgumentError(KvtierError, ValueError):
@@ -55,7 +55,7 @@ class ClosedError(StateError):
 
 
 class UnavailableError(KvtierError, RuntimeError):
-    """The machine or the Python environment lacks a feature, a package or a device."""
+    """The machine or the Python environment lacks a feature, a package or a device, or a server cannot be reached."""
 
 
 class OutOfMemoryError(KvtierError, MemoryError):
@@ -87,7 +87,7 @@ class LayerSwapTimeoutError(TransferTimeoutError):
 
 
 class StoreError(KvtierError, RuntimeError):
-    """A store could not be opened or closed. Failed reads and writes are reported as results, not as exceptions."""
+    """A store could not be opened, listed or closed. Failed reads and writes are reported as results, not raised."""
 
 
 class StoreInUseError(StoreError):

@@ -170,7 +170,7 @@ class CacheGroup:
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def check_layers(self, layers: range | None) -> range:
-        """Return `layers`, or all layers for None. Raise RangeError unless they are consecutive and in this group."""
+        """Return `layers`, or all layers for None. Raise RangeError unless they are a run of layers in this group."""
         if layers is None:
             return range(self.num_layers)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
@@ -201,9 +201,9 @@ class CacheGroup:
     def layer_groups(self, layers: range | None, piece_bytes: int, min_groups: int) -> list[range]:
         """Split layers into consecutive runs of about equal size.
 
-        There is one run per `piece_bytes` bytes of a block, but at least `min_groups` runs and at most one per layer.
-        The model waits for the first run. The first run is therefore not larger than the average run, unless it is a
-        single layer.
+        If the layers have equal sizes, there is one run per `piece_bytes` bytes, but at least `min_groups` runs and at
+        most one per layer. Otherwise there may be fewer. The model waits for the first run, so the first run is not
+        larger than the average run, unless it is a single layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes

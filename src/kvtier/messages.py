@@ -1,6 +1,6 @@
 """Immutable messages between the CacheManager, which makes decisions, and the CacheController, which moves blocks.
 
-    CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to execute, in this order
+    CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to start
     CacheManager <--Report-- CacheController                     results of transfers and probes
 
 The transfers in a plan are independent of each other and of all transfers in flight. A transfer that needs the result
@@ -81,7 +81,7 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Request to look up keys in a store, or to list all keys of the store if `keys` is empty."""
+    """Request to look up keys in a store, or to list all keys of the cache's namespace there if `keys` is empty."""
 
     id: int
     store: str
@@ -90,7 +90,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Request to remove keys from a store, or all keys of this cache if `keys` is empty."""
+    """Request to remove keys from a store, or all keys of the cache's namespace if `keys` is empty."""
 
     store: str
     keys: bytes = b""
@@ -98,7 +98,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Work for one step. Drops run first, then probes, then transfers. Each reset of the cache begins a new epoch."""
+    """Work for one step. Drops start first, then probes, then transfers. Each reset of the cache begins a new epoch."""
 
     id: int
     epoch: int
@@ -135,13 +135,13 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreLookup:
-    """Keys that are present in a store and keys that are absent. Result of a probe, or of a read that missed keys."""
+    """Keys that are present in a store and keys that are absent. Result of a probe or of a failed read."""
 
     store: str
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Id of the probe that caused this lookup, or 0. Each rank replies to a probe once, even if the probe failed."""
+    """Id of the probe that ends with this lookup, or 0. Every probe ends once on each rank, even if it failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@
     host_hits.add(48)
     registry.collect()                              # (CollectedMetric("counter", "kvtier_hit_tokens_total", ..),)
 
-A registry is passed explicitly; there is no global registry. Several threads may update and read metrics. Every series
-has a lock, so no update is lost, and the counts and the sum of a histogram are always consistent. The server formats
-collected metrics with prometheus-client (`kvtier.server.exposition`).
+A registry is passed explicitly; there is no global registry. Several threads may update and read metrics. Counters and
+histograms have locks, so no update is lost, and the counts and the sum of a histogram are always consistent. The server
+formats collected metrics with prometheus-client (`kvtier.server.exposition`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Clients and agent frameworks complete a tool loop of two turns: a forced call with its result, then an answer."""
+"""Clients and agent frameworks complete a tool loop of two turns: a forced call with its result, then an answer.
+
+Some of them also return structured output.
+"""
 
 from __future__ import annotations
 

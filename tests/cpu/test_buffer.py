@@ -859,7 +859,7 @@ def test_fill_on_host_stream_runs_in_stream_order():
     stream.close()
 
 
-def test_element_read_waits_for_context_stream(placement):
+def test_element_access_follows_order_of_context_stream(placement):
     buffer = Buffer(4, "i32", placement)
     with context(stream=Stream(placement)):
         buffer.fill(7)

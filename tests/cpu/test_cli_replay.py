@@ -19,7 +19,7 @@ MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Write a trace file and a model file. Return command line arguments for these files and a cache of 4 GiB."""
+    """Write a trace file and a model file. Return command line arguments with these files and 4 GiB on the device."""
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]
@@ -99,7 +99,7 @@ def test_refused_requests_are_reported_only_if_there_are_any(command, files, cap
     output = capsys.readouterr().out
     assert "are refused" not in output
     assert "\nrefused " not in output
-    block_tokens = 512  # of a trace
+    block_tokens = 512  # the block size of traces
     blocks = max(request.input_tokens for request in read_trace(files[0]).requests) // block_tokens
     small_device = f"{blocks * block_tokens * preset(ModelSpec, files[2]).token_bytes}B"
     arguments = [command[0], *files, *command[1:], "--device", small_device]

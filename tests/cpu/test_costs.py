@@ -43,7 +43,7 @@ def test_estimate_above_smallest_size_scales_with_bytes(size, count):
 
 
 @given(size=st.integers(1, 4096), count=st.integers(1, 1000))
-def test_estimate_below_smallest_size_is_constant(size, count):
+def test_estimate_below_smallest_size_ignores_the_size(size, count):
     estimate = table(gather=(5.0, 1.0)).estimate_us(TO_HOST, count, count * size)["gather"]
     assert estimate == pytest.approx(5.0 + count)
 

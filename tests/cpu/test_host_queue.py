@@ -403,7 +403,7 @@ class Memory:
         raise ValueError("failed with memory in use")
 
 
-def test_idle_queue_releases_last_task():
+def test_queue_releases_a_task_before_it_starts_the_next():
     with new_queue() as queue:
         memory = Memory()
         watched = weakref.ref(memory)

@@ -1,4 +1,4 @@
-"""benchmarks.hostile: each attack is a complete request, and the clients report wrong answers of a server."""
+"""benchmarks.hostile: bodies of attacks are within the limit, and the clients report wrong answers of a server."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def event(text):
 
 
 async def serve_once(reply, client):
-    """Send `reply` to one connection while the client runs. Return the client's result and the body of its request."""
+    """Run the client with a server that sends `reply`. Return the client's result and the body of its request."""
     bodies = [b""]
 
     async def answer(reader, writer):
@@ -99,7 +99,7 @@ def test_attack_receives_answer_and_stays_below_body_limit(name):
         return await attack.prepare(target, attack.address)()
 
     outcome, body = asyncio.run(serve_once("HTTP/1.1 400 Bad\r\n\r\n", client))
-    # item 4 of the issue has the attacks with endless or slow headers, which may end in a reset without an answer
+    # item 4: endless or slow headers; such a connection may be reset before the client reads the answer
     attacks_connection = attack.item == 4
     assert outcome == "400" or attacks_connection
     assert len(body) <= BODY_LIMIT

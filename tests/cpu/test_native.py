@@ -1,4 +1,4 @@
-"""Native code for host memory: copies compared with numpy, compilation, the cache directory, and safe loading."""
+"""Native code for host memory: copies compared with numpy, compilation, safe loading, cache directory, usable cores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def c_compiler() -> str:
 
 
 def load_as_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
-    """Load the native code like a new process with these environment variables."""
+    """Load the native code again, as a new process with these environment variables would. None removes a variable."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -210,8 +210,8 @@ def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     unit=st.sampled_from([1, 2, 4, 8, 16, 32, 4096, 1 << 14, 1 << 20]),
     sizes=st.one_of(st.integers(1, 1 << 20), st.lists(st.integers(1, 2), min_size=16, max_size=16)),
 )
-@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # the last offset within 2^32 units of 16 bytes
-@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # the first offset beyond 2^32 units
+@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # an offset just below 2^32 units of 16 bytes
+@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # an offset of 2^32 units does not fit
 def test_native_fill_rows_matches_numpy(places, unit, sizes):
     capacity = 20
     counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])
@@ -304,7 +304,7 @@ def quick_compiler(monkeypatch, tmp_path, built) -> None:
 def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
     """Put a foreign library into the cache directory.
 
-    Return its path, and the path of a file that it creates on load.
+    Return its path, and the path of a file that the library creates when it is loaded.
     """
     folder, mark = tmp_path / "cache", tmp_path / "was-loaded"
     folder.mkdir(mode=0o700)
@@ -449,7 +449,7 @@ def test_native_reason_contains_unusable_cache_directory(monkeypatch):
 
 
 def test_native_reason_says_that_home_directory_is_missing(monkeypatch):
-    """This happens in a container that runs under a user id without a passwd entry."""
+    """This happens in a container without HOME that runs under a user id without a passwd entry."""
 
     def raise_key_error(uid: int) -> None:
         raise KeyError(uid)
@@ -584,7 +584,7 @@ def test_usable_cores_follow_affinity_and_cgroups(monkeypatch, tmp_path, limits,
     assert num_usable_cores(tmp_path) == expected
 
 
-def test_usable_cores_without_cgroups_follow_affinity(monkeypatch, tmp_path):
+def test_usable_cores_without_cgroups_v2_follow_affinity(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
     assert num_usable_cores(tmp_path) == 2
     (tmp_path / "proc/self").mkdir(parents=True)

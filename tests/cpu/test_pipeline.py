@@ -89,7 +89,7 @@ class Counter(Module):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
             if not ticket.is_running:
-                continue  # a failed step may have changed the State of ended requests
+                continue  # the request may have failed in an earlier step, and then its count in the State is unknown
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 
@@ -377,7 +377,7 @@ def test_interrupt_propagates_and_pipeline_stays_consistent(op):
 
 
 class FailsOnTheStream(Module):
-    """Enqueues a task that fails on the stream after the op has returned."""
+    """In batch `at`, enqueues a task that fails. The error occurs on the stream, not in the op."""
 
     def __init__(self):
         self.at = None

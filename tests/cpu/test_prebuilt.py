@@ -1,4 +1,4 @@
-"""Prebuilt native libraries: every variant computes the same values as torch, and the best variant is loaded."""
+"""Prebuilt native libraries: engine variants agree with torch, and the best variant for the processor is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README is short, its example and commands work, and its tables are current."""
+"""The README is short, its first example runs, its commands exist, and its tables are current."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def first_example() -> re.Match[str]:
 
 
 def readme_commands() -> list[str]:
-    """Return the commands in indented lines and in code spans, without comments."""
+    """Return the texts of all indented lines and code spans, without comments. The commands are among them."""
     prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
     lines = re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", prose)

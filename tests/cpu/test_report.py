@@ -130,7 +130,7 @@ def test_plot_marks_are_visible_inside_their_frame(opened, name):
         drawn = [mark.bounding_box() for mark in svg.query_selector_all(".mark")]
         assert drawn
         assert any(box["height"] > 2 for box in drawn)
-        for box in drawn:  # the radius and the outline of a mark may exceed the frame, by at most 6 pixels together
+        for box in drawn:  # a mark on the edge extends beyond the frame by its radius and its outline, at most 6 pixels
             assert frame["x"] - 6 <= box["x"]
             assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 6
             assert frame["y"] - 6 <= box["y"] <= frame["y"] + frame["height"]

@@ -305,7 +305,7 @@ def test_load_with_any_flipped_bit_raises(reader_name, folder, data):
 def test_load_of_truncated_record_raises(reader_name, folder, data):
     record = record_of(numbers(40))
     length = data.draw(st.one_of(st.integers(1, len(record) - 1), st.integers(PAGE - 1, len(record) - 1)))
-    available = length if length < PAGE else length - PAGE  # bytes of the header, or of the payload
+    available = length if length < PAGE else length - PAGE  # what is left of the header or payload
     with pytest.raises(FormatError, match=rf" {available}$"):
         READERS[reader_name](record[:length], folder)
 
@@ -473,6 +473,6 @@ def test_load_of_missing_file_raises(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_record_of_gpu_memory_loads_on_other_placements(make):
+def test_record_of_gpu_memory_loads_as_pinned_or_gpu_memory(make):
     record = record_of(make(Buffer(0, "u8", "cuda:0").placement, np.arange(9, dtype=np.uint8)))
     assert load(record, "pinned").buffer.tolist() == load(record, "cuda:0").buffer.tolist() == list(range(9))

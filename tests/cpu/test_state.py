@@ -1,4 +1,4 @@
-"""State, warp and append agree with numpy on every available placement. RowMap agrees with a dictionary."""
+"""State, warp and append agree with numpy or lists on every available placement. RowMap agrees with a dictionary."""
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
 
 
 def test_row_copies_merge_adjacent_rows_but_not_old_with_new():
-    # In memory, new row 3 directly follows old row 3. Old rows 1 to 3 and new row 3 must still be separate copies.
+    # In memory, new row 3 directly follows old row 3. Old rows 1 to 3 and new rows 3 and 4 must still be two copies.
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 
@@ -296,7 +296,7 @@ def test_state_warp_moves_rows_and_swaps_front_and_back(placement):
 @given(data=st.data())
 @settings(deadline=None, max_examples=80)
 def test_state_append_matches_lists(placement, data):
-    """In each step, some rows lose elements, some get elements, and some are new. The oracle is a list per row."""
+    """In each step, rows may lose elements, get elements or be new. Each row is compared with a list."""
     capacity, max_rows = 5, 8
     state, functor = State((max_rows, capacity), "i32", placement), BatchCopy()
     state.front.zero_()

@@ -214,7 +214,7 @@ def test_stream_wait_ignores_later_recordings_of_the_event():
             assert not event.query()
 
 
-def test_event_wait_passes_error_to_waiting_streams():
+def test_event_passes_error_of_its_stream_to_waiting_streams():
     error = ValueError("on the first stream")
     with new_stream() as first, new_stream() as second:
         clean = first.record()

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def paged(seed, lengths, *, heads=(6, 2), dim=64, block_tokens=16, dtype=torch.float32, device=GPU):
-    """Return random queries, one layer of a random cache, and a batch with random block tables.
+    """Return random queries, keys and values, one layer of a random cache, and a batch with random block tables.
 
     For each sequence, `lengths` contains the number of computed tokens and the number of new tokens.
     """
@@ -43,9 +43,8 @@ SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 12
 BLOCK_SIZES = (16, 4, 64)
 
 # Every case compiles new kernels, because data type, heads, head size, block size and number of splits are compile-time
-# constants. bfloat16 is tested with every mix and shape, float16 with few cases, and float32 with one shape per mix,
-# because float32 products are unrolled and take much longer to compile, most of all with a head size of 128 in a
-# prefill.
+# constants. bfloat16 is tested with every mix and shape, float16 with few cases, and float32 with one shape per mix.
+# Products in float32 are unrolled and take much longer to compile, most of all with a head size of 128 in a prefill.
 FEW = [
     ("one prompt", SHAPES[1], 16),
     ("one prompt", SHAPES[5], 4),
@@ -106,7 +105,7 @@ def test_gather_ignores_table_entries_after_the_last_block():
     from kvtier.engine.ops_triton_long import gather
 
     _, cache, batch = paged(3, [(100, 27), (0, 1)], dtype=torch.bfloat16)
-    table = batch.block_tables[0].clone()  # of 127 tokens
+    table = batch.block_tables[0].clone()  # of the first sequence, which has 127 tokens
     result = gather(cache, torch.cat([table, table.new_full((9,), 1 << 30)]), 127)[:, :127]
     assert torch.equal(result, cache[table.long()].transpose(0, 1).flatten(1, 2)[:, :127])
 

@@ -81,7 +81,8 @@ def test_dependent_pieces_in_one_gpu_buffer_run_in_order(path, seed):
     assert np.array_equal(contents(buffer), expected)
 
 
-# One launch copies up to 507 or 4,090 pieces of equal size, or up to 170 or 1,364 pieces of different sizes.
+# One launch of the small or the large kernel copies up to 507 or 4,090 pieces of equal size. If the sizes differ, it
+# copies up to 170 or 1,364 pieces.
 @pytest.mark.parametrize("count", [1, 168, 171, 507, 508, 1365, 4090, 4091, 9000])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
@@ -99,7 +100,7 @@ def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
 
 
 def test_gather_copies_rows_more_than_4_gib_apart():
-    far = Buffer(5 << 30, "u8", GPU)  # offsets above 4 GiB do not fit into 32 bits
+    far = Buffer(5 << 30, "u8", GPU)  # odd offsets above 4 GiB do not fit into 32 bits
     far.slice(0, 8).fill(1)
     far.slice((5 << 30) - 7, 7).fill(2)
     out, _ = filled(14, GPU, 0)
@@ -296,7 +297,7 @@ def test_placement_of_address_comes_from_the_driver():
     for place in PLACES:
         buffer = Buffer(4096, "u8", place)
         assert cuda.placement_of(buffer.data()) == place
-    # Memory of this size does not come from torch's pool. The allocator maps it and registers it with CUDA.
+    # Memory of this size does not come from torch's pool. kvtier's allocator maps it and registers it with CUDA.
     large = Buffer(64 << 20, "u8", PINNED)
     assert cuda.placement_of(large.data()) == PINNED
     assert large.torch().is_pinned()

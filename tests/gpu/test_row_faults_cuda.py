@@ -44,7 +44,7 @@ def model():
 # On CUDA, a kernel applies the penalties, so they cannot raise an error on the host.
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "penalties"])
 def test_row_fault_on_cuda_ends_only_the_faulty_request(model, stage, monkeypatch):
-    """With TritonOps, logits would differ by up to 1e-3 between batches, which would change some random tokens."""
+    """Use TorchOps. With TritonOps, logits differ by up to 1e-3 between batches, which changes some random tokens."""
     plain = Model(TINY, model.weights, TorchOps())
     check_row_faults(plain, stage, monkeypatch, exact=False)
 

@@ -22,7 +22,7 @@ def test_penalties_of_the_kernel_equal_those_of_torch(params):
     penalized, plain = [], []
     logits = torch.randn(64, 32000, generator=torch.Generator().manual_seed(params.seed)).cuda() * 3
     expected = logits.clone()
-    exact = Penalties(2.0, 0.5, 0.25)  # all results are exact, so both ways give equal numbers
+    exact = Penalties(2.0, 0.5, 0.25)  # all results are exact, so the kernel and torch give equal numbers
     for row in range(64):
         each = replace(params, penalties=exact, seed=row)
         tokens = logits[row].topk(60).indices.tolist()  # tokens that are likely to be sampled

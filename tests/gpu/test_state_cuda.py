@@ -20,7 +20,7 @@ def warp_after_sleep(state, batch, new, stream, cycles):
 def test_memory_of_dropped_state_is_not_reused_during_warp():
     size = 3 << 20
     stream, new = Stream(GPU), torch.ones((1, size), dtype=torch.uint8, device=GPU.torch)
-    # The first copy on a machine measures the paths, and the first copy in a process compiles kernels.
+    # Warm up: the first copy on a machine measures the paths, and the first copy in a process compiles kernels.
     warp_after_sleep(State((1, size), "u8", GPU), BatchCopy(), new, stream, 1000)
     torch.cuda.synchronize()
     state, batch = State((1, size), "u8", GPU), BatchCopy()

@@ -1,4 +1,4 @@
-"""Transfers on a GPU: waits between streams, staging of large transfers, lifetimes and threads."""
+"""Transfers on a GPU: waits between streams, staging of large transfers, lifetimes, threads, and calibration."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""The compose file, the Kubernetes manifest and the Helm chart are valid and use options that the server has.
+"""The compose file, the Kubernetes manifest, the Helm chart and the Dockerfile are valid and use existing options.
 
 Helm is not installed here. The chart uses only values, `quote` and `if`, which the function `render` implements.
 """

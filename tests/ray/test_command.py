@@ -11,7 +11,7 @@ from server_support import ServerProcess
 
 @pytest.mark.usefixtures("_ray_is_installed")
 def test_serve_command_starts_and_ends_a_fleet(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # another cluster of this machine, which must not be used
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # the address of another cluster, which must not be used
     server = ServerProcess(tmp_path / "log", "--model", str(tiny_model), "--replicas", "2", *SERVE_OPTIONS)
     try:
         assert ask(server.client(), "hello", 8, stream=True) == ask(server.client(), "hello", 8, stream=False)

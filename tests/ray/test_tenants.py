@@ -24,7 +24,10 @@ def client(fleet, key):
 
 
 def test_tenant_limit_holds_for_the_whole_fleet(fleet):
-    """Each replica can run one request. The tenant may run one request in the whole fleet, so the second is refused."""
+    """The limit is one request of a tenant in the whole fleet, so the second request is refused.
+
+    If each replica counted only its own requests, the second request could run on the other replica.
+    """
     options = {"model": MODEL, "prompt": "long ", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
     with client(fleet, KEYS["one"]) as one, client(fleet, KEYS["two"]) as two, client(fleet, "wrong-key") as other:
         stream = one.completions.create(stream=True, **options)

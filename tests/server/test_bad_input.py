@@ -1,4 +1,4 @@
-"""Invalid requests get a 4xx response that names the field, and the next request is served."""
+"""Invalid requests get a 4xx response. If a field is invalid, the error names it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_number_out_of_range_is_400(server, value, param):
     assert ("temperature" if param else "too many digits") in error["message"]
 
 
-def test_unpaired_surrogate_is_400_and_names_the_field(server):
+def test_lone_surrogate_is_400_and_names_the_field(server):
     data = json.dumps({"model": server.model, "messages": [{"role": "user", "content": "a\ud800"}]})
     error = refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
     assert (error["param"], "unicode" in error["message"]) == ("messages.0.content", True)

@@ -174,7 +174,7 @@ def test_bash_completion_completes_commands_and_options(capsys, words, expected)
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_script_lists_every_command(capsys, shell):
+def test_completion_script_lists_commands_and_options(capsys, shell):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in ("serve", "verify", "max-rows", "shared-words"))

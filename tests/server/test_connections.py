@@ -377,7 +377,8 @@ class _Evictable:
 class TableMachine(RuleBasedStateMachine):
     """Compares the table with a plain list.
 
-    The table evicts only idle connections. Of one address, it first evicts the connection that has been idle longest.
+    The table evicts only idle connections. Among the connections of one address, it first evicts the one that has been
+    idle longest.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from kvtier.server.schema_cache import SchemaCompilations
 
 pytest.importorskip("llguidance")
 WAIT = 120.0
-# This schema takes 2 s to compile, so that later messages arrive during the compilation.
+# This schema takes 2 s to compile, so later messages arrive during the compilation.
 SLOW = Grammar("json", json.dumps({"type": "object", "properties": {f"some property {i}": {} for i in range(3000)}}))
 OBJECT = Grammar("json", '{"type": "object"}')
 INVALID = Grammar("json", '{"type": "nonsense"}')
@@ -51,7 +51,7 @@ def test_error_for_invalid_schema_is_not_cached(tiny_model):
     failed = compilations.get(INVALID, b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert compilations.get(INVALID, b"") is not failed
-    # an error of kvtier in the construction of the compiler is passed on unchanged
+    # if making the compiler raises an error of kvtier, this error is passed on unchanged
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get(OBJECT, b"").exception(WAIT), UnavailableError)
 

@@ -42,7 +42,10 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Yield a function that opens a page. The page must not log messages, and must request only / and /state."""
+    """Yield a function that opens a page. The page must request only / and /state, and must raise no error.
+
+    Without `may_log`, it must also log no messages.
+    """
     contexts, messages, requested = [], [], []
 
     def open_page(url, *, may_log=False, **options):
@@ -172,7 +175,8 @@ def test_dashboard_numbers_follow_the_traffic(tiered, opened):
 def test_dashboard_counts_running_requests(tiered, opened):
     page = wait_until_serving(opened(tiered.url))
     expect(page.locator("#running")).to_have_text("0", timeout=WAIT)
-    # Four long answers do not fit into the device cache together, so they still run when the page shows them.
+    # Four long answers do not fit into the device cache together. Some must wait for others, so the request takes long
+    # enough for the page to show it while it runs.
     body = {"model": tiered.model, "prompt": new_text(), "max_tokens": 1500, "n": 4, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{tiered.url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200

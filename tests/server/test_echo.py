@@ -1,4 +1,4 @@
-"""`echo`, `prompt_logprobs` and `return_token_ids` over HTTP return the values of transformers, cached or not."""
+"""`echo`, `prompt_logprobs` and `return_token_ids` over HTTP. Log-probabilities equal those of transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(length=150):
 
 
 def test_echo_logprobs_of_cached_prompt_equal_transformers(server, oracle):
-    """Use the same fields as lm-evaluation-harness, which compares the chosen log-probabilities with the top ones."""
+    """Use the same fields as lm-evaluation-harness, which compares each log-probability with the highest one."""
     text = text_of()
     tokens = tokens_of(server, text)
     complete(server, prompt=tokens)  # fills the cache

@@ -66,7 +66,7 @@ def test_routers_rebuild_the_index_from_events(published):
         closing(Router(*addresses)) as late,
     ):
         chance, number = random.Random(0), 0
-        while first.num_events < NUM_EVENTS:  # prompts of 4 to 9 blocks, too many for both tiers
+        while first.num_events < NUM_EVENTS:  # prompts of 4 to 8 blocks, more than the tiers can hold
             ask(server, f"{number:04}" * (16 + number % 5 * 4), cache_salt=f"salt {number % 2}")
             first.receive()
             lossy.receive(loses=lambda: chance.random() < 0.3)

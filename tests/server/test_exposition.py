@@ -1,4 +1,4 @@
-"""Parse the metrics page with prometheus-client, and compare its values with counters of prometheus-client."""
+"""Parse the metrics page with prometheus-client, and compare its samples with those of prometheus-client's metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def encode(registry: Registry, accept: str = "") -> tuple[str, str]:
 def samples(text: str, parse=parse_text) -> dict[tuple[str, frozenset[tuple[str, object]]], float]:
     """Return the value of each sample by its name and labels. The bound of a bucket (label `le`) is a number.
 
-    Metrics with the prefixes OF_PROCESSES and times of creation are left out.
+    Leave out the metrics with a prefix in OF_PROCESSES, and samples of creation times (`_created`).
     """
     return {
         (sample.name, frozenset((k, float(v) if k == "le" else v) for k, v in sample.labels.items())): sample.value
@@ -86,7 +86,7 @@ def test_both_formats_have_equal_values():
     assert len(samples(text)) == 2 + len(SECONDS) + 3
 
 
-def test_page_equals_page_of_prometheus_client():
+def test_samples_equal_those_of_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
     observed = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)
@@ -109,7 +109,7 @@ def test_page_has_metrics_of_both_processes_and_of_the_gc():
     assert len(families["python_gc_collections"].samples) == 3
 
 
-def test_page_after_engine_exit_lacks_metrics_of_the_engine():
+def test_page_after_engine_exit_has_no_engine_process_metrics():
     exposition = Exposition(lambda: 2**22 + 1)  # above the highest process id
     assert not [family for family in parse_text(exposition.encode("")[0].decode()) if "engine" in family.name]
 

@@ -1,4 +1,4 @@
-"""The front-end process runs without torch, and loads names of kvtier.engine lazily."""
+"""The front-end process runs without torch. kvtier.engine imports names that need torch on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_front_end_can_be_imported_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_lazy_names_of_engine_equal_its_public_names():
+def test_imported_names_of_engine_equal_its_public_names():
     modules = {}
     for node in ast.walk(ast.parse(Path(kvtier.engine.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("kvtier."):

@@ -68,7 +68,7 @@ def check(case) -> None:
         is_anthropic = case.path.startswith("/v1/messages")
         assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
         assert error["message"]
-        # Two kinds of errors name no field: the body is not an object, or the state of the server forbids the call.
+        # An error need not name a field if its status is not 400, or if it is about the whole body.
         has_no_field = answer.status_code != 400 or "the body" in error["message"]
         assert error["param"] or has_no_field, (case.as_curl_command(), error)
 
@@ -103,7 +103,7 @@ def test_fuzzed_requests_never_get_5xx(spec, mode):
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
-    """Requests resize, put to sleep and wake the server in random order. After each one, GET /state must succeed."""
+    """Send random requests to each endpoint that resizes, sleeps or wakes. After each one, GET /state must succeed."""
     server, spec = interrupting
     sizes: set[tuple[int, ...]] = set()
 

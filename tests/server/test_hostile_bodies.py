@@ -208,7 +208,7 @@ key = "other-key"
 
 @pytest.fixture(scope="module")
 def small(tiny_model, tmp_path_factory):
-    """Yield a server with a buffer of 200,000 bytes and with a tenant that has a token quota."""
+    """Yield a server that buffers at most 200,000 bytes of request bodies. One of its tenants has a token quota."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "tenants.toml").write_text(TENANTS)
     limits = ("--config", str(folder / "tenants.toml"), "--max-buffered-bytes", "200000")

@@ -66,7 +66,7 @@ def tenants(tiny_model, tmp_path_factory):
 
 
 def stream(server, options, begun):
-    """Run the stream of a victim. Set `begun` at its first line. Return its text, token offsets and finish reason."""
+    """Run the stream of a victim. Set `begun` at its first line. Return text, text offsets and finish reason."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {"model": server.model, "prompt": "Once", "max_tokens": 700, "stream": True, "response_format": form}
     headers, chunks = {"Authorization": "Bearer victim-secret-key"}, []
@@ -96,7 +96,7 @@ def streams(server, attack=lambda: None):
         return [future.result() for future in futures]
 
 
-def test_failing_requests_do_not_change_streams_of_other_tenants(tenants):
+def test_attacks_do_not_change_streams_of_other_tenants(tenants):
     expected = streams(tenants)
     for text, _, reason in expected:
         assert len(json.loads(text)) == 100

@@ -60,7 +60,7 @@ def events(answer: httpx.Response) -> list[dict]:
 
 
 def joined(found: list[dict]) -> dict:
-    """Join the events of a stream to a message, and check the order of the events."""
+    """Join the events of a stream into a message, and check the order of the events."""
     assert found[0]["type"] == "message_start"
     assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
     message, texts, is_open = found[0]["message"], {}, False
@@ -127,7 +127,7 @@ def test_stop_sequence_ends_the_message_and_is_reported(scripted):
 
 
 def test_stop_sequence_in_a_tool_call_is_the_stop_reason(scripted):
-    """The tool call is not complete, so the stop reason must not be `tool_use`. The client must not run the call."""
+    """The tool call is incomplete. If the stop reason were `tool_use`, the client would run it."""
     message = ask(scripted, tools=[WEATHER], stop_sequences=["Pa"]).json()
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "Pa")
     assert message["content"][-1]["type"] == "tool_use"
@@ -162,7 +162,7 @@ def test_usage_separates_cached_tokens_from_input_tokens(server):
     assert start["cache_read_input_tokens"] == second["cache_read_input_tokens"]
 
 
-def test_translated_conversation_has_same_tokens_as_chat(server):
+def test_translated_conversation_has_as_many_tokens_as_chat(server):
     call = {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "UTC"}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

@@ -317,7 +317,7 @@ def test_request_above_request_seconds_gets_timeout_error(strict):
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
     client, _, lines = stream(strict)
-    stop_process(engine := strict.engine_pid)  # makes the request time out, even on a fast machine
+    stop_process(engine := strict.engine_pid)  # makes both requests time out, even on a fast machine
     try:
         thread.start()  # this request waits in the queue until its timeout
         events = [line for line in lines if line]
@@ -535,7 +535,7 @@ def test_tenant_above_block_quota_evicts_own_blocks_only(guarded):
     assert cached("root-secret-key", theirs) == 128
 
 
-def test_prompt_larger_than_the_block_quota_is_400(guarded):
+def test_prompt_that_fills_the_block_quota_is_400(guarded):
     # The prompt fills the 12 device blocks that the tenant may use, so there is no block for the answer.
     body = {"model": guarded.model, "prompt": "x" * 192, "max_tokens": 1}
     refused = guarded.post(TEXT, body, "small-secret-key")

@@ -145,7 +145,7 @@ def test_response_after_a_tool_result_contains_only_text(server, choice):
     assert [item.type for item in last.output] in (["message"], [])
 
 
-def test_translated_input_has_same_tokens_as_chat(server):
+def test_translated_input_equals_chat_messages(server):
     call = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": '{"zone": "UTC"}'}
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},

@@ -1,4 +1,4 @@
-"""A shutdown completes streams, a crash ends them. No process remains, and the next server reuses blocks on disk."""
+"""A shutdown waits for streams up to a limit, a crash cuts them off. The next server reuses the blocks on disk."""
 
 from __future__ import annotations
 

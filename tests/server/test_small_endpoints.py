@@ -154,7 +154,7 @@ def test_allowing_all_sites_without_keys_raises():
         (EngineOptions(device="cuda:1"), 512),
     ],
 )
-def test_tokens_per_step_follow_the_device(options, step_tokens):
+def test_tokens_per_step_depend_on_device_and_options(options, step_tokens):
     assert options.step_tokens == step_tokens
 
 

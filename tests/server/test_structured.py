@@ -1,4 +1,4 @@
-"""Structured answers match their schema, whatever tokens the model prefers."""
+"""Structured answers fit their schema, even if the model prefers other tokens."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_chat_turn_after_a_tool_result_has_no_tool_call(server):
         ),
     ],
 )
-def test_invalid_forced_call_is_refused_and_names_the_field(server, fields, param):
+def test_invalid_forced_call_is_400_with_the_field(server, fields, param):
     body = {"model": server.model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 5, **fields}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 400
@@ -187,7 +187,7 @@ def test_calls_and_reasoning_of_a_model_are_parsed(scripted):
     assert len({call[0] for call in found[3]}) == 2
 
 
-def test_parallel_tool_calls_false_keeps_the_first_call(scripted):
+def test_parallel_tool_calls_false_keeps_only_the_first_call(scripted):
     found = parts(ask(scripted, parallel_tool_calls=False))
     assert [call[1] for call in found[3]] == ["weather"]
     assert without_ids(joined(ask(scripted, parallel_tool_calls=False, stream=True))) == without_ids(found)

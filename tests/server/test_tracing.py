@@ -1,4 +1,4 @@
-"""A stub OTLP collector receives one complete trace per request."""
+"""A stub OTLP collector receives one complete trace per sampled request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Collector:
                     self.spans[span.trace_id.hex()].append(span)
 
     def trace(self, trace_id: str) -> tuple[object, list]:
-        """Return the server span of a trace, and the other spans in the order in which they arrived."""
+        """Wait for the span `kvtier.request` of a trace. Return this span, and the other spans in order of arrival."""
         deadline = time.monotonic() + 60
         while not (roots := [span for span in self.spans[trace_id] if span.name == "kvtier.request"]):
             assert time.monotonic() < deadline, f"the trace did not arrive: {self.spans}"

@@ -1,4 +1,4 @@
-"""The backend returns the same results as SGLang's own file and simulation backends."""
+"""The backend returns the results of SGLang's file and simulation backends, and works with SGLang's controller."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kvtier(tmp_path):
 
 
 class Trio:
-    """Our backend, HiCacheFile and SimHiCacheStorage. Each has its own pools; all pools start with equal bytes."""
+    """Our backend, HiCacheFile and SimHiCacheStorage. Each has its own pools. Pools of the same name start equal."""
 
     def __init__(self, ours, folder, layout, *, is_mla, seed):
         folder.mkdir()
@@ -69,10 +69,10 @@ class Trio:
         self.refill()
 
     def refill(self):
-        """Fill all pools with new bytes. The bytes are equal in all backends."""
+        """Fill all pools with new bytes. Pools of the same name get equal bytes."""
         self.generation += 1
         for (_, name), pool in self.pools.items():
-            seed = self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name)  # another one for each name
+            seed = self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name)  # a different one for each name
             fill(pool, seed)
 
     def same_bytes(self):
@@ -239,7 +239,7 @@ def test_backend_draft_pages_differ_from_target_pages(kvtier):
     (page,) = backend.batch_get(["a.draft"], [draft.get_dummy_flat_data_page()])
     assert torch.equal(page.view(torch.uint8), draft.get_data_page(8).view(torch.uint8))
     other = torch.zeros_like(page).view(torch.bfloat16)
-    assert backend.batch_get(["a.draft"], [other]) == [None]  # another type of the same size
+    assert backend.batch_get(["a.draft"], [other]) == [None]  # another element type, with the same number of bytes
     assert backend.batch_get(["b.draft"], [other]) == [None]
 
 
@@ -295,7 +295,7 @@ def test_controller_survives_a_closed_store(kvtier):
     assert backend.pages.errors["ClosedError"] >= 2
 
 
-def test_backend_logical_pool_stores_nothing(kvtier):
+def test_backend_stores_nothing_for_pool_without_memory(kvtier):
     """DeepSeek-V4's KV pool has no memory of its own. A page exists if the side pools have it."""
     backend, pool, side = kvtier(), make_pool("page_first"), make_pool("page_first")
     pool.kv_buffer = None

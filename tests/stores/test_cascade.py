@@ -92,7 +92,7 @@ def test_cascade_write_is_durable_if_one_store_is_durable(tmp_path):
 
 
 class RegisteringStore(MemoryStore):
-    """A store that records registered memory. If `refuses` is set, `register` raises StoreError with this text."""
+    """Records registered memory. If `refuses` is set, `register` and `unregister` raise StoreError with this text."""
 
     def __init__(self, refuses: str = "") -> None:
         super().__init__(ROOM)

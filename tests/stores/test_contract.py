@@ -1,4 +1,4 @@
-"""Stores on real servers fulfil the store contract."""
+"""Stores on real servers, and Google Cloud Storage on a stub, fulfil the store contract."""
 
 from __future__ import annotations
 

@@ -79,7 +79,10 @@ def test_engine_fetches_blocks_saved_by_another_engine(model, setup, chats, expe
 
 
 class RandomFaults:
-    """Inject a random fault into the network, the server or the stored objects before some steps."""
+    """Called before each step. About every third call replaces the proxy's faults by random ones, or by none.
+
+    Some of these calls close all connections, or remove all objects from the server.
+    """
 
     def __init__(self, setup, seed: int) -> None:
         self._setup, self._rng, self._num_hangs = setup, random.Random(seed), 0
@@ -122,7 +125,7 @@ def test_engine_outputs_do_not_change_under_store_faults(model, setup, chats, ex
 
 
 @pytest.mark.parametrize("hangs_at", [0, 5000])  # at the first response, or in the middle of the seven fetched blocks
-def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expected, hangs_at):
+def test_hanging_store_gets_no_calls_after_one_deadline(model, setup, chats, expected, hangs_at):
     fill_store(model, setup, chats)
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=DEADLINE_S)
@@ -130,7 +133,7 @@ def test_hanging_store_delays_engine_by_one_deadline(model, setup, chats, expect
     setup.proxy.set(Faults(hangs_at=hangs_at))
     prompt = [*chats[0][0], *expected[0][0], *chats[0][1]]
     engine.add(prompt, greedy(2), request_id="first")
-    while engine.has_work():  # after the deadline of the fetch, the blocks are computed
+    while engine.has_work():  # after the deadline of the lookup or fetch, the blocks are computed
         engine.step()
     assert engine.explain("first").num_cached_tokens < 7 * 4
     assert (num_failed(engine) > 0) == (hangs_at > 0)  # at offset 0, the lookup hangs, so no fetch starts

@@ -97,7 +97,10 @@ def test_routers_that_lose_messages_rebuild_the_index(todo, num_kept):
 
 
 def test_replica_feed_follows_a_publisher_across_gaps():
-    """After a gap, a replay updates the feed, even if the publisher no longer keeps the missing messages."""
+    """After a gap, the reply to a replay request updates the feed.
+
+    If the publisher no longer keeps the missing messages, the reply begins with a snapshot.
+    """
     chance = random.Random(2)
     index = PlacementIndex(4, 1)
     feed = ReplicaFeed(index, 0)

@@ -167,7 +167,7 @@ def test_events_can_contain_full_keys_and_omit_token_ids():
         assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None, None, 0, "LOCAL")]
 
 
-def test_sequence_numbers_are_consecutive_per_topic():
+def test_sequence_numbers_are_consecutive():
     with subscribed("kv-events") as (publisher, subscriber):
         for _ in range(50):
             publisher(IndexCleared())
@@ -190,7 +190,7 @@ def test_missed_events_are_replayed():
         assert subscriber.replay(known + 1000) == []
 
 
-def test_replay_of_discarded_messages_starts_with_all_blocks():
+def test_replay_of_discarded_messages_starts_with_a_snapshot():
     with subscribed(num_kept=2, int_hashes=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[5], tokens(5, 5), is_first=True))
         publisher(IndexCleared())
@@ -214,7 +214,7 @@ def test_replay_of_discarded_messages_starts_with_all_blocks():
 
 
 def test_new_publisher_continues_above_earlier_numbers():
-    """A subscriber that outlives the publisher sees a gap, and its replay begins with AllBlocksCleared."""
+    """A subscriber that outlives the publisher sees a gap. Its next replay begins with AllBlocksCleared."""
     with subscribed() as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6), is_first=True))
         subscriber.take(1)
@@ -263,7 +263,10 @@ def test_close_sends_queued_events():
 
 
 def test_blocks_rebuilt_from_events_match_the_tree():
-    """Run a tree that evicts blocks, and rebuild its set of blocks from the events. Both sets must be equal."""
+    """Run requests on a tree that evicts blocks, and rebuild its set of blocks from the events.
+
+    For each prompt of two blocks, the tree and the rebuilt set must contain the same prefix.
+    """
     from index_cases import chain_of, matched, run, tree_of
     from kvtier.messages import KEY_BYTES as WIDTH
 

@@ -38,7 +38,7 @@ SHORT_S = 1.0  # deadline for calls to a server that hangs
 
 
 def check_read(store, number, nbytes=5000) -> ObjectResult:
-    """Read an object and check that a failed read leaves the memory unchanged. Return the result."""
+    """Read an object. Check its bytes, or that a failed read left the memory unchanged. Return the result."""
     outcome, target = get(store, number, nbytes)
     assert target == (payload_of(number, nbytes) if outcome.ok else b"\xee" * nbytes)
     return outcome
@@ -171,7 +171,7 @@ def test_number_of_round_trips_depends_on_threads_not_keys(redis_port):
 
 
 @pytest.mark.parametrize("num_objects", [1, 9, 10, 11, 23, 32, 41, 47])
-def test_each_thread_makes_one_round_trip_per_batch(redis_port, num_objects):
+def test_each_thread_makes_at_most_one_round_trip_per_batch(redis_port, num_objects):
     with contextlib.closing(Setup("redis", redis_port)) as setup:
         store = setup.store()
         put(store, *range(num_objects), nbytes=100_000)
@@ -262,7 +262,8 @@ def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
 class OvertakenBucket:
     """A bucket that returns wrong values: the first `times` reads of name `n` return the value of name `wrong[n]`.
 
-    Mooncake does this if an object is removed during a read and another object reuses its memory.
+    Mooncake does this if an object is removed during a read and another object reuses its memory. `event` is called
+    with the name after each such read.
     """
 
     def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:

@@ -69,7 +69,7 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
     values = [[other, host[:5000]], [host[5000:9000], memoryview(b""), host[-1:]]]
 
     def places() -> list[list[str]]:
-        """Return where the bucket reads each piece of both values: `host`, `other` itself, or a copy in `scratch`."""
+        """Return where the bucket reads each piece of both values: in `host`, the original `other`, or `scratch`."""
         pieces = bucket._pieces(values, scratch)
         assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
         names = {address_of(scratch.take(1)): "start of scratch", address_of(other): "original"}
@@ -106,7 +106,7 @@ def test_mooncake_write_works_after_failed_registration(bucket):
         assert get(store, 1)[1] == payload_of(1)
 
 
-def test_mooncake_write_to_full_pool_fails(tmp_path):
+def test_mooncake_full_pool_never_returns_wrong_bytes(tmp_path):
     with contextlib.ExitStack() as stack:
         try:
             place = stack.enter_context(mooncake_master(tmp_path, segment_bytes=16 << 20))

@@ -48,7 +48,7 @@ def test_faulty_server_fills_no_page_with_wrong_bytes(name, redis_port):
             assert len(pages.set(HASHES, INDICES)) == len(HASHES)
             assert 0 <= pages.num_leading(HASHES) <= len(HASHES)
         proxy.set(Faults())
-        # Repeat, because the breaker rejects calls for a while. After "corrupt", the second loop does this.
+        # Repeat the calls, because the breaker rejects them for a while. After "corrupt", only the second loop runs.
         while not all(pages.set(HASHES, INDICES) if name != "corrupt" else [True]):
             pool.kv_buffer.copy_(before)
         pool.kv_buffer.copy_(before)

@@ -15,8 +15,8 @@ FROM_HOST = "vllm:prompt_tokens_cached_by_source source=host"
 def turns(engine, prompts, **options):
     """Run conversations of two turns.
 
-    Return the prompts, the answers, and the number of tokens that the second turn of each conversation finds in the
-    cache.
+    Return the prompts and answers of both turns, and for each conversation the number of tokens that its second turn
+    should find in the cache.
     """
     first = engine.ask(prompts, **options)
     second = [[*prompt, *answer.tokens, *prompt_of(99, 40)] for prompt, answer in zip(prompts, first, strict=True)]

@@ -33,8 +33,8 @@ def test_loaded_blocks_have_the_computed_bytes(checked, drawn, seed):
     checked.run(scenarios.check_idle)
 
 
-def test_random_prompts_load_and_evict_blocks(checked):
-    """With these prompts, the engine of the test above must load and evict blocks, so that bytes are compared."""
+def test_repeated_prompts_load_and_evict_blocks(checked):
+    """The engine of the test above must load and evict blocks. Otherwise, that test would compare no bytes."""
     prompts = [prompt_of(310 + number % 7, 350) for number in range(21)]
     checked.run(scenarios.conversations, prompts, 1, max_tokens=10)
     assert checked.run(scenarios.num_compared) > 20

@@ -121,7 +121,7 @@ def stored(vllm, redis_port):
 
 @pytest.fixture(scope="module")
 def intact(vllm, redis_port):
-    """An engine whose calls to the store have so much time that none is late on loaded cores."""
+    """An engine whose calls to the store have so much time that none is late, even if the CPU is busy."""
     with redis_engine(vllm, redis_port, "intact", "300s", wait="wait") as engine:
         yield engine
 

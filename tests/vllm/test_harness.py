@@ -23,7 +23,7 @@ def test_poison_with_vllm_alone_changes_no_token(vllm, oracle):
         assert engine.tokens(PROMPTS * 2) == oracle.tokens(PROMPTS * 2)
 
 
-def test_wrong_block_in_a_prefix_changes_its_tokens(vllm, oracle):
+def test_wrong_block_in_a_prefix_changes_the_answer(vllm, oracle):
     """Comparing tokens detects a block that contains the KV of another block."""
     prompt = prompt_of(910, 200)
     with vllm.start(None) as engine:

@@ -1,4 +1,4 @@
-"""A disk tier survives restarts of vLLM, changes of the model, and processes that are killed at random times."""
+"""Blocks on disk survive restarts of vLLM and processes killed at random times. A changed model finds none of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def small_disk(folder):
     return connector(host_bytes="256MiB", stores=[{"url": f"disk:{folder}?bytes=512MiB", "wait": "wait"}])
 
 
-def test_smollm2_with_and_without_kvtier_is_equal(vllm, smollm2, tmp_path):
+def test_smollm2_tokens_are_equal_with_and_without_kvtier(vllm, smollm2, tmp_path):
     """Test a real model: two turns that exceed the device cache, then a restart that reads from disk."""
     first = [prompt_of(number, 200) for number in range(740, 746)]
     with vllm.start(None, model=smollm2, **SMALL, enable_prefix_caching=False) as alone:
@@ -117,7 +117,7 @@ def test_smollm2_with_and_without_kvtier_is_equal(vllm, smollm2, tmp_path):
         turns = engine.ask(first) + engine.ask(second)
         metrics = engine.metrics()
         engine.run(scenarios.settle_stores)
-        # Host memory is still growing, so the share of hits from host and disk varies.
+        # Host memory is still growing, so the shares of hits from host and disk vary.
         found = {"host": metrics[FROM_HOST], "disk": metrics[FROM_DISK]}
         counted = {
             tier: engine.run(scenarios.metric_after, f"vllm:kvtier_hit_tokens tier={tier}", count)

@@ -26,7 +26,7 @@ def test_router_finds_blocks_in_events_of_vllm():
         send.number += 1
 
     send.number = 0
-    send(first, second, host)  # a block counts for the fastest tier of the replica that holds it: device, then host
+    send(first, second, host)  # a block on the device and on the host counts only for the device
     assert index.match(prompt)[:2, 0].tolist() == [3, 0]
     send(BlockRemoved(hashes[:1], "GPU"))
     assert index.match(prompt)[:2, 0].tolist() == [2, 1]

@@ -76,7 +76,7 @@ class RandomRun:
         if draws.random() < self.load and len(engine.unfinished) < 8:
             self.add()
         if draws.random() < 0.2:
-            engine.execute()  # otherwise, `step` executes the batch when EngineCore waits for it
+            engine.execute()  # otherwise, `step` executes the batch when no other batch can be scheduled
         if draws.random() < 0.03 and engine.unfinished:
             engine.abort(draws.choice(engine.unfinished))
         if draws.random() < 0.02:
@@ -140,7 +140,7 @@ def test_blocks_outside_a_sliding_window_are_not_copied(model, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_failed_load_with_sliding_window_restarts_request(model, is_async):
-    """vLLM must not continue after the last loaded block, because it has already freed blocks inside the window."""
+    """vLLM must not continue after the last loaded block. It has freed blocks in the window before that position."""
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, window=10, num_device_blocks=40))
     prompt = [*range(30)]
     engine.add(prompt, 1)

@@ -45,7 +45,7 @@ def two_ranks(vllm):
 
 
 def test_two_ranks_with_failing_loads_change_no_token(vllm, two_ranks):
-    """Every second load fails on rank 1. The failed load counts as a miss on both ranks."""
+    """Every second load fails on rank 1. A failed load counts as a miss on both ranks."""
     faults = json.dumps({"fail_loads": 2, "rank": 1})
     settings = connector(**FAULTY, verify_loads=True)
     with vllm.start(settings, executor="mp", tensor_parallel_size=2, KVTIER_FAULTS=faults) as engine:

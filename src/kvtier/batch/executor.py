@@ -32,7 +32,7 @@ class Streams:
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
-        """Make the executor's stream current. The stream first waits for `ready`. At the end it records `done`."""
+        """Make the executor's stream current. It waits for `ready` first, and records `done` last if no op fails."""
         if self._executor is not None:
             self._executor.wait(batch.ready)
         with _current(self._executor):

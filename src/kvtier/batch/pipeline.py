@@ -42,7 +42,7 @@ class Ticket:
     """A request in a pipeline. Call `finish` and `cancel` on the engine thread.
 
     RUNNING -> RETIRING          the first finish(), cancel() or error decides the outcome
-    RETIRING -> final status     when `num_in_flight` is 0
+    RETIRING -> final status     at the end of `collect`, once `num_in_flight` is 0
     """
 
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
@@ -140,7 +140,7 @@ class Pipeline:
 
     Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in a module fails only the
     requests in one batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
-    flight then do not run, and the next batch takes no row over from an earlier batch.
+    flight are then skipped, or their results are discarded. The batch after them takes over no rows.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Pipeline:
         host_streams: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
-        """With `host_streams`, copies and tasks on the CPU run on streams, as on a GPU.
+        """With `host_streams` and the default `executor`, copies and tasks on the CPU run on streams, as on a GPU.
 
         Otherwise they run immediately, in the thread of the op.
         """
@@ -175,7 +175,7 @@ class Pipeline:
         self._order = RowOrder()  # the rows of the latest batch
         self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch in flight
         self._running: dict[Ticket, None] = {}  # requests that may be in the next batch
-        self._retiring: list[Ticket] = []  # requests with a decided outcome that are still in a batch in flight
+        self._retiring: list[Ticket] = []  # requests with a decided outcome that were not removed yet
         self._broken_at: int | None = None  # the step that failed on the device; results of later steps are invalid
         self._closed = False
 
@@ -395,7 +395,7 @@ class Pipeline:
             raise error
 
     def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
-        """Release a batch whose device ops failed, or were skipped because an earlier batch failed."""
+        """Free the slot of a batch after an error on the device. If the error is its own, fail its requests."""
         self._streams.settle("executor")
         error, failed_itself = batch.error, batch.failed_itself
         batch.abandon()

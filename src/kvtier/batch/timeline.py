@@ -73,7 +73,7 @@ class Timeline:
             return tuple(self._spans)
 
     def stream_spans(self) -> tuple[TimelineSpan, ...]:
-        """Wait for the work on streams and return the spans of successful work, in the order of enqueueing."""
+        """Wait for the work on streams and return the spans of successful work, in the order of `spans`."""
         with self._lock:
             recorded = tuple(self._on_streams)
         spans = []
@@ -97,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return the reference event of a placement and the event's host time. The first call records the event."""
+        """Return the reference event of a placement and its host time. The first call for a placement records both."""
         if stream is None:
             return None
         with self._lock:

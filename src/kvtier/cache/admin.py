@@ -24,7 +24,10 @@ class CacheAdmin:
         return tiers[name]
 
     def save(self, chain: Chain) -> None:
-        """Queue copies of a prompt's blocks and their descendants to lower tiers, regardless of the write policy."""
+        """Queue copies of a prompt's blocks to lower tiers, regardless of the write policy.
+
+        If memory has all blocks of the prompt, also queue copies of all its continuations.
+        """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
         below = (node, *node.descendants()) if node is not None and num_blocks == chain.num_blocks else ()
@@ -48,19 +51,20 @@ class CacheAdmin:
     def demote(self, chain: Chain) -> int:
         """Free the device slots of a prompt's blocks and, if the whole prompt is cached, of all its continuations.
 
-        Blocks that are leased or not on the host keep their slots, as do their ancestors. Return the number of slots.
+        A tree node keeps its slots if it is leased, if the host lacks one of its blocks, or if a node below it keeps
+        slots. Return the number of freed slots.
         """
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
 
     def drop(self, chain: Chain) -> int:
-        """Drop a prompt's full blocks and all their descendants from every tier. Return the number of dropped blocks.
+        """Drop a prompt's full blocks and all their descendants from every tier. Return the number dropped from memory.
 
             system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
                     └─ other prompts                     kept
 
-        Blocks that other prompts share are kept. A store drops only the descendants whose keys are in memory. All other
-        descendants stay in the store, but cannot be matched until the prompt is computed again.
+        Blocks that another prompt in memory continues differently are kept. A store drops only the descendants whose
+        keys are in memory. Others stay in the store, but cannot be matched until the prompt is computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -102,7 +106,7 @@ class CacheAdmin:
         self.tier(tier).pool.resize(num_blocks)
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
-        """Find the last block of the chain that is in the tree. Return its node and the number of blocks up to it."""
+        """Count the leading blocks of a chain that are in the tree. Return the node of the last one, and the count."""
         tree = self._manager.tree
         node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
         if node is None or not stop or chain.namespace != tree.namespace:

@@ -23,7 +23,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of one tier. For a store, `num_used` counts the blocks whose keys are recorded (see StoreIndex)."""
+    """Statistics of one tier. For a store, `num_used` counts the recorded blocks (see StoreIndex.num_known)."""
 
     name: str
     num_blocks: int
@@ -36,7 +36,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Statistics of the manager since its start."""
+    """Statistics of the manager since its start. `num_allocations` counts the allocations that are open now."""
 
     num_allocations: int
     queried_tokens: int
@@ -51,7 +51,7 @@ class CacheStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Allocation:
-    """KV blocks of one request: matched blocks and slots for new blocks. Only the manager changes an allocation."""
+    """KV blocks of one request: matched blocks and slots for new blocks. Other packages change only `tokens_from`."""
 
     lease: Lease
     is_loading: bool = field(init=False, default=False)
@@ -67,7 +67,7 @@ class Allocation:
     """Lease on the source block of `copy`, held until the first step is published."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
-    """Decision to load or to compute the blocks that are only in lower tiers. None if there are no such blocks."""
+    """Decision to load or to compute matched blocks that are not on the device. None if no decision was made."""
 
     def __post_init__(self) -> None:
         self.num_cached_tokens = self.lease.num_matched_tokens

@@ -110,8 +110,8 @@ class HostConfig:
     free_share: float = 0.0
     """Share of the host blocks to keep free. Blocks are evicted in advance until this share is free."""
     exclusive: bool = True
-    """If True, blocks that are also on the device are evicted first. They are saved again before the device evicts
-    them. If False, or if another engine owns the device blocks, the policy ignores which blocks are on the device."""
+    """If True, blocks that are also on the device are evicted first. They are saved again when the device is about to
+    evict them. If False, or if another engine owns the device blocks, eviction ignores which blocks the device has."""
     ahead_share: float = 1 / 12
     """Number of blocks that an exclusive host tier saves before the device evicts them, as a share of the device
     blocks. The number is at most a quarter of the host blocks. With a low share, the device evicts some blocks before
@@ -149,7 +149,7 @@ class StoreConfig:
     """True if other processes write to the store. In this case, each request looks up its keys in the store. Otherwise
     the keys in the store are listed once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
-    """Maximum number of blocks in flight from the store."""
+    """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
     max_known: int = 1 << 22
     """Maximum number of recorded keys. A key takes about 150 bytes. Keys that the store has evicted stay recorded. If
     the store is not shared, kvtier's engine lowers this limit to four times the number of blocks that fit in the

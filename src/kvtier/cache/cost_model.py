@@ -28,12 +28,12 @@ class LoadDecision:
     load: bool
     num_tokens: int
     load_seconds: float | None
-    """None before the first measurement."""
+    """None if a link has no measurements."""
     compute_seconds: float | None
 
     def __str__(self) -> str:
         if self.load_seconds is None or self.compute_seconds is None:
-            return f"load {self.num_tokens} tokens: nothing measured yet"
+            return f"load {self.num_tokens} tokens: not enough measurements yet"
         if self.load and self.load_seconds > self.compute_seconds:
             return f"load {self.num_tokens} tokens: a trial measures the link again"
         verb, than = ("load", "under") if self.load else ("recompute", "over")
@@ -46,8 +46,8 @@ class LoadDecision:
 class OnlineLeastSquares:
     """Fits seconds = fixed cost + sum(cost * amount) by least squares, with exponential decay of old samples.
 
-    Costs are never negative. With too few samples, several solutions are equally good. In this case `in_doubt` (min or
-    max) selects one of the predictions.
+    Costs are never negative. If the samples do not determine all costs, several solutions are equally good. In this
+    case `in_doubt` (min or max) selects one of their predictions.
     """
 
     def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:

@@ -9,7 +9,7 @@ returns this transfer:
     engine:   reference ───────────────────────────────────────────────────────────────────── free
     manager:  save planned ── plan ── every rank copies and reports ── apply returns the transfer
 
-A save adds blocks to the tree as WRITING. Other requests can read the blocks after all ranks have reported the save.
+A save adds blocks to the tree as WRITING. Other requests can read the blocks after all ranks have reported success.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SavePoint:
     num_blocks: int = 0
     """Number of leading blocks of the chain that are on the host or in flight to the host."""
     node: Node | None = None
-    """Node with the last of the `num_blocks` blocks. The request has no lease on the node, so the host may evict the
-    blocks."""
+    """Node that ended with the last of these blocks when it was recorded. The request has no lease on the node, so the
+    node may change, and the host may evict the blocks."""
     is_over: bool = False
     """True if nothing more is saved for the request, because the host has evicted blocks of the running request, or
     because the engine has dropped blocks before they were saved."""
@@ -79,7 +79,7 @@ class ForeignDevice:
         now: float = 0.0,
         retention: Retention = _KEEP,
     ) -> dict[int, I32]:
-        """Plan saves of the first `stop` blocks of the chain, except for blocks that the host already has.
+        """Plan saves of blocks [0, stop) of the chain that the host lacks. Leave blocks beyond a limit for later calls.
 
         `table` contains the device block of each block of the chain. The engine has dropped the first `num_dropped`
         device blocks, because they are outside a sliding window. If the host lacks one of these blocks, nothing more is

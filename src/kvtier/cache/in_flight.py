@@ -20,12 +20,12 @@ from kvtier.index.transitions import begin_read, end_read, end_write
 from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
 
 Mask = bytes
-"""One byte per block, 1 or 0. Python searches, counts and slices bytes faster than any other sequence."""
+"""One byte per block, 1 or 0. The type is bytes, because Python searches, counts and slices bytes fast."""
 
 
 @dataclass(slots=True)
 class RouteStats:
-    """Statistics of one route, separately for each store. `num_blocks` counts the blocks that have arrived."""
+    """Statistics of one route and one store, if the route has one. `num_blocks` counts the blocks that have arrived."""
 
     route: Route
     store: str

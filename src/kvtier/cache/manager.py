@@ -6,10 +6,10 @@ The manager uses no torch, I/O, threads or clock; the caller passes the time as 
                   match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort
 
 If there are lower tiers, `plan` returns transfers to execute, and `apply` processes the results. A copied block is
-readable only after all ranks have reported success. A block whose copy failed is a miss.
+readable in the target tier after all ranks have reported success. If its copy failed, the target tier lacks the block.
 
 Inside another engine (`owns_device=False`), the host is the first tier. `match` leases host blocks, and `foreign` loads
-and saves device blocks. `allocate` and `publish` raise an error, because the other engine manages its device blocks.
+and saves device blocks. Do not call `allocate` and `publish`, because the other engine manages its device blocks.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class CacheManager:
     def prefetch(
         self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, max_tokens: int | None = None
     ) -> Prefetch | None:
-        """Begin to fetch a prompt's blocks from stores to the host. Return None if there is no store.
+        """Begin to fetch a prompt's blocks from stores to the host. Return None if there is no store or no token.
 
         The caller waits until `is_prefetched` is True, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
@@ -149,11 +149,11 @@ class CacheManager:
         return self._prefetcher.start(chain, self._most_blocks(chain, max_tokens), retention, now)
 
     def is_prefetched(self, prefetch: Prefetch, *, now: float = 0.0) -> bool:
-        """True if the request need not wait, because the blocks have arrived or the maximum wait has passed."""
+        """True if the request need not wait: nothing is left to fetch, or the maximum wait has passed."""
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch blocks that were evicted after the prefetch or had no room. Return True if the request must wait."""
+        """Fetch blocks once more if they were evicted or had no room. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -172,8 +172,8 @@ class CacheManager:
     ) -> Allocation:
         """Lease the longest cached prefix. The last token never matches, because its logits must be computed.
 
-        If `may_load` is False, only blocks on the device match. The caller must end `prefetch` after this call. At most
-        `max_tokens` tokens match.
+        If `may_load` is False, or if computing is expected to be faster than loading, only blocks on the device match.
+        The caller must end `prefetch` after this call. At most `max_tokens` tokens match.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
@@ -190,8 +190,8 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        If there are too few slots, release the lease `allocation.source` and try once more. In this case no block is
-        copied, and `num_cached_tokens` is lower.
+        Start to load the matched blocks that the device lacks. If there are too few slots, release the lease
+        `allocation.source` and try once more. In this case no block is copied, and `num_cached_tokens` is lower.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -212,7 +212,7 @@ class CacheManager:
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """True if every matched block is on the device. Raise LoadError if a load failed; then call `abort`."""
+        """Call after `allocate`. True if all matched blocks are on the device. Raise LoadError if a load failed."""
         self._must_be_open(allocation)
         if not allocation.is_loading:
             return True
@@ -274,10 +274,7 @@ class CacheManager:
         self._end(allocation, used=True, now=now, outcome=outcome)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled, preempted or not scheduled.
-
-        If the request was scheduled, its blocks count as used.
-        """
+        """End a request that was cancelled, preempted or not scheduled. Blocks count as used if it was scheduled."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
@@ -328,7 +325,7 @@ class CacheManager:
 
     @property
     def has_plans(self) -> bool:
-        """True if the next plan would not be empty, or if reports are outstanding."""
+        """True if copies to lower tiers are due, if the next plan has content, or if transfers are in flight."""
         is_due = any(queue.is_due for queue in self.queues)
         return is_due or bool(self.transfers.in_flight) or self.transfers.has_plan
 
@@ -411,10 +408,7 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block.
-
-        Without a host tier, return b"", because every block is then READY.
-        """
+        """Return the device state of each matched block. Without a host tier, all are READY; return an empty result."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -492,7 +486,7 @@ class CacheManager:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Record the time of a completed transfer and queue copies of its blocks to the next tier."""
+        """Handle a completed transfer. Offer saved blocks to the stores. Record the times of loads and fetches."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:  # a chain without tokens is not offered to stores: HostWriter._chain_of
             for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():

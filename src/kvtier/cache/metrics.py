@@ -1,4 +1,4 @@
-"""CacheMetrics: the Prometheus metrics of a cache, which are updated whenever the registry is collected."""
+"""CacheMetrics: the Prometheus metrics of a cache. All but the durations are updated when the registry is collected."""
 
 from __future__ import annotations
 

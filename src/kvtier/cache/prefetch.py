@@ -3,10 +3,10 @@
     start ──> probing ──(keys are known)──> waiting ──(there is room)──> in flight ──(results)──> over
                 └────────── nothing to fetch, no room, or computing is faster ─────────────────────^
 
-A prefetch that fetches blocks holds a lease on its path until its request has matched the path or was cancelled. A
-prefetch that fetches nothing holds no lease, because waiting requests must not hold memory that running requests need.
-Without a lease, blocks can be evicted before the request starts. `retry` then fetches them from a store. It also
-fetches blocks for which `start` found no room.
+A prefetch holds a lease on its path until its request has matched the path or was cancelled. Once it is clear that
+nothing will be fetched, the lease is released, because waiting requests must not hold memory that running requests
+need. Blocks can then be evicted before the request starts. `retry` fetches them from a store. It also repeats a fetch
+for which there was no room.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Prefetch:
 
     chain: Chain
     lease: Lease | None
-    """Lease on the path in memory, including blocks in flight. None if nothing is fetched."""
+    """Lease on the path in memory, including blocks in flight. None after `end`, or once nothing will be fetched."""
     wanted: int
     """Number of leading blocks of the prompt that the request can use if they are cached."""
     started: float
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""
     is_over: bool = False
+    """True if the request need not wait for this prefetch."""
     is_retry: bool = False
     """True after a retry. A prefetch is retried at most once."""
     num_blocks: int = 0
@@ -47,7 +48,7 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Fetches each block to the host from the first store that contains the block.
+    """Fetches blocks to the host. A run of blocks comes from the first store that contains the first of these blocks.
 
     With a `cost_model`, a prefetch fetches no blocks if computing the blocks is expected to be faster.
     """
@@ -155,8 +156,9 @@ class Prefetcher:
             lease.node.children.get(prefetch.chain.key_at(first)) if lease.stopped and first < prefetch.wanted else None
         )
         if node is not None:
-            # If another transfer writes the next block, wait for that transfer. Otherwise no tier has the block, and
-            # the node exists only because of a lease. The request then computes the block.
+            # If another transfer is writing the next block, wait for that transfer. Otherwise the block is unusable: it
+            # has expired, or no memory tier has it and only a lease keeps its node. Then nothing is fetched, even if a
+            # store has the block. The request computes it.
             prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
             self._begin_transfers(prefetch, lease, now)

@@ -27,7 +27,7 @@ class StoreEvents:
         """Report the written blocks of a path, parents first. The mask begins at block `first`."""
         for start, stop in mask_runs(written, first):
             for node, low, high, _ in reversed(path_parts(lease, start, stop - start)):
-                if not node.attached:  # the index was cleared after the write began
+                if not node.attached:  # removed from the tree after the write began
                     continue
                 event = stored_event(self._name, node, low, high, namespace)
                 keys = split_keys(event.keys)

@@ -4,10 +4,10 @@ WritebackQueue   queues blocks for copies to the next tier and limits the number
 HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
-Device eviction never waits for a copy. An evicted block without a copy on the host is a miss. A host copy stays after a
-load, so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots, however,
-first evicts copies of blocks that are also on the device. A store keeps blocks by key, outside the tree, and evicts
-blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
+Device eviction never waits for a copy. An evicted block that no lower tier has is lost. A host copy stays after a load,
+so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots, however, first
+evicts copies of blocks that are also on the device. A store keeps blocks by key, outside the tree, and evicts blocks
+without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class WritebackJob:
     first: int
     stop: int
     always: bool = False
-    """True if an operator requested the copy. The write policy is then ignored."""
+    """True if an operator requested the copy. It ignores `min_uses`, and may evict blocks of an exclusive host tier."""
 
 
 class WritebackQueue:
     """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
     `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. The manager sets
-    `max_jobs` to at least the number of slots in memory, so most blocks of dropped jobs have already been evicted.
+    `max_jobs` to at least the number of slots in memory. Each job has one block or more, so most blocks of dropped jobs
+    have already been evicted.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class WritebackQueue:
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
         """Handle blocks of a leased path that became readable in the tier above.
 
-        With write_through, start copies if the queue is empty, otherwise queue the blocks. Other policies ignore the
-        blocks, unless `queue` is set.
+        With write_through, start copies if the queue is empty and the limits allow it, otherwise queue the blocks.
+        Other policies ignore the blocks, or queue them if `queue` is set.
         """
         if stop <= first or not lease.node.attached:
             return
@@ -165,7 +166,7 @@ class HostWriter:
         return self._transfers.num_blocks(Route.DEVICE_TO_HOST)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Copy the blocks of a job that are only on the device. Return the number of copies and the rest of the job.
+        """Copy the device blocks of a job that the host lacks. Return the number of copies and the rest of the job.
 
         If all blocks on the host are leased, the rest of the job is dropped, and the second result is None. An
         exclusive host tier drops the rest if it has no free slot, unless an operator requested the copy or `is_early`
@@ -235,7 +236,7 @@ class HostWriter:
         """Return a chain for the lease of a transfer.
 
         The chain has tokens and keys only if the blocks must be offered to stores after the transfer. With `is_early`,
-        stores have already received the blocks.
+        an earlier save has offered the blocks to the stores.
         """
         if not self._needs_keys:
             return Chain(self._tree.namespace, salt=node.domain[0], adapter=node.domain[1])
@@ -385,7 +386,7 @@ class StoreIndex:
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write the job's blocks that the store lacks. Return the number of started writes and the rest of the job."""
+        """Write the host blocks of a job that the store lacks. Return the number of writes and the rest of the job."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None

@@ -80,7 +80,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, answer: Any, row: dict[str, str]) -> bool:
-    """Print an answer with --json, its token counts with --verbose, and its error. Return True if the answer failed."""
+    """Print an answer as JSON, or with --verbose only its token counts. Print its error. Return True if it failed."""
     from kvtier.engine.params import FinishReason
 
     reason, num_prompt, num_cached = answer.finish_reason, answer.num_prompt_tokens, answer.num_cached_tokens
@@ -104,7 +104,7 @@ def _ask(options: argparse.Namespace) -> str:
 
 
 def _text(given: str) -> str:
-    """Return a command-line argument decoded as UTF-8 in every locale. Raise ArgumentError for invalid UTF-8."""
+    """Return a text from the user, decoded as UTF-8 in every locale. Raise ArgumentError for invalid UTF-8."""
     try:
         given.encode()
         return given

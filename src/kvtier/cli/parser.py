@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         return {action.dest: action for action in self._actions if action.option_strings and action.dest not in names}
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write a message. Raise OSError if the write fails, because argparse ignores failed writes."""
+        """Write a message. Raise OSError if the write fails. The method of argparse would ignore the error."""
         if message and (stream := file or sys.stderr) is not None:
             stream.write(message)
 

@@ -134,7 +134,7 @@ def _open(where: str, secret_file: str | None) -> Store:
 
 
 def _shown(where: str) -> str:
-    """Remove the password from a URL."""
+    """Remove user name and password from a URL."""
     return re.sub("//[^/@]*@", "//", where)
 
 

@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
-A GGUF file differs from a folder in two ways: it stores shapes with the innermost dimension first, and for the llama
-architecture it interleaves the two halves of each head in the rows of q and k. The `gguf` package dequantizes tensors.
+A GGUF file has its own names of tensors and stores shapes with the innermost dimension first. For the llama
+architecture, it interleaves the two halves of each head in the rows of q and k. The `gguf` package dequantizes tensors.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def load_model(
 ) -> Model:
     """Load a model onto a device. `ops` defaults to the fastest operations for the device.
 
-    Raise ArgumentError for unknown `products`, and UnavailableError if the checkpoint cannot use integer products.
+    Raise ArgumentError for unknown `products`, and UnavailableError if the model cannot use integer products.
     """
     products = _products(products)
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)

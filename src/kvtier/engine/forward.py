@@ -132,7 +132,7 @@ def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn
 
 
 def to_tensors(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to the device in one transfer, without waiting for its end. Each array is aligned to 16 bytes."""
+    """Copy arrays to a GPU in one transfer, without waiting for its end. On the CPU, share the memory of the arrays."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     firsts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()

@@ -22,7 +22,7 @@ _ROPE_KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding. Supports context extensions that change only the frequencies."""
+    """Rotary position embedding, with two context extensions that change only the frequencies: linear and llama3."""
 
     theta: float = 10000.0
     kind: str = "default"

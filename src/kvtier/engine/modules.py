@@ -60,7 +60,7 @@ class StepRun:
     scores: dict[str, list[PromptLogprobs]] = field(default_factory=dict)
     """Log-probabilities of prompt tokens, by the id of the scheduler request."""
     has_loaded: bool = True
-    """False if a load failed on this rank. The results are then invalid, and the scheduler runs the rows again."""
+    """False if a load failed on this rank or, after UPDATE, on any rank. The scheduler then runs the rows again."""
 
 
 class DeviceCacheGroup:

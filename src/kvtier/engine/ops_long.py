@@ -28,7 +28,7 @@ def long_parts(
 
 
 def _sequences(batch: ForwardBatch, chosen: slice, rows: slice) -> ForwardBatch:
-    """Return consecutive sequences of a batch, without logits."""
+    """Return consecutive sequences as a batch for attention, which does not use `logit_rows`."""
     if chosen.stop - chosen.start == len(batch.query_lens):
         return batch
     return ForwardBatch(

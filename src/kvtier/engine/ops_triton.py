@@ -1,4 +1,4 @@
-"""CUDA operations in Triton, with one fused kernel for each operation between matrix products.
+"""CUDA operations in Triton, with fused kernels for the operations between matrix products.
 
 Prefill attention uses tiles of queries. Decode attention splits the keys among programs. Both kernels read keys and
 values in place from the strided cache of one layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a
@@ -38,7 +38,7 @@ def _norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, inner, inner_stride, eps,
     DIM: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row. x has an outer and an inner stride, so that the heads of qkv are read without a copy."""
+    """Normalize one row. With ADD, add x to the residual first. x has two strides, to read heads of qkv in place."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < DIM
     at = row // inner * x_stride + row % inner * inner_stride + column
@@ -375,7 +375,7 @@ def _processors(device: torch.device) -> int:
 
 
 def num_splits(programs: int, device: torch.device) -> int:
-    """Return the number of shares per sequence. It is a power of two that yields about four programs per SM."""
+    """Return the number of shares per sequence: a power of two up to 64, to get about four programs per SM."""
     return int(min(64, _power_of_2(max(1, -(-4 * _processors(device) // programs)))))
 
 

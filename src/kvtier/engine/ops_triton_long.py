@@ -82,7 +82,7 @@ def _gather(
     cache_ptr, table_ptr, out_ptr, context, block_stride, kv_stride, out_stride,
     TOKEN: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Copy up to COPIED elements of the keys or values of a block. Each part has BLOCK elements, TOKEN per token."""
+    """Copy up to COPIED elements of a block's keys or values. Each of the two has BLOCK elements, TOKEN per token."""
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     block = tl.load(table_ptr + index).to(tl.int64)
     at = tl.program_id(1) * COPIED + tl.arange(0, COPIED)

@@ -1,10 +1,10 @@
 """Ranks: rank 0 of a tensor-parallel engine uses this class to start and control the processes of the other ranks.
 
     rank 0    scheduler, CacheManager, sampling,       ──Plan, step──>   ranks 1, 2, ..: a share of the model,
-              a share of the model and of blocks       <──Reports───     a slice of every block
+              a share of the model and of blocks       <──Reports───     a share of every block
 
 Every rank computes its share of the model, and the ranks call all_reduce twice per layer. If a rank dies, fails or
-exceeds a timeout, every later call raises EngineError, and `close` kills the other ranks.
+exceeds a timeout, all later messages to ranks raise EngineError, and `close` kills the other ranks.
 """
 
 from __future__ import annotations
@@ -43,16 +43,13 @@ _SLOW_SECONDS = 600.0
 _CLOSE_SECONDS = 30.0
 """Timeout for `close`. Closing finishes the writes to stores."""
 _BLAME_SECONDS = 0.2
-"""Maximum time that rank 0 waits after an error for another rank to exit or to report the cause."""
+"""Maximum time that rank 0 waits after an error for each other rank to exit, or to report the cause."""
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """Controls the other ranks from rank 0. As a `Controller`, it executes plans on all ranks, including rank 0.
-
-    Call all methods on the engine thread.
-    """
+    """Controls the other ranks. As a `Controller`, it executes plans on all ranks. Use it only on the engine thread."""
 
     overlaps_compute = False  # plans are sent to all ranks before the step
     is_copying = False
@@ -232,7 +229,7 @@ class Ranks:
         self._guard(rank, lambda: send(self._links[rank - 1], message))
 
     def _receive(self, rank: int, timeout: float) -> Any:
-        """Return the value of the next reply. Reports that arrive before the reply are kept for `poll`."""
+        """Return the value of the next reply. Reports that arrive until then are kept for `poll`."""
         while not (message := self._next(rank, timeout)).is_reply:
             pass
         return message.value
@@ -257,7 +254,7 @@ class Ranks:
             raise self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}") from error
 
     def _find_cause(self, error: Exception) -> EngineError:
-        """Return the error of the rank that failed first. After one rank is lost, all_reduce fails on every rank."""
+        """Return the most likely cause of `error`. After one rank is lost, all_reduce fails on every rank."""
         if isinstance(error, EngineError):
             for rank in self._ranks:
                 if self._exit_code(rank):

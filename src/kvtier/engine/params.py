@@ -86,7 +86,7 @@ class SamplingParams:
     max_tokens: int = 128
     """0 computes the prompt and generates nothing."""
     min_tokens: int = 0
-    """Minimum number of output tokens. End-of-text and stop tokens are not sampled before this number."""
+    """End-of-text and stop tokens are not sampled before this number of output tokens. Stop strings still apply."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report the log-probabilities of each sampled token and of this number of most likely tokens. None: no report."""
@@ -245,7 +245,7 @@ class Explanation:
     tokens_from: dict[str, int]
     """Number of cached tokens, by tier."""
     why_loaded: str
-    """Reason why blocks in lower tiers were loaded or recomputed. Empty if there were no such blocks."""
+    """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     waited_seconds: float | None
     """Time from arrival to admission."""
     ttft_seconds: float | None

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0. It computes a share of every step and moves slices of blocks.
+"""The process of a rank other than 0. It computes a share of every step and moves a share of every block.
 
 The process executes calls from rank 0 and makes no decisions. It ends when rank 0 dies or closes the engine. It also
 ends after any error, because a rank that has missed a step cannot continue.

@@ -4,7 +4,7 @@
     PREPARE   staging -> State   `warp` and `append` move the rows that stay, and add new rows and new blocks
     FORWARD   State -> State     the step writes the sampled token and the next position of each row
 
-A decode step without new rows, moved rows or new blocks copies nothing. Each phase has its own staging memory.
+If rows and blocks stay the same, a decode step needs no such copies. Each phase has its own staging memory.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class DeviceRows:
         return Resident(heads[at], positions[at], self.counts, [slots[row] for row in chosen])
 
     def write(self, number: int, tokens: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
-        """Set the next token and position of each row that samples, or of the rows `chosen` of a resident batch."""
+        """Set the next token and position of each row that samples, or of resident rows `chosen`. Count the tokens."""
         phase, heads = self._phases[number], self.heads.front
         rows, positions = self._written(phase)
         if chosen is not None:

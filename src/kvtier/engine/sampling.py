@@ -61,7 +61,7 @@ class Drawn(NamedTuple):
 
 class Sample(NamedTuple):
     token_id: int
-    """NO_TOKEN if the row failed. In this case, `RequestSampler.error` is set."""
+    """Invalid, often NO_TOKEN, if the row failed. In this case, `RequestSampler.error` is set."""
     logprobs: Logprobs | None
 
 
@@ -119,8 +119,8 @@ class RequestSampler:
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._key = _mixed(_mixed(seed) + index)
-        # The device computes random numbers from a key and a position in the whole sequence. The length of the prompt
-        # is subtracted from the key, so that the numbers depend only on the position in the output.
+        # The device computes random numbers from a key and a position in the whole sequence. The key is lowered by
+        # _GOLDEN for each prompt token, so that the numbers depend only on the position in the output.
         key = np.array([(self._key - len(prompt) * _GOLDEN) & _MASK], np.uint64).view(np.int64)
         temperature = 0.0 if params.is_greedy else max(params.temperature, _COLDEST)
         filters = np.array([temperature, params.min_p, params.top_p]).view(np.int64)
@@ -147,7 +147,7 @@ class RequestSampler:
         self.is_sorted = bool(params.top_k) or params.top_p < 1.0
         """True if top_k or top_p needs the tokens sorted by weight."""
         self.error = ""
-        """Reason why the request failed, set by `fail`. Samples of a failed request are invalid."""
+        """Reason why the request failed. Samples of a failed request are invalid."""
         self.has_conflict = False
         """True if the request failed because its own restrictions forbid every token."""
 
@@ -158,7 +158,7 @@ class RequestSampler:
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
-        """Update the counts and the constraint. Call this method for every token that `sample` returns."""
+        """Update the counts, the restrictions and the constraint. Call this method for every valid sample."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self.num_accepted += 1
         if self._restrictions is not None:
@@ -268,7 +268,7 @@ def _choose(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: 
     if len(random) == len(requests) and resident is not None:
         return _draw(logits, requests, resident)
     chosen = logits.argmax(-1)
-    # argmax selects a NaN if there is one, else +inf. It selects -inf only if all logits are -inf.
+    # argmax selects a NaN if there is one, else a +inf if there is one. It selects -inf only if all logits are -inf.
     chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
     if random and resident is not None:
         chosen[random] = _draw(logits[random], [requests[row] for row in random], _rows_of(resident, random))

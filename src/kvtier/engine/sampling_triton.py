@@ -2,11 +2,11 @@
 
 One program samples one row. It reads the row several times, but in one kernel, and the row stays in the L2 cache. The
 threshold for top-k or top-p is searched among all float32 numbers in order: each pass compares all scores with three
-numbers, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, those with lower ids are kept. The
-sampled token is found by its place in the running sum of the kept weights, in the order of the token ids.
+numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, those
+with lower ids are kept. The sampled token is found by its place in the running sum of the kept weights, by token id.
 
-Each thread adds its 16 weights of every chunk in float32, a few hundred numbers at most. The sums of the threads are
-added in float64. The order of all additions depends only on the size of the vocabulary.
+Sums of the weights of one chunk, or of one weight from each chunk, are float32. All other sums of weights are float64.
+The order of all additions depends only on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the highest score from `lowest` up for which the tokens with this score or more weigh at least `goal`."""
+    """Return the highest number from `lowest` up for which the tokens with at least this score weigh `goal` or more."""
     low, high = _key(lowest), _key(highest)
     while low < high:
         step = (high - low + 3) // 4
@@ -155,7 +155,7 @@ def _kept(logits, at, vocab, highest, scale, min_p, cut, last):
 
 @triton.jit
 def _pick(logits, vocab, highest, scale, min_p, cut, last, uniform, CHUNK: tl.constexpr, MOST: tl.constexpr):
-    """Return the token at which the running sum of kept weights exceeds `uniform` * total. MOST limits the chunks."""
+    """Return the token at which the running sum of kept weights exceeds `uniform` * total. MOST >= number of chunks."""
     lanes, chunks = tl.arange(0, CHUNK), tl.arange(0, MOST)
     sums = tl.zeros((MOST,), tl.float64)
     for first in range(0, vocab, CHUNK):

@@ -112,7 +112,7 @@ class SchemaCompiler:
         return lambda: GrammarConstraint(matcher.deep_copy())
 
     def check(self, grammar: Grammar) -> None:
-        """Raise ArgumentError if a grammar is not supported, or if computing a token mask takes too long."""
+        """Raise ArgumentError if a grammar is not supported, or if computing the first token mask takes too long."""
         matcher = self.compile(grammar).deep_copy()
         began = time.thread_time()
         matcher.compute_bitmask()

@@ -33,10 +33,10 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """Proposes the tokens that followed an earlier occurrence of the last tokens, because outputs often quote prompts.
+    """Proposes the tokens after the latest earlier occurrence of the last tokens, because outputs often quote prompts.
 
     ... the cat sat on the mat. Then the cat          the last 2 tokens "the cat" occurred before
-        ^^^^^^^ ----------                            draft: "sat on the"
+        ^^^^^^^ --------------                        draft of 4 tokens: "sat on the mat"
     """
 
     models: tuple[Model, ...] = ()
@@ -73,7 +73,7 @@ class DraftProposer:
         self.num_tokens = num_tokens
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Run the small model on the newest token of each request, then on each token that it has drafted."""
+        """Run the small model on the newest token of each request, then on the token that it drafted last."""
         (group,) = groups
         tables = [each.allocation.table for each in requests if each.allocation is not None]
         limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)

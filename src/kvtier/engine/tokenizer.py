@@ -137,7 +137,7 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """Largest number of bytes of text that one token can represent; None if this kind of tokenizer has no limit."""
+        """Largest number of bytes of text that one token can represent; None if the limit is not known."""
         config = json.loads(self.to_json())
         normalizer, longest = config["normalizer"], _longest_token(config, self._backend.get_vocab())
         if normalizer is None or longest is None:

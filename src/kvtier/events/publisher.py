@@ -6,10 +6,9 @@ the start time in microseconds, so a restarted process continues with higher num
 
 A subscriber that has just started or has missed messages can request a replay. It connects a DEALER socket to the
 replay endpoint and sends an empty frame and the first missing number (0 if it has just started). The reply consists of
-all messages from this number on, and ends with an empty message with the number -1. If the publisher no longer keeps
-some of these messages, the reply begins with a snapshot instead of them. A snapshot has the number of the last message
-that it replaces. It consists of AllBlocksCleared and the blocks in the index at that point. Example: messages 7 to 9
-are kept.
+all messages from this number on, and ends with an empty message with the number -1. If the publisher lacks some of
+these messages, the reply begins with a snapshot instead of them. A snapshot has the number of the last message that it
+replaces. It consists of AllBlocksCleared and the blocks in the index at that point. Example: messages 7 to 9 are kept.
 
     request 8    reply: message 8, message 9, end (-1)
     request 3    reply: snapshot (6), message 7, message 8, message 9, end (-1)

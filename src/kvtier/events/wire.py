@@ -45,7 +45,7 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 
 
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
-    """Return for each block the adapter, and for the first block also the salt. Block keys depend on both.
+    """Return for each block the adapter, and for the first block also the salt, if given. Block keys depend on both.
 
     The salt is the request's `cache_salt`. If there are tenants, it begins with the tenant's name and a NUL.
     """

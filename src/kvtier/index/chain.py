@@ -40,7 +40,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
     """Return the ids as little-endian int32.
 
     Lists are converted by struct.pack, which takes 7.6 ns per token. numpy would take 20 ns (measured with Python 3.11
-    on x86-64, 2026-11-15). An int32 array needs only one memcpy.
+    on x86-64, 2026-11-15). An int32 array is only checked and copied.
     """
     if isinstance(tokens, list | tuple):
         return _packed(tokens)
@@ -51,7 +51,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # A negative id makes `high` exceed MAX_TOKEN: as an unsigned int32, or because its absolute value is shifted.
+    # A negative id makes `high` exceed MAX_TOKEN: int32 is read as unsigned, otherwise the absolute value is shifted.
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32
@@ -133,7 +133,7 @@ def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, byt
     An item that ends where a block starts does not overlap this block:
 
         block        [0      )[1      )[2      )
-        item             [########)                 in blocks 0 and 1
+        item             [##########)               in blocks 0 and 1
 
     The extras include the offset of the item in the block, so moving an image by one token changes the key.
     """
@@ -150,8 +150,7 @@ def chain_keys(
 ) -> list[bytes]:
     """Return the keys of consecutive blocks. `labels` has the token bytes of these blocks, `label_bytes` per block.
 
-    `first` is the number of the first block, and `parent` is the key of the block before it. The loops only compute
-    digests, so they are as fast as plain hashlib calls.
+    `first` is the number of the first block. `parent` is the key of the block before it, or the root key.
     """
     sha256, view, key = hashlib.sha256, memoryview(labels), parent
     keys = []
@@ -236,11 +235,11 @@ class Chain:
 
     @property
     def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Copy of all token ids."""
+        """All token ids."""
         return as_ids(self.labels + self._tail)
 
     def token_range(self, first: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Return a copy of the token ids [first, stop)."""
+        """Return the token ids [first, stop)."""
         known, low, high = len(self.labels), first * TOKEN_BYTES, stop * TOKEN_BYTES
         return as_ids(self.labels[low:high] + bytes(self._tail[max(0, low - known) : max(0, high - known)]))
 
@@ -268,8 +267,8 @@ class Chain:
     def label_view(self, block: int, stop: int) -> memoryview:
         """Return the token bytes of blocks [block, stop).
 
-        Return a view if these bytes are most of `labels`. Otherwise return a copy, which does not keep all of `labels`
-        alive.
+        Return a view if these bytes are at least three quarters of `labels`. Otherwise return a copy, which does not
+        keep all of `labels` alive.
         """
         width = self.label_bytes
         if 4 * (stop - block) * width >= 3 * len(self.labels):
@@ -296,7 +295,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Copy the first keys of this chain from a node and its ancestors, instead of computing them again."""
+        """Take the first keys of this chain from a node on its path and the node's ancestors, if they have keys."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

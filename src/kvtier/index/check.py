@@ -80,7 +80,7 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check that an exclusive tier lists each node with evictable duplicates, but no leased node and no next victim."""
+    """Check that `duplicates` lists nodes with duplicates, except leased nodes and next victims of the faster tier."""
     faster = tier.faster
     if faster is None:
         return

@@ -30,13 +30,13 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Stack:
-    """Shadow for LRU and FIFO that covers all sizes at once.
+    """Shadows for LRU or FIFO, of all sizes at once. The size of a shadow is a number of marks.
 
-    A cache of size n contains a mark if fewer than n other marks were used after this mark. Leaves are evicted first,
-    so the end of a path is evicted before its start. LRU moves the path of each request to the newest end. FIFO moves
-    a path only if a request adds a block to it.
+    A shadow of size n contains a mark if fewer than n other marks are newer. Leaves are evicted first, so the start of
+    a path is newer than its end. With LRU, each request moves its path to the newest end. With FIFO, it does so only
+    if it added a block to the real cache.
 
-        newest   | top: marks of the newest path, in order | times: last use of all other marks |   oldest
+        newest   | top: marks of the newest path, in order | times: last move of all other marks |   oldest
 
     Marks that a request shares with the newest path, such as the marks of a system prompt, need no update.
     """
@@ -91,7 +91,7 @@ class Stack:
         return np.array(behind)[:, None] < self._sizes
 
     def _behind(self, mark: int, top: list[int]) -> int:
-        """Count the marks that were used after this mark. Return `_most` for an unknown mark."""
+        """Count the marks that are newer than this mark. Return `_most` for an unknown mark."""
         used = self._last.get(mark)
         if used is not None:
             return len(top) + len(self._times) - 1 - bisect.bisect_left(self._times, used)
@@ -99,7 +99,7 @@ class Stack:
 
 
 class S3FIFOMarks:
-    """S3-FIFO as in policies.S3FIFO, but for marks instead of nodes."""
+    """Similar to policies.S3FIFO, but for marks instead of nodes, and with up to `capacity` ghosts."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -109,7 +109,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Use the marks of a request, the last one first, so that it is also evicted first. Return the hits."""
+        """Use the marks of a request, beginning with the last one, so that leaves are evicted first. Return hits."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -142,7 +142,7 @@ class S3FIFOMarks:
 
 
 class S3FIFOShadow:
-    """Shadow for S3-FIFO, with a separate cache for each size."""
+    """Shadows for S3-FIFO, with a separate cache for each size."""
 
     ignores_repeats = False
 
@@ -162,18 +162,18 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 }
 
 
-# `record` only copies sampled bytes. `_play` later processes 4096 requests in one loop. The same Python code took three
-# to five times as long if it ran separately for each request (measured on 2026-11-15).
+# `record` only copies sampled bytes. `_play` later processes up to 4096 requests at once. The same Python code took
+# three to five times as long if it ran separately for each request (measured on 2026-11-15).
 #
 #   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. The first word (w0)
 #   words   |       w0         |           w1              |         has three looks, and all later words have four.
 #           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  A mark is a hash of all words up to its position.
 STEP_BYTES = 1021  # odd, so that looks fall on each of the four bytes of a token in turn
 LOOK_BYTES = 4 * STEP_BYTES
-_ROUND = LOOK_BYTES // 2 - 1  # rounds numbers of marks, so that only marks whose last look is in a full block count
+_ROUND = LOOK_BYTES // 2 - 1  # rounds the number of marks: a mark counts only if its last look is in a full block
 _FIELDS = 3  # numbers per request in GhostCache._waiting
 _FULL = 4096 * _FIELDS  # length of GhostCache._waiting at which the requests are processed
-_GROUPS = 256  # groups of marks whose sums give the variance of an estimate
+_GROUPS = 256  # groups of marks; their leads give the variance of an estimate (see `GhostCache.curve`)
 _RATE, _MIN_MARKS = 1 / 64, 64  # see `rate` of GhostCache
 
 # Error that remains even if all marks are sampled. It has two causes: looks have fixed positions in the prompt, and the
@@ -262,8 +262,8 @@ class GhostCache:
         """Return the estimated hit rate of a policy at each capacity. The default is the policy of the real cache.
 
         The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
-        rate plus the lead divided by the number of sampled marks. The error is twice the standard error, plus the model
-        error, the error of rounding sizes to whole marks, and the error of prompts that are too short for a mark.
+        rate, plus the lead divided by the expected number of sampled marks. The error is twice the standard error, plus
+        the model error, the error of rounding sizes to marks, and the error of prompts that are too short for a mark.
 
         The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
         the sums of the groups are independent, and their variance measures this source. Second, the share of marks that
@@ -330,7 +330,7 @@ class GhostCache:
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """Return the mark at each word: a hash of the sum of the prompt's words up to this word. Modify `words`."""
+        """Return the mark at each word: a hash of the prompt's words up to and including this word. Modify `words`."""
         self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
@@ -347,7 +347,7 @@ class GhostCache:
         return sums
 
     def _mix_in_domains(self, words: _Words, counts: _Ints, starts: _Ints) -> None:
-        """Mix salt and adapter into the first word of a prompt, and the extras of a block into the next word."""
+        """Mix salt and adapter into word 0, and extras into the first word that ends after the start of their block."""
         domains, self._domains = self._domains, {}
         for owner, (salt, adapter, extras) in domains.items():
             start, count = int(starts[owner]), int(counts[owner])

@@ -2,7 +2,7 @@
 
 The value of a block does not depend on the size of the cache. One table of values, learned from the uses of the sampled
 marks, therefore serves all sizes. A class consists only of the features `uses` and `new` (see labels.py), because the
-other features are not recorded. On a real cache, `uses` has most of the effect.
+other features are not recorded. In a real cache, `uses` has most of the effect.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Mark(NamedTuple):
 
 
 class LearnedShadow:
-    """Shadow for the learned policy, with a separate cache for each size."""
+    """Shadows for the learned policy, with a separate cache for each size."""
 
     ignores_repeats = True
-    """True: a request whose only mark is the newest mark is skipped. Such a request is a hit at every size, and would
+    """True: a request whose only mark is the newest mark is skipped. It would almost always be a hit at every size, and
     only add a use."""
 
     def __init__(self, sizes: Sequence[int], code: IndexNative | None = None) -> None:
@@ -145,7 +145,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of at most `size` marks. Each class has a heap of marks, oldest first, which may hold evicted marks."""
+    """A cache of at most `size` marks. Each class has a heap of marks, oldest first. It may contain evicted marks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

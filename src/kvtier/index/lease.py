@@ -1,4 +1,4 @@
-"""Lease: protects a path in the tree from eviction and owns the slots of blocks that are not in the tree."""
+"""Lease: protects a path in the tree from eviction, and owns the request's device slots that the tree does not own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention of a request's blocks. A higher priority delays eviction. Blocks expire after `ttl` seconds."""
+    """Retention of a request's blocks. A higher priority delays eviction. Unused blocks expire after `ttl` seconds."""
 
     priority: int = 0
     ttl: float = math.inf
@@ -22,7 +22,7 @@ class Retention:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """A lease on a path, created by RadixTree.match and ended by RadixTree.release. Only tree and manager change it.
+    """A lease on a path, created by RadixTree (usually by `match`). Only RadixTree and CacheManager change it.
 
     chain    |b0|b1|b2|b3|b4|b5|..          example: num_matched = 2, num_blocks = 4
     tree     |-- path --|                   the tree contains blocks [0, num_blocks); the path ends with `node`
@@ -41,7 +41,7 @@ class Lease:
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
     """Slots with this request's own copies of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
-    """Last node that this lease added to the tree. The next blocks can be appended to this node."""
+    """Last node that `publish` added for this lease. The next call may append blocks to this node."""
     committed: bool = field(init=False, default=False)
     began: tuple[float, int] = field(init=False, default=(0.0, 0))
     """For the learned policy: time of the first use, and number of blocks of the chain at that time."""

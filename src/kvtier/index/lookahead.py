@@ -18,7 +18,7 @@ from kvtier.index.policies import Policy
 
 
 class Lookahead:
-    """Wraps a policy and evicts the nodes in its queue first. `num_blocks` counts the blocks of these nodes."""
+    """Wraps a policy and evicts the nodes in its queue first. `num_blocks` is the sum of the numbers in `queue`."""
 
     __slots__ = ("_leased", "_policy", "_tier", "name", "num_blocks", "queue")
 
@@ -59,7 +59,7 @@ class Lookahead:
         return self._policy.victim()
 
     def pull(self, num_blocks: int) -> list[Node]:
-        """Move victims of the policy to the queue until the queue has `num_blocks` blocks. Return the new nodes."""
+        """Move victims of the policy to the queue until it has at least `num_blocks` blocks. Return the new nodes."""
         for node in self.queue:  # blocks are evicted only from the first node of the queue
             self._count(node)
             break

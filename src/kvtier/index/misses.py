@@ -30,8 +30,8 @@ class Miss:
     """The first block that did not match, and the reason.
 
     `time` is the logical time at which the block was removed. Without a removal, it is the time of the match, or 0. If
-    the learned policy evicted the block, `cell` is the class of the block and `value` is the estimate that led to the
-    eviction. Otherwise `cell` is -1.
+    the learned policy evicted the block because of its estimated value, `cell` is the class of the block and `value` is
+    this value. Otherwise `cell` is -1.
     """
 
     block: int

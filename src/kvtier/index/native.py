@@ -79,21 +79,21 @@ class IndexNative:
         self._library = library
 
     def best_ratios(self, hits: F64, seconds: F64) -> F64:
-        """Return the highest ratio of hits to seconds between each bucket and any later one, by row (see `gittins`)."""
+        """Return the highest ratio of hits to seconds from the start of each bucket to a later edge (see `gittins`)."""
         best = np.empty((len(hits), hits.shape[1] - 1))
         addresses = (array.ctypes.data for array in (hits, seconds, best))
         self._library.kvtier_best_ratios(len(hits), *addresses)
         return best
 
     def policy(self, tracker: object, state: TrackerState) -> tuple[Callable[..., Any], ...]:
-        """Return the methods of a new policy: offer, withdraw, victim, contains, sizes (see Learned).
+        """Return the methods of a new policy: offer, withdraw, victim, contains, sizes (see NativeLearned).
 
         The methods keep `tracker` alive, because they read the values from its arrays.
         """
         return self._library.kvtier_policy(tracker, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def log(self, state: TrackerState) -> tuple[Callable[..., Any], ...]:
-        """Return `enter` of a new tracker, `take` of its log, and its `take_ghosts` and `add_ghost`."""
+        """Return four functions for a new tracker: `enter`, `TouchLog.take`, `take_ghosts` and `add_ghost`."""
         return self._library.kvtier_log(state, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def shadow(

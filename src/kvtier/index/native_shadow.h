@@ -2,7 +2,7 @@
 
 typedef struct {
     int64_t place;
-    int32_t at;  // index of the mark
+    int32_t at;  // index of the mark's entry
 } Queued;
 
 static int is_before_queued(const Queued *a, const Queued *b) { return a->place < b->place; }

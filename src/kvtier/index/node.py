@@ -72,7 +72,7 @@ Touch = tuple[int, int, float, int]
 
 @dataclass(slots=True)
 class AccessStats:
-    """Input for eviction policies. `created` and `used` are logical times. `expires` is a time of the caller's clock.
+    """Input for eviction policies. `created` and `used` are logical times. `expires` is a time on the caller's clock.
 
     Only ReuseTracker sets `touch` and `lost`. `lost` counts the blocks that were removed from the end of the node since
     its last touch.
@@ -142,7 +142,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks whose state in at least one tier is in `table`, which is READABLE or IS_HELD."""
+        """Count the leading blocks that are readable in a tier (`table` is READABLE) or held by a tier (IS_HELD)."""
         union = 0
         for held in self.held:
             if held is not None:

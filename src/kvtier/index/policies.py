@@ -77,7 +77,7 @@ class CandidateHeap:
 
 
 def fingerprint(node: Node) -> int:
-    """Return a CRC that identifies a node after its eviction. It is used only for statistics, never to match KV."""
+    """Return a CRC that identifies a node after its eviction. Only eviction policies use it, matches do not."""
     return zlib.crc32(node.key, node.start)
 
 
@@ -122,7 +122,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the least recently used node of one list: recent if it exceeds its target, otherwise frequent."""
+        """Return the oldest node of recent if this exceeds its target or frequent is empty, otherwise of frequent."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()
@@ -203,10 +203,10 @@ class Ranked:
 
 
 def CostAware(half_tokens: int = 16_384) -> Ranked:
-    """Evict the lowest value first (Greedy-Dual). The value is (1 + uses) times the cost of computing a block again.
+    """Evict the lowest value first (Greedy-Dual). The value is (1 + uses) times the cost of computing the last block.
 
-    The cost of a block at token p is 1 + p / half_tokens, because attention reads all earlier tokens. At a context of
-    `half_tokens` tokens, attention costs as much as the rest of the layer.
+    The cost of a block that ends at token p is 1 + p / half_tokens, because attention reads all earlier tokens. At a
+    context of `half_tokens` tokens, attention costs as much as the rest of the layer.
     """
 
     def value(node: Node) -> float:

@@ -18,7 +18,7 @@ _FEW = 64
 class Slots:
     """Slots in one tier. The name of the tier allows a pool to reject slots of another tier.
 
-    Do not modify an instance. The class is not frozen, because creating a frozen dataclass takes three times as long.
+    Do not modify an instance. The class is not frozen, because creating instances would take three times as long.
     """
 
     tier: str
@@ -37,7 +37,7 @@ class Shortage:
     free: int
     evictable: int = 0
     quota: str = ""
-    """Tenant whose quota would be exceeded, or empty."""
+    """Tenant whose quota would be exceeded, in hex digits or "no salt". Empty if no quota is the reason."""
 
     def __str__(self) -> str:
         limit = f" within the quota of {self.quota}" if self.quota else ""
@@ -55,7 +55,7 @@ class BlockPool:
         runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
 
     `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. Every run in a bin above n.bit_length() has at
-    least n slots. A run that is long enough is therefore found without a search.
+    least n slots. If these bins contain a run, it is found without a search.
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:
@@ -172,7 +172,7 @@ class BlockPool:
         return runs
 
     def _take_runs(self, n: int) -> Iterator[tuple[int, int]]:
-        """Allocate n slots from one run that is long enough, or from several runs, starting with the longest."""
+        """Allocate n slots: one run if a long enough run is found without a search, otherwise several long runs."""
         while n:
             fits = n.bit_length()
             start = next(iter(self._bins[fits]), None)

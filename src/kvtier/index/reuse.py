@@ -9,10 +9,10 @@ a number of hits and a number of block-seconds. The value of the block is the hi
 This is the Gittins index. It does not depend on a capacity, a horizon or a threshold. If all blocks have the same
 class, and the value falls with age, the order of the values is LRU.
 
-The hazard is the number of hits per second of a block that has not been used again. It is counted by class and age
-bucket, and modelled as a product: a common curve, one factor per feature, one factor per class, and the shape of a
-class over age. Each factor is shrunk towards 1 by the weight of PRIOR typical observations, so that classes with few
-observations resemble the others.
+The hazard at an age is the expected number of hits per second at that age, given that the block has not been used
+again before. It is a product: a common curve over age, a factor for each feature, a factor for the class, and two
+shapes over age: one for `uses`, one for the class. Each factor is shrunk towards 1 by the weight of PRIOR typical
+observations (twice as many for the shape of the class), so that classes with few observations resemble the others.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from kvtier.index.native import IndexNative
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The hit rates of a prototype changed little
-# with other units of time and with other ratios of at least 1.25. A first bucket of 10 s is too coarse for agents.
+# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last one also gets higher ages. In a
+# prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the hit rate, except that a
+# first bucket of 10 s is too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
 ENDS = [*LIMITS, math.inf]
 NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # arrays for native code
-# PRIOR and ENOUGH count typical observations. A typical observation has the average weight of the observations.
+# PRIOR and ENOUGH count typical observations. Their weight is the weighted mean of the weights (at least 1).
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, as in the prototype
-MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if blocks with a feature value were never used again
+MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if no block with some feature was ever used again
 NOISE = 1.2  # values are rounded down to powers of this factor, because smaller differences are mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
 """[start, stop]: True if bucket `stop` is `start` or later."""
@@ -50,7 +51,7 @@ _ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the f
 class ReuseTable:
     """Observations by class and age bucket, and the values that follow from them.
 
-    An event is a use of a block. The time at risk is the time in which blocks could have been used again.
+    An event is a further use of a block. The time at risk is the time in which blocks could have been used again.
     """
 
     def __init__(self, cells: Cells, code: IndexNative | None = None) -> None:
@@ -67,16 +68,16 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """By class: the lowest value that later rises by the factor NOISE or more. Infinity if no value rises so
-        much."""
+        """By class: the lowest value in a bucket after which the value of the class still rises by about the factor
+        NOISE or more. Infinity if there is no such bucket."""
         self.rises_until: list[float] = []
-        """By class: the age after which the value no longer rises."""
+        """By class: the age at the end of the last such bucket, or 0 if there is none."""
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
         """Add blocks whose observation ended at these ages.
 
-        `is_use` is True if the observations ended with a use of the block, and False if the blocks were forgotten.
+        `is_use` is True if the observations ended with a use of the block, and False if they ended without a use.
         """
         flat = add_time(self._at_risk, cells, ages, weights)
         if is_use:
@@ -92,7 +93,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values. The arguments describe the blocks that have not been used again."""
+        """Compute the values, if there are ENOUGH events. The arguments describe blocks that are still unused."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return
@@ -106,7 +107,8 @@ class ReuseTable:
         values[is_unseen] = self._common * self._product(features[is_unseen])[:, None]
         # Round values down to powers of NOISE, so that LRU decides between similar values.
         values = np.exp(np.floor(np.log(np.maximum(values, 1e-300)) / np.log(NOISE)) * np.log(NOISE))
-        # A class rises up to its highest value. Later rises are mostly noise, because few blocks become that old.
+        # Count only rises before the bucket in which the value of the class is highest. Later rises are mostly noise,
+        # because few blocks become that old.
         rises = (np.arange(NUM_BUCKETS) < values.argmax(1)[:, None]) & (0.99 * NOISE * values <= values.max(1)[:, None])
         self.set(values, np.where(rises, values, np.inf).min(1), (rises * EDGES[1:]).max(1))
 
@@ -117,7 +119,7 @@ class ReuseTable:
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
-        """Return the values of a class. Without a fit, they are the common curve times the factors of its features."""
+        """Return the values of a class. Before the next fit, a new class has the common curve times its factors."""
         for new in range(len(self.values), cell + 1):
             self.all_values[new] = self._common * self._product(self._cells.features[new : new + 1])[0]
             self.values.append(self.all_values[new].tolist())

@@ -24,8 +24,8 @@ def tenant_of(salt: bytes) -> bytes:
 class Candidates:
     """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
-    `duplicates` lists the nodes without a lease that also have blocks in the faster tier. Eviction of duplicates starts
-    with the last node in this list. If `ahead` is given, it is the number of this tier, and the next victims are chosen
+    `duplicates` lists nodes that also have blocks in the faster tier (see `Tier.list_duplicate`). The last node in this
+    list loses its duplicates first. If `ahead` is given, it is the number of this tier, and the next victims are chosen
     early (see Lookahead).
     """
 
@@ -229,7 +229,7 @@ class Tier:
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
-        """Add blocks [first, first + len(slots)) of a leased node to this tier. The tier must not have these blocks."""
+        """Add blocks [first, first + len(slots)) of a leased node to this tier. The tier must not hold these blocks."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
@@ -305,7 +305,7 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """List a node with duplicates, unless it is leased or among the next victims of the faster tier."""
+        """List a node in `duplicates` if both tiers have blocks of it and it is neither leased nor a next victim."""
         above = self.faster
         if above is not None:
             may_be = not node.leases and node.attached and node.held[self.number] is not None
@@ -322,7 +322,7 @@ class Tier:
             tenant.withdraw(node)
 
     def unlinked(self, node: Node) -> None:
-        """Handle the removal of a node and its descendants from the tree. The parent may become a candidate."""
+        """Handle the removal of a node and its descendants from the tree. An ancestor may become a candidate."""
         if node.held[self.number] is not None or node.below[self.number]:
             self._lower_above(node)
 
@@ -376,7 +376,7 @@ class Tier:
         return self.tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
-        """Handle the first block of a node in this tier. The parent is no longer a candidate."""
+        """Handle the first block of a node in this tier. Its ancestors are no longer candidates."""
         number, above = self.number, node.parent
         if node.below[number] or not node.attached:
             return
@@ -390,7 +390,7 @@ class Tier:
             above = above.parent
 
     def _lower_above(self, node: Node) -> None:
-        """Handle the removal of the last block in the subtree of a node. The parent may become a candidate."""
+        """Handle the removal of the last block in the subtree of a node. An ancestor may become a candidate."""
         number, above = self.number, node.parent
         while above is not None:
             above.below[number] -= 1

@@ -13,8 +13,8 @@ are remembered as ghosts. Their next use is an event too, and their earlier uses
     evict               `removed` turns the removed run into a ghost
 
 The number of blocks in each open touch is updated with each request. LRUGuard is updated every few requests. All other
-observations are collected in lists, which are processed every few hundred requests, before the values are computed
-again. One tracker serves all tiers of a tree. It has no clock: the current time is the latest `now` of any call.
+observations are collected in lists, which are processed before the values are computed again, or when they are long.
+One tracker serves all tiers of a tree. It has no clock: the current time is the latest `now` of any call.
 
 The functions at the end of this module run for each request. Native code has an equivalent of each of them.
 """
@@ -47,7 +47,7 @@ NUM_TOUCHES = 16_384
 FIRST_FIT, LAST_FIT, FIT_SHARE = 64, 1024, 4
 GUARD_REQUESTS = 8  # requests between two updates of the guard; with 32, the guard reacts too late in small caches
 MAX_RUNS = 64  # maximum number of touches per request; the last of them includes the rest of the path
-_MARGIN = 4096  # places in the ring beyond NUM_TOUCHES; `learn` calls `TouchLog.sync` when half of them are used
+_MARGIN = 4096  # places in the ring beyond NUM_TOUCHES; `learn` calls `TouchLog.sync` after half as many touches
 _RING = NUM_TOUCHES + _MARGIN
 _RUNNING = 2**62  # touch number of blocks that a running request has published; LRU would hold these blocks
 MAX_USES = 4
@@ -97,7 +97,7 @@ class TouchLog:
         """Record that a request used blocks of earlier touches again. Return the number of hits with LRU.
 
         `runs` contains the number of a touch and the number of its used blocks, then the same for the next touch, and
-        so on, in the order of the request's blocks. Blocks from `limit` on do not count as hits.
+        so on, in the order of the request's blocks. Runs that begin at block `limit` or later do not count as hits.
         """
         hits = at = 0
         state, left, ended = self.state, self.left, self.ended
@@ -262,7 +262,7 @@ class ReuseTracker:
         self._take_ghosts: TakeGhosts = partial(take_ghosts, self.state)
         self._add_ghost: Callable[[Ghosts, Node], int] = add_ghost
         self._ghosts: Ghosts = {}
-        """Hash of the first block of an evicted run -> number of its touch, blocks and earlier uses, as one int."""
+        """Hash that identifies an evicted node -> number of its touch, blocks and earlier uses, as one int."""
         self._num_requests = 0
         self._sessions: OrderedDict[Session, tuple[Node, int, int]] = OrderedDict()
         """Session -> last node of its last request, and the range of the touches of this request."""
@@ -342,7 +342,7 @@ class ReuseTracker:
                 del ghosts[oldest]
 
     def detached(self, node: Node) -> None:
-        """Forget the session whose last request ends at a dropped node."""
+        """Forget the session whose last request ends at a node that leaves the tree."""
         session = self._ends.pop(node, None)
         if session is not None:
             del self._sessions[session]
@@ -350,7 +350,7 @@ class ReuseTracker:
     def close(self, session: Session, now: float) -> list[Node]:
         """Return the nodes whose last use was the last request of a session. Set the hint in their class to "over".
 
-        The caller withdraws and offers these nodes again. A session can be closed once.
+        The caller withdraws and offers these nodes again. Then the session is unknown until its next request.
         """
         self.see(now)
         found = self._sessions.pop(session, None)
@@ -387,14 +387,14 @@ class ReuseTracker:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def value(self, cell: int, since: float) -> tuple[float, float]:
-        """Return the value of a block of class `cell` last used at `since`, and the time when the value changes."""
+        """Return the value of a block of class `cell` that was last used at `since`, and when the value changes."""
         if self.state.is_lru:
             return 0.0, math.inf
         bucket = bisect_right(LIMITS, self.state.now - since)
         return self.table.row(cell)[bucket], since + ENDS[bucket]
 
     def floor(self, cell: int) -> float:
-        """Return the lowest value of a class that rises with age, or infinity if its values only fall."""
+        """Return `ReuseTable.floors` of a class, or infinity if the order is LRU."""
         return math.inf if self.state.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
 
     def describe(self, cell: int, value: float) -> str:
@@ -443,7 +443,7 @@ class ReuseTracker:
             del self._ends[oldest]
 
     def _shorten(self, node: Node) -> None:
-        """Move the end of a session to the parent of its last node, because this node is evicted."""
+        """Move the end of a session from an evicted node to the parent, or forget the session if this is impossible."""
         session, above = self._ends.pop(node), node.parent
         if above is None or above.parent is None or above in self._ends:
             del self._sessions[session]

@@ -77,7 +77,7 @@ class RadixTree:
     def match(
         self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
     ) -> Lease:
-        """Lease the longest prefix of readable full blocks. It counts as a use only at `commit` or `release`."""
+        """Lease the longest prefix of readable full blocks. The lease counts as a use only at `commit` or `release`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")
         if self.tracker is not None:
@@ -98,10 +98,10 @@ class RadixTree:
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """Find the cached block after a leased path that shares the most leading tokens with the chain's next block.
+        """After a leased path, find the block on the device that begins with most of the next tokens of the chain.
 
-        Compare at most `max_tokens` tokens. Return a lease that ends with the found block, and the number of shared
-        tokens. Return None if no token is shared.
+        Compare at most `max_tokens` tokens of at most `max_children` blocks (see `closest_child`). Return a lease that
+        ends with the found block, and the number of shared tokens. Return None if no token is shared.
         """
         lease.must_be_open()
         best, num_tokens = edit.closest_child(lease.node, lease.chain, max_tokens, max_children, now)
@@ -125,7 +125,7 @@ class RadixTree:
     def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> int:
         """Make the full computed blocks matchable. Return the number of blocks that are new on the device.
 
-        If another request has already published a block, the lease keeps its own copy of this block.
+        If another request has already published a block on the device, the lease keeps its own copy of this block.
         """
         lease.must_be_open()
         stop = lease.num_full_blocks(computed_tokens)
@@ -150,8 +150,8 @@ class RadixTree:
         """Append blocks to the path of a lease, in reserved slots of a tier and in the state WRITING.
 
         When a transfer has written the slots, the caller calls `end_write`. With `grow`, the last node of the path is
-        extended if possible. Raise StateError if the tree already has the first of these blocks, or if the lease owns
-        slots.
+        extended if possible. Raise StateError if the tree already has the first of these blocks or has dropped the
+        path, if the lease owns slots, or if the chain is too short.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
@@ -237,7 +237,7 @@ class RadixTree:
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
         """Evict n blocks from a tier. If fewer are evictable, evict none and return a Shortage.
 
-        With `salt`, evict only blocks of the salt's tenant.
+        With `salt`, evict only blocks of the salt's tenant, which must have a quota.
         """
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: the tenant of {salt.hex() or 'no salt'} has no quota")
@@ -262,10 +262,10 @@ class RadixTree:
         return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Remove the blocks of a chain from a tier, if another tier also holds them. Return the number of freed slots.
+        """Remove the nodes of a chain from a tier. Return the number of freed slots.
 
-        If the whole chain is cached, its continuations are removed too. Leased blocks stay, and so do the ancestors of
-        blocks that stay.
+        If the whole chain is cached, its continuations are removed too. A node stays if it is leased, or if no other
+        tier has readable copies of all its blocks. The ancestors of a node that stays also stay.
         """
         lease = self.match(chain)
         node = lease.node
@@ -368,7 +368,7 @@ class RadixTree:
             self._listener(stored_event(tier.name, node, first, stop, self.namespace))
 
     def remove(self, tier: Tier, node: Node, first: int, stop: int) -> None:
-        """Remove blocks [first, stop) of a leased node from a tier. The node keeps its length until the leases end."""
+        """Remove blocks [first, stop) of a node from a tier. The length of the node does not change."""
         if node.attached:
             self._notify_removed(tier, node, first, stop)
         tier.give_back(tier.take(node, first, stop), node.domain[0])
@@ -436,7 +436,7 @@ class RadixTree:
     def _use(self, lease: Lease, now: float) -> None:
         """Update the access statistics of the path, and undo splits that are no longer needed.
 
-        Only matched blocks count as used, and only once per lease.
+        `uses` counts only uses of matched blocks, and one use per lease.
         """
         self.clock += 1
         if self.tracker is not None and not lease.committed:

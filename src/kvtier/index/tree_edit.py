@@ -36,10 +36,10 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 
 
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
-    """Find the child whose first block shares the most leading tokens with the chain's next block.
+    """Find the child on the device whose first block shares the most leading tokens with the chain's next block.
 
     Return the child and the number of shared tokens. If a child on the device begins with exactly this block, compare
-    only this child. Otherwise compare the `max_children` newest children.
+    only this child. Otherwise compare the `max_children` newest children. Blocks with media are not compared.
     """
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
@@ -58,7 +58,7 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
 
 
 def _is_on_device(node: Node, now: float) -> bool:
-    """True if the first block of a node can be read on the device."""
+    """True if the first block of a node can be read on the device, and the node has not expired."""
     held = node.held[0]
     return held is not None and held.states[0] >= READY and (node.usage.expires > now or node.leases > 0)
 
@@ -129,7 +129,7 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 
 
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
-    """True if a node and its parent `upper` can be joined without affecting the eviction policies.
+    """True if a node and its parent `upper` can be joined: creation time, touch, priority and expiry are equal.
 
     `priority` and `expires` come from a use of the path. This use has been recorded in the node, but not yet in the
     parent.
@@ -146,7 +146,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True if a node is a short leaf with one lease, and its priority and expiry do not exceed those in `usage`."""
+    """True for a short leaf on the device with one lease, whose priority and expiry do not exceed those in `usage`."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority

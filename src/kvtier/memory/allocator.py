@@ -37,7 +37,7 @@ class Allocator:
 
     `allocate(nbytes)` returns an address, or a tensor that owns the memory, and raises MemoryError or RuntimeError if
     there is no memory. `deallocate(address, nbytes)` frees memory, `trim()` returns cached memory to the system, and
-    `free_bytes()` returns the free memory of the system, or None if unknown. All four functions must be thread-safe.
+    `free_bytes()` returns the free bytes of the host or GPU, or None if unknown. All of them must be thread-safe.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Allocator:
         )
 
 
-# Scattered 4 KiB reads over 4 KiB pages always miss the TLB, so large host allocations use huge pages.
+# Scattered 4 KiB reads over 4 KiB pages usually miss the TLB, so large host allocations use huge pages.
 _HUGE_PAGE_BYTES = 2 << 20
 # torch's pinned pool rounds up to a power of two and never shrinks by itself, which wastes memory for a host tier.
 # Allocations larger than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.

@@ -122,7 +122,7 @@ class CopyResult:
 
     @property
     def merge_ratio(self) -> float:
-        """Copies added, divided by copies after merging; 1.0 if nothing merged."""
+        """Copies added (including copies of zero bytes), divided by copies after merging. 1.0 for an empty batch."""
         return self.num_calls / self.num_entries if self.num_entries else 1.0
 
     @property
@@ -146,8 +146,8 @@ class BatchCopy:
         print(copy.result.path, copy.result.merge_ratio)
 
     The result is the same as if the copies ran one after another, because pieces that depend on each other run in
-    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") if that path is usable. Otherwise the cost
-    table of the machine selects the cheapest path. Buffers are kept alive until their copies are done. Memory that is
+    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") if that path is usable. Otherwise GPU
+    copies use the cheapest path in the cost table. Buffers are kept alive until their copies are done. Memory that is
     given by address must be kept alive by the caller. Not thread-safe.
     """
 

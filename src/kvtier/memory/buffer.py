@@ -174,7 +174,7 @@ class Buffer:
         raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
-        """Close this Buffer and every slice and view. Exports and copies in flight still keep the memory alive."""
+        """Close this Buffer and all slices and views of its memory. Exports and copies in flight keep it alive."""
         if self._region is not None:
             self._region.close()
 
@@ -250,7 +250,7 @@ class Buffer:
     # ---- elements ----
 
     def at(self, index: int) -> Scalar:
-        """Return element `index` in [0, size). On a GPU, this method waits for the current stream."""
+        """Return element `index` in [0, size). If there is a current stream, this method waits for it."""
         position = operator.index(index)
         if not 0 <= position < self.size:
             raise RangeError(f"index {position} is outside 0..{self.size - 1} of a Buffer of {self.size}")
@@ -319,7 +319,7 @@ class Buffer:
         launch(task, choose_stream(stream, self.placement), on_device=self.placement.is_device, holdings=[self.holding])
 
     def _values(self, start: int, stop: int) -> list[Any]:
-        """Return elements `start` (on a byte boundary) to `stop`, after waiting for the current stream."""
+        """Return elements [start, stop) after waiting for the current stream. `start` is on a byte boundary."""
         if self._region is None:
             return []
         part = self.slice(start, stop - start)

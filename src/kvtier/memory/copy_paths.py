@@ -47,7 +47,7 @@ class CopyContext:
 
     @property
     def over_link(self) -> bool:
-        """True if one side is host memory."""
+        """True if at least one side is host memory."""
         return not (self.src.is_device and self.dst.is_device)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Plan a batch of copies: merge pieces, and order pieces that depend on each other. Planning copies no data.
+"""Plan a batch of copies: merge entries into pieces, and order pieces that depend on each other. No data is copied.
 
 An entry is one copy that the caller added. A piece is one or more entries merged into one copy. The result is the same
 as if the entries ran one after another, and each entry read its whole source before it wrote. Example:
@@ -13,7 +13,7 @@ as if the entries ran one after another, and each entry read its whole source be
 Pieces of one wave are independent, so any path may run them in any order. Waves run one after another.
 
 A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. It is one array instead of three, because
-numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, the first scan has a compiled
+numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, `scan` has a compiled
 equivalent in native.py. Instances of the dataclasses are never modified. The classes are not frozen, because creating
 a frozen instance takes 1.5 us instead of 0.4 us.
 
@@ -178,9 +178,9 @@ def _waves(table: I64) -> I64 | None:
 
 
 def _conflicts(table: I64) -> tuple[I64, I64] | None:
-    """Return all pairs (earlier, later) of entries of which one writes bytes that the other reads or writes.
+    """Return all pairs (earlier, later) of conflicting entries: one writes bytes that the other reads or writes.
 
-    Return None if there are more than MAX_PAIRS_PER_ENTRY pairs per entry.
+    Return None if there are more than MAX_PAIRS_PER_ENTRY pairs per entry on average.
     """
     src, dst, nbytes = table
     n = table.shape[1]

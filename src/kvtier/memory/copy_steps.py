@@ -1,4 +1,4 @@
-"""Turn collected copies into steps. A step is a set of independent pieces with one direction and one copy path."""
+"""Turn collected copies into steps. A step is a set of pieces with one direction and one copy path."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _join(chunks: Sequence[Chunk]) -> tuple[I64, I64 | None, Directions]:
     directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
     lengths = [chunk.table.shape[1] for chunk in chunks]
     kinds = [directions.index(chunk.direction) for chunk in chunks]
-    # pieces of different directions never merge, even if their addresses are adjacent
+    # entries of different directions never merge, even if their addresses are adjacent
     scopes = np.repeat(
         [
             ALONE if chunk.scope == ALONE else chunk.scope * len(directions) + kind

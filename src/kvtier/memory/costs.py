@@ -124,7 +124,7 @@ class CostTable:
     def estimate_us(self, job: CopyContext, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Return the expected microseconds of each measured path for `num_pieces` pieces of `nbytes` in total."""
         size = nbytes / num_pieces
-        # interpolate between rows k and k + 1; beyond the last row the cost is proportional to the bytes
+        # interpolate between rows k and k + 1; beyond the last row, the cost per piece is proportional to its size
         place = (math.log2(size) - math.log2(_SIZES[0])) / _SIZE_STEP if size > _SIZES[0] else 0.0
         k = min(int(place), len(_SIZES) - 2)
         share, beyond = min(place - k, 1.0), max(size / _SIZES[-1], 1.0)
@@ -187,7 +187,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    The first copy on a GPU without saved costs calls this function. Without a cache directory, each process calls it.
+    The first BatchCopy on a GPU without saved costs calls this function. Without a cache directory, each process does.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):

@@ -1,6 +1,6 @@
 """The CUDA driver, through cuda-bindings (the `cuda` extra). Only this file and gather.py call the driver.
 
-Functions raise UnavailableError with the reason if the package, the driver or the entry point is missing.
+Functions that need the driver raise UnavailableError if the package, a GPU or an entry point is missing.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def has_driver() -> bool:
-    """True if cuda-bindings is available."""
+    """True if there are cuda-bindings and a GPU."""
     try:
         driver()
     except UnavailableError:
@@ -254,7 +254,7 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     with torch.cuda.stream(stream.native):
         source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
         target = torch.zeros_like(source)
-    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that swap places
+    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that swap places on the way from source to target
     bases = np.array([[source.data_ptr()], [target.data_ptr()], [0]])
     failed = call.submit(crossed + bases, stream)
     stream.synchronize()

@@ -26,10 +26,10 @@ _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and P
 _PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of the field `parts` in Rows<N> and Pieces<N>, in 4-byte words
 _LARGE_VERSION = 12010  # driver version of CUDA 12.1
 _THREADS = 256
-# Bytes of one part of a piece. A thread block copies a part in one pass of 256 threads x 4 loads x 16 bytes.
+# Usual bytes of a part of a piece. A thread block copies such a part in one pass of 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Numbers of thread blocks. Device-to-device copies use 8 on each of the 132 multiprocessors. Over PCIe, a few thread
-# blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
+# Maximum numbers of thread blocks. Device-to-device copies use 8 on each of the 132 multiprocessors. Over PCIe, a few
+# thread blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 

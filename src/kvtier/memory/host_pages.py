@@ -2,10 +2,10 @@
 
 The memory is one mapping of exactly the requested size (torch's pinned pool rounds up to a power of two):
 
-    [ piece 0 | piece 1 | piece 2 | ... ]      each piece is bound to the NUMA node, touched, and pinned
+    [ piece 0 | piece 1 | piece 2 | ... ]      each piece is touched, and then pinned
       ready     ready     pinning   mapped
 
-Pages are bound by address, so the affinity and memory policy of threads do not change.
+The whole mapping is first bound to the NUMA node, by its address. The affinity and memory policy of threads stay.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def node_of_gpu(
         node = int(file.read_text())
     except (OSError, ValueError):
         return None, f"neither nvidia-smi nor {file} reports the NUMA node"
-    return (node, "sysfs") if node >= 0 else (None, f"{file} contains {node}, because this machine has one node")
+    return (node, "sysfs") if node >= 0 else (None, f"{file} contains {node}, which stands for no known node")
 
 
 def _ask_nvidia_smi(address: str) -> str:
@@ -119,7 +119,7 @@ class MappedMemory:
             stop = min(first + _TOUCH_BYTES, offset + nbytes)
             address, length = ctypes.c_void_p(self.pointer + first), ctypes.c_size_t(stop - first)
             if libc.madvise(address, length, ctypes.c_int(_POPULATE_WRITE)) != 0:
-                self.tensor[first : stop : mmap.PAGESIZE] = 0  # the kernel is older than Linux 5.14
+                self.tensor[first : stop : mmap.PAGESIZE] = 0  # for example on a kernel before Linux 5.14
 
     def pin(self, offset: int, nbytes: int, placement: Placement) -> None:
         pointer = self.pointer + offset

@@ -55,7 +55,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
 
 
 def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
-    """Return a reference to the memory of a contiguous tensor. `pooled` means that torch's pool owns GPU memory."""
+    """Return a reference to a contiguous tensor. `pooled`: its GPU memory comes from torch's caching allocator."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
@@ -119,7 +119,7 @@ def _adopt_dlpack(source: Any) -> Adopted:
     kind, index = source.__dlpack_device__()
     stream: int | None = None
     if int(kind) == _DLPACK_CUDA:
-        # __dlpack__ makes this stream wait for the producer's pending work (1 is the legacy default stream)
+        # __dlpack__ makes the given stream wait for the producer's pending work (1 is the legacy default stream)
         ours = current_stream(Placement("cuda", int(index)).require())
         stream = (ours.handle or 1) if ours is not None else 1
     try:
@@ -131,9 +131,9 @@ def _adopt_dlpack(source: Any) -> Adopted:
 
 
 def _is_readonly(capsule: object) -> bool:
-    """Return the read-only flag of a versioned capsule: bit 0 of the field after version, context and deleter."""
+    """Return the read-only flag of a DLPack capsule: bit 0 of the field after version, context and deleter."""
     if '"dltensor_versioned"' not in repr(capsule):
-        return False
+        return False  # capsules of the format before DLPack 1.0 have no flag
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     address = get_pointer(capsule, b"dltensor_versioned")

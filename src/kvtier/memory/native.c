@@ -7,8 +7,8 @@
  * This is twice as fast as memcpy per piece (10,000 x 4 KiB, Xeon, 2 cores, 2026-11-15: 5.2 -> 2.4 ms), because:
  * - The start of the next source is prefetched during a copy, because the hardware prefetcher stops at each 4 KiB page.
  *   Prefetching 512 bytes is enough; prefetching all 4,096 is slower.
- * - Batches of STREAM_FROM_BYTES or more do not fit into the CPU cache. They are written past the cache, which avoids
- *   reading every destination line before it is overwritten. Writing 1 MiB past it would take 280 us instead of 20. */
+ * - Batches of STREAM_FROM_BYTES or more do not fit into the CPU cache. With SSE2, they are written past the cache, so
+ *   that no destination line is read before it is overwritten. For 1 MiB, this would take 280 us instead of 20. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -19,7 +19,7 @@ enum { LINE = 64, PREFETCH_BYTES = 512, MAX_THREADS = 64, STREAM_FROM_BYTES = 16
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-/* memcpy with stores that bypass the cache. Small pieces use memcpy, because their unaligned ends would dominate. */
+/* memcpy with stores that bypass the cache. The unaligned ends, and pieces of less than four lines, use memcpy. */
 static void copy_past_cache(char *dst, const char *src, size_t n) {
     if (n < 4 * LINE) {
         memcpy(dst, src, n);
@@ -103,8 +103,9 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
 
 /* kvtier_row_copies: list the copies that reorder rows (twin: row_copies in state/warp.py). Row i of the output is row
  * index[i] of the old rows if index[i] < size0, else row i of the new rows. If the address old_rows or new_rows is 0,
- * its rows are skipped. Rows that are adjacent on both sides become one copy. Destinations ascend and do not overlap.
- * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n numbers. */
+ * its rows are skipped. Adjacent old rows, or new rows, that stay adjacent become one copy. Destinations ascend and do
+ * not overlap. Writes all sources, then all destinations, then all sizes to `out`, which has room for 3 * n numbers.
+ * Returns the number of copies. */
 size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t old_rows, int64_t new_rows, int64_t out_rows,
                          int64_t row_bytes, int64_t *out) {
     int64_t *src = out, *dst = out + n, *nbytes = out + 2 * n;
@@ -135,7 +136,7 @@ typedef struct {
     int64_t disjoint;    /* destinations ascend and do not overlap */
     int64_t independent; /* disjoint, and no source overlaps a destination */
     int64_t nbytes;
-    int64_t num_pieces; /* after merging adjacent entries; starts[k] is the first entry of piece k */
+    int64_t num_pieces; /* after merging adjacent entries of one scope; starts[k] is the first entry of piece k */
 } Scan;
 
 /* True if [begin, end) overlaps one of n ascending, disjoint destinations. */
@@ -183,7 +184,7 @@ int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const
         if (src[k] < src_base) src_base = src[k];
         if (dst[k] < dst_base) dst_base = dst[k];
     }
-    uint64_t used = 16; /* bits set in any offset; 16 limits the unit of the offsets, 1 << shift bytes */
+    uint64_t used = 16; /* bits set in any offset; the initial bit limits the offsets' unit, 1 << shift, to 16 bytes */
     for (size_t k = 0; k < n; ++k) used |= (uint64_t)(src[k] - src_base) | (uint64_t)(dst[k] - dst_base);
     unsigned shift = (unsigned)__builtin_ctzll(used);
     if (used >> shift >> 32) return 0;
@@ -217,7 +218,7 @@ int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, con
 
 /* kvtier_sort_moves: validate pairs of device and host block ids and sort them by destination (twin: sort_moves in
  * transfer/compiled.py). `order` has room for 4 * n numbers: permutation, sorted device ids, sorted host ids, scratch.
- * Returns 0 if an id is out of range or a destination occurs twice; the twin then raises the error that names the id. */
+ * Returns 0 if an id is out of range or a destination occurs twice; the caller then lets the twin raise the error. */
 enum { DIGIT = 11 }; /* bits per pass of the radix sort */
 
 int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int64_t num_device, int64_t num_host, int to_host,
@@ -251,8 +252,8 @@ int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int6
 
 /* kvtier_block_copies: list the copies for blocks of `nbytes` bytes that are contiguous on both sides (twin: block_copies
  * in transfer/compiled.py). Blocks that are adjacent on both sides become one copy. A copy does not cross a host block id
- * that is a multiple of `run_blocks` (0: no such limit). Writes all sources, then all destinations, then all sizes, and
- * returns the number of copies; `out` has room for 3 * n numbers. */
+ * that is a multiple of `run_blocks` (0: no such limit). Writes all sources, then all destinations, then all sizes to
+ * `out`, which has room for 3 * n numbers. Returns the number of copies. */
 size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host, int64_t device_at, int64_t device_stride, int64_t host_at,
                            int64_t host_stride, int64_t nbytes, int64_t run_blocks, int to_host, int64_t *out) {
     int64_t *near = out + (to_host ? 0 : n), *far = out + (to_host ? n : 0), *size = out + 2 * n;
@@ -321,7 +322,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_fold(uint32_t crc, 
 typedef struct {
     const int64_t *data, *nbytes;
     size_t count;
-    size_t *next; /* shared by the threads: the next block to process */
+    size_t *next; /* shared by the threads: index of the next block to process */
     uint32_t *crc;
 } Sums;
 

@@ -45,7 +45,7 @@ class MemoryRef:
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
-        """Record in torch's pool that work on `stream` uses the memory. Return False if the pool does not own it."""
+        """Record in torch's pool that work on `stream` uses the memory. Return False if the memory is not pooled."""
         if not (self._pooled and isinstance(self.owner, torch.Tensor)):
             return False
         self.owner.record_stream(stream.native)  # the pool waits for that work, the host does not
@@ -56,7 +56,7 @@ class MemoryRef:
         self._in_flight[stream.placement, stream.handle] = event  # handles are unique only per GPU
 
     def wait(self) -> None:
-        """Wait until the copies in flight that use this memory are done, or have failed."""
+        """Wait until the work recorded by `used_by` is done, or has failed."""
         for event in tuple(self._in_flight.values()):  # another thread may add an event
             event.settle()
 
@@ -140,5 +140,5 @@ class Region:
         return self._tensor
 
     def close(self) -> None:
-        """Close all Buffers of this Region. The memory is freed when no export and no copy in flight uses it."""
+        """Close all Buffers of this Region. Memory is freed when no other Region, export or copy in flight uses it."""
         self._holding = self._tensor = self._borrowed = None

@@ -2,8 +2,8 @@
 
 A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. It allows tests
 of asynchrony, ordering and overlap without a GPU. A HostMark is a recorded position in a queue. If a task fails, the
-later tasks of its queue are skipped. Every wait for a later mark raises the error, including a wait by another queue.
-The next synchronize() of the queue raises the error once more and clears it, so that the queue runs new tasks.
+later tasks of its queue are skipped. Calling `synchronize` of a later mark raises the error. If another queue waits for
+such a mark, that queue fails too. `HostQueue.synchronize` raises the error and clears it, so that new tasks run.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class HostQueue:
         return not self._unfinished
 
     def synchronize(self) -> None:
-        """Wait until all submitted tasks are done, and raise their first error."""
+        """Wait until all submitted tasks are done or skipped. If a task failed, raise and clear the error."""
         if threading.current_thread() is self._thread:  # check first, because the mark would clear the error
             raise StateError("a host stream cannot wait for itself: synchronize() was called from one of its own tasks")
         mark = self.submit(None, clear=True)
@@ -112,7 +112,7 @@ class HostQueue:
                 del error  # its traceback refers to this frame, and the cycle would keep the task's memory alive
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish submitted tasks and stop the thread. With `wait`, join the thread and raise an unreported error."""
+        """Finish submitted tasks and stop the thread. With `wait`, join the thread and raise an uncleared error."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -147,8 +147,8 @@ class HostQueue:
 
 _host_ids = itertools.count(1)
 _POLL_INTERVAL = 20e-6  # seconds; short compared with any transfer, and the core is free in between
-# Time to poll before a wait sleeps. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late; a polling
-# thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). This matters only for short transfers.
+# Time to poll a `blocking` event before a wait sleeps. A thread that sleeps in the driver wakes 0.13 to 0.27 ms late; a
+# polling thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). Only short transfers gain from this.
 _POLL_SECONDS = 3e-3
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 
@@ -224,7 +224,7 @@ class Stream:
         return event
 
     def wait(self, event: Event) -> None:
-        """Make later work wait for `event`. If this is a CUDA stream, a wait for a host event blocks the caller."""
+        """Make later work wait for `event`. A CUDA stream cannot wait for a host event, so the caller waits instead."""
         event.wait(self)
 
     def query(self) -> bool:
@@ -236,7 +236,7 @@ class Stream:
         self.native.synchronize()
 
     def close(self) -> None:
-        """Finish enqueued work and release the stream. A wrapped stream is only released. Closing twice is allowed."""
+        """Release the stream. A host stream first finishes its tasks. Closing twice is allowed."""
         if self._native is not None and self._finalizer is not None:
             self._finalizer.detach()
             self._native.close()
@@ -249,7 +249,7 @@ class Event:
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 
     def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
-        """`timing` allows elapsed(). With `blocking`, long host waits sleep instead of spinning."""
+        """`timing` allows elapsed(). With `blocking`, long waits for a CUDA event on the host sleep instead of spin."""
         self._timing = timing
         self._blocking = blocking
         self._native: Any = None  # a HostMark or torch.cuda.Event, set by record()
@@ -294,7 +294,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Block until the event is reached, without raising host errors. Polling reacts faster, but takes the GIL."""
+        """Wait for the event, without raising host errors. Polling a `blocking` event is faster, but takes the GIL."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:

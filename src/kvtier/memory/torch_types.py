@@ -81,7 +81,7 @@ _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
 _FROM_TORCH: Mapping[torch.dtype, DType] = MappingProxyType(
     {torch_dtype: each for each, torch_dtype in _TO_TORCH.items() if each not in (dt.u2, dt.u4)}
 )
-# Integer types by size in bytes. Every torch operation supports them, so they can fill memory with bits of any type.
+# Integer types by size in bytes. Memory of any type is filled through them, because torch cannot fill all types.
 BITS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 

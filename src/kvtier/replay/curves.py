@@ -2,10 +2,10 @@
 
 The cache has one tier of blocks and serves one request at a time. The full blocks before the first miss are hits.
 
-lru       Stack distances yield the hits of all capacities at once, because a cache of C blocks holds the C most
-          recently used blocks. Within a request, the last block counts as the least recently used.
+lru       Stack distances yield the hits of all capacities that hold the longest request, because a cache of C blocks
+          holds the C most recently used blocks. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
-          The blocks of a running request must fit, as in any engine.
+          A running request takes slots for all its blocks, as in any engine. A request above the capacity adds none.
 others    The real index is run once per capacity. Runs are spread over processes.
 """
 
@@ -112,9 +112,9 @@ def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """Return, for each repeated use of a block, the number of other blocks used from the previous use to the request.
+    """Return, for each repeated use of a block, the number of other blocks between the previous use and the request.
 
-    positions  ..  p ........ s ...          p: the previous use, s: start of the request with the repeated use
+    positions  ..  p ........ s ...          p: the previous use, s: start of the request that uses the block again
                       ^ a block that is used several times in (p, s) counts once, at its last use before s
 
     The distance is the number of positions in (p, s), minus the positions whose next use is before s.
@@ -135,8 +135,8 @@ def stack_distances(accesses: Accesses) -> I64:
 def count_above(values: I64, counts: I64, limits: I64) -> I64:
     """Return, for each query (count, limit), the number of values in values[:count] that exceed the limit.
 
-    All queries are computed together, from the highest bit to the lowest. Values are sorted by the bits seen so far.
-    For each query, the values in values[low:high] equal the limit in these bits.
+    All queries are computed together, from the highest bit to the lowest. Values with equal higher bits are adjacent.
+    For each query, values[low:high] are those of the first `count` values that equal the limit in the higher bits.
     """
     low, high = np.zeros(len(counts), np.int64), counts.astype(np.int64)
     num_above = np.zeros(len(counts), np.int64)

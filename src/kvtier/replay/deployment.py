@@ -21,7 +21,7 @@ from kvtier.scheduler import SchedulerConfig
 GIB = 1 << 30
 STORE = "disk"
 PERCENTILES = (50, 90, 99)
-_SLACK = 1.25  # a replica with a load above this multiple of the mean gets no further requests
+_SLACK = 1.25  # a replica with a load above this multiple of the mean gets no requests until its load has decayed
 _HALF_LIFE_MS = 60_000.0  # half-life of the estimated load of a replica
 
 
@@ -30,7 +30,7 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Select the replica that has received the longest prefix of the prompt. Overloaded replicas are skipped."""
+    """Skip overloaded replicas. Of the others, select the one that has received the longest prefix of the prompt."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
@@ -50,7 +50,7 @@ def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRe
 def route(
     requests: Sequence[TraceRequest], num_replicas: int, routing: Routing = Routing.PREFIX, *, seed: int = 0
 ) -> list[tuple[TraceRequest, ...]]:
-    """Return the requests of each replica, in order of time."""
+    """Return the requests of each replica, in their given order."""
     if num_replicas < 1:
         raise RangeError(f"need at least one replica, got {num_replicas}")
     if num_replicas == 1:
@@ -69,8 +69,8 @@ def route(
 def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> list[int]:
     """Choose, for each request, the least loaded of the replicas that received the longest prefix of its prompt.
 
-    The router gets no feedback from the replicas. The load of a replica is the number of prompt tokens that it had to
-    compute, decayed with a half-life. Replicas with more than `_SLACK` times the mean load are skipped.
+    Replicas with more than `_SLACK` times the mean load are skipped first. The load of a replica is the number of
+    prompt tokens that it had to compute, assuming that it evicts nothing. It decays with a half-life.
     """
     numbers: dict[tuple[int, int], int] = {}
     sent: dict[int, int] = {}  # path number -> bit mask of the replicas that received the path
@@ -107,7 +107,7 @@ class Deployment:
     disk: DiskSpec | None = None
     policy: str = "lru"
     inclusive: bool = False
-    """Keep recent blocks in host memory even if device memory has them too."""
+    """If False, a full host evicts blocks that device memory has too before other blocks (HostConfig.exclusive)."""
     replicas: int = 1
     routing: Routing = Routing.PREFIX
     max_rows: int = 256
@@ -199,7 +199,7 @@ class Summary:
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
     utilisation: float
-    """Share of the time in which the GPUs compute."""
+    """Share of the time in which the GPUs compute. Steps that do not overlap or are merged include their host time."""
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int

@@ -136,7 +136,7 @@ class FleetSimulation:
         self._namespace = Namespace("fleet", block_tokens=1)  # one token represents a block, which saves memory
         self._block_tokens = block_tokens
         self._replicas = [self._new_replica(number) for number in range(config.num_replicas)]
-        self._ends: list[tuple[float, int, RouteDecision]] = []  # heap of (end of a prompt, its position, decision)
+        self._ends: list[tuple[float, int, RouteDecision]] = []  # heap of (expected end, position in the trace, ..)
         self._router_seconds = 0.0
 
     def run(self, trace: FleetTrace, progress: Callable[[float], None] | None = None) -> FleetSummary:
@@ -189,7 +189,7 @@ class FleetSimulation:
         return decision.number
 
     def _serve(self, number: int, chain: Chain) -> int:
-        """Match and publish a prompt in a replica's index, and apply its KV events to the router. Return the hits."""
+        """Match and publish a prompt in a replica's index. Pass KV events to the router if needed. Return the hits."""
         replica = self._replicas[number]
         tree = replica.tree
         lease = tree.match(chain)
@@ -214,7 +214,7 @@ class FleetSimulation:
                 index.remove(number, DEVICE, hashes_of(event.keys))
 
     def _end_until(self, now: float) -> None:
-        """Report the prompts that are computed by `now` to the router."""
+        """Tell the router that prompts with an expected end until `now` have ended."""
         began = time.process_time()
         while self._ends and self._ends[0][0] <= now:
             self.router.on_finish(heapq.heappop(self._ends)[2])

@@ -25,7 +25,7 @@ class ModelSpec:
     active_params: float = 0.0
     """Parameters used per token; 0 means all parameters."""
     kv_elements: int = 0
-    """Cached elements per token in all layers together, for models without KV heads; 0 for models with KV heads."""
+    """Cached elements per token in all layers, for models without KV per head (MLA). 0: computed from `kv_heads`."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     source: str = ""
@@ -57,7 +57,7 @@ class GpuSpec:
     attention_share: float = 0.45  # of flops, in attention
     memory_share: float = 0.8  # of memory_bandwidth
     step_seconds: float = 0.0005
-    """Fixed time of a step."""
+    """Fixed host time of a step."""
     row_seconds: float = 0.0
     """Host time for each request in a step."""
     name: str = ""
@@ -133,7 +133,7 @@ def preset(kind: type[Spec], name: str) -> Spec:
 
 
 def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
-    """Create a spec from a table. Raises ArgumentError for an unknown key."""
+    """Create a spec from a table. Raises ArgumentError for unknown and missing keys and for invalid values."""
     known = {field.name for field in fields(kind)}
     unknown = sorted(set(table) - known)
     if unknown:
@@ -150,7 +150,7 @@ def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
 
 
 def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
-    """Return `gpu` with the memory size and link bandwidth that `kvtier doctor --json` measured."""
+    """Return `gpu` with the name, memory size and link bandwidth in the output of `kvtier doctor --json`."""
     measured = _read(Path(path)).get("measured", {})
     if not isinstance(measured, dict) or "cuda:0" not in measured:
         raise ArgumentError(f"{path} has no GPU (cuda:0); create it with kvtier doctor --json on a machine with a GPU")

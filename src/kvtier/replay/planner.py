@@ -25,7 +25,7 @@ class PlanPoint:
     summary: Summary
 
     def meets(self, ttft_p99: float) -> bool:
-        """True if TTFT p99 is within the target and no request is refused. TTFT p99 does not include such requests."""
+        """True if TTFT p99 is within the target and no request is refused. TTFT p99 ignores refused requests."""
         return not self.summary.num_refused and self.summary.ttft["p99"] <= ttft_p99
 
 
@@ -36,7 +36,7 @@ class PlanResult:
     footprint_bytes: int
     """Bytes of all distinct blocks in the trace, divided by the number of replicas."""
     curve: tuple[HitPoint, ...]
-    """Hit rates of a single cache with the capacity of all replicas together."""
+    """Hit rates of a single cache that serves the whole trace, by policy and capacity."""
     points: tuple[PlanPoint, ...]
     prices: PriceSpec
     target_ttft_p99: float
@@ -61,7 +61,7 @@ def plan(
     jobs: int = 1,
     progress: Callable[[str, float], None] | None = None,
 ) -> PlanResult:
-    """Simulate setups of increasing size, from no host memory to more than the trace can use, with and without a disk.
+    """Simulate setups from no host memory to room for all blocks and, if `setup.disk` is set, setups with a disk.
 
     Only `num_simulated` replicas are simulated, as a sample. None means all replicas.
     """
@@ -98,7 +98,7 @@ def plan(
 
 
 def capacities(num_blocks: int, count: int = 20) -> list[int]:
-    """Return a geometric series of `count` capacities, from num_blocks / 1000 to num_blocks."""
+    """Return a geometric series of at most `count` different capacities, from num_blocks / 1000 to num_blocks."""
     if count < 2:
         raise RangeError(f"a curve needs at least two points, got {count} capacities")
     most = max(1, num_blocks)
@@ -112,7 +112,7 @@ def setups(setup: Deployment, footprint: int) -> list[tuple[int, int]]:
     sizes = [(host, 0) for host in hosts]
     if setup.disk is not None:
         disks = _powers(512 * GIB, footprint)
-        some = hosts[1:4:2] or hosts[1:2]  # 32 GiB and, if the footprint is larger, 128 GiB
+        some = hosts[1:4:2] or hosts[1:2]  # 32 GiB and, if the footprint exceeds 64 GiB, 128 GiB
         sizes += [(host, disk) for host in some for disk in disks]
     return sizes
 

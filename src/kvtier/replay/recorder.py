@@ -1,12 +1,12 @@
-"""Recorder: writes a request log for `kvtier replay`. The log contains keys, lengths and times, but no text.
+"""Recorder: writes a request log for `kvtier replay`. The log contains hashes, lengths and times, but no text.
 
-Each line is a JSON object. The line of a request is written when the request ends. `read_trace` needs only these lines:
+Each line is a JSON object. `read_trace` uses two kinds. The line of a request is written when the request ends:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
 `state` (see RequestState) and, if known, `finish_reason` and the client's hints (`session_id`, `session_over`,
-`expects_return_seconds`) follow. {"event": "close", "time": 80.2, "session_id": "5d41402abc4b2a76"} ends a session.
+`expects_return_seconds`) follow. The other kind ends a session: {"event": "close", "time": 80.2, "session_id": ".."}.
 
 `keys` contains one name per full block of prompt and answer. If two blocks have the same name, their tokens and all
 tokens before them are equal. A name is a digest of the block's key and the log's secret, so that a reader of the log

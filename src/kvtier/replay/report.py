@@ -173,7 +173,7 @@ def page(result: Json) -> str:
     title = html.escape(
         f"kvtier {result['command']}: {', '.join(Path(name).name for name in result['trace']['files'])}"
     )
-    # Inside a script element, only "</" and "<!--" could end the data.
+    # Inside a script element, only tags and comments, which begin with "<", could end the data.
     data = json.dumps({"result": result, **drawn}).replace("<", "\\u003c")
     return template.replace("@TITLE@", title).replace("@DATA@", data)
 

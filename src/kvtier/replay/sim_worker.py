@@ -3,8 +3,7 @@
     device ──"to host"──> host ──┐
     device <─"to device"─ host <─┴─"disk"─> store
 
-A link or disk executes one transfer at a time. Reads and writes share the disk. Loads and fetches interrupt saves and
-writes to stores.
+Each direction of the link and each disk executes one transfer at a time. A read from a disk interrupts its writes.
 """
 
 from __future__ import annotations

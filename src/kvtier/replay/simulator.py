@@ -34,9 +34,9 @@ _DRAFT = (0,) * (_MAX_STEPS - 1)
 class StepCoalescer:
     """Simulates several steps as one, so that an hour of serving is simulated in a minute.
 
-    Steps that together take at most `quantum` seconds become one step. In this step, answers grow by several tokens,
-    as with accepted drafts, and prompts grow by several chunks. Events during the step take effect at its end. If all
-    requests generate and no request waits, the step extends to the next event. With `quantum` 0, no steps are merged.
+    Up to 64 steps that together take about `quantum` seconds become one step. In this step, answers grow by several
+    tokens, as with accepted drafts, and prompts grow by several chunks. Events during the step take effect at its end.
+    If no prompt is left to compute, the step may extend to the next event. With `quantum` 0, no steps are merged.
 
     `host_cost` returns the part of a step's time in which the host prepares the step. This part overlaps with the
     previous step. `host_cost` is None if steps do not overlap. Merged steps overlap with each other, so each of them
@@ -85,7 +85,7 @@ class StepCoalescer:
         return host, self._cost(work) - host
 
     def share(self, done: float) -> float:
-        """Return when the share `done` of a merged step's prompt tokens is computed, as a share of the step's time."""
+        """Return the fraction of a merged step's time after which the fraction `done` of its prompts is computed."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -131,7 +131,7 @@ class Simulation:
     seconds: float
     """From the first arrival to the last token."""
     whole_seconds: float
-    """From the first arrival to the last transfer, because blocks are saved even after the last token."""
+    """From the first arrival to the end of all steps and transfers. Blocks are saved even after the last token."""
     compute_seconds: float
     num_steps: int
     links: tuple[SimulatedLink, ...]
@@ -230,7 +230,7 @@ class Simulator:
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
             num_before, step = len(self._in_flight), self._step()
             num_idle = 0 if num_before or step is None or step.rows or self._has_reports else num_idle + 1
-            if step is not None and num_idle > 1:  # the first idle step can plan transfers that end at once
+            if step is not None and num_idle > 1:  # planning the first one may end a prefetch; its request can then run
                 following = min(self._next_arrival, self._worker.next_end)
                 if not self._can_go_on(step, following):
                     break
@@ -255,7 +255,7 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # A stop token or stop string is known only with the result. The scheduler may then have added one row too many.
+        # An engine learns of a stop only with the result, so it may run a row too many. One more token allows this.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
@@ -264,7 +264,7 @@ class Simulator:
 
     def _step(self) -> Step | None:
         """Run one step as the engine does: apply reports, schedule, compute, update the oldest step if all phases are
-        in use. Before merged steps, end the steps in flight instead and return None."""
+        in use. If the next steps can be merged, but steps are in flight, only end those and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:

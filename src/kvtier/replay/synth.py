@@ -19,7 +19,7 @@ class SyntheticTrace:
 
     A session starts with one of `system_prompts`. Some sessions continue with tool definitions (`agent_share`) or with
     one of `documents` (`document_share`). Then every turn adds a message, and the answer is added before the next turn.
-    The popularity of system prompts and documents is proportional to 1 / rank.
+    The n-th system prompt, or document, is used with a probability proportional to 1 / n.
     """
 
     sessions: int = 1000

@@ -206,7 +206,7 @@ def _with_hints(request: TraceRequest, record: dict[str, Any]) -> TraceRequest |
 
 
 def _closed(requests: list[TraceRequest], closes: list[SessionClose]) -> list[TraceRequest]:
-    """Set `closed_at_ms` in the last request of a session before each of its closes. `requests` are sorted by time."""
+    """For each close, set `closed_at_ms` in the last earlier request of the session. `requests` are sorted by time."""
     if not closes:
         return requests
     ends = [(request.timestamp_ms, 0, number) for number, request in enumerate(requests) if request.hints.session_id]
@@ -230,7 +230,7 @@ def _is_count(value: object) -> bool:
 
 
 def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Renumber the block ids if the largest one would need token ids above MAX_TOKEN."""
+    """Renumber the block ids if their token ids would reach the ids that `sequence` uses for other tokens."""
     highest = max((id for request in requests for id in request.hash_ids), default=0)
     if not requests or (highest + 1) * requests[0].block_tokens <= MAX_TOKEN - len(requests):
         return requests

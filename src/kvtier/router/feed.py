@@ -4,7 +4,7 @@
     LIVE --next batch------------------------------------------> LIVE
     LIVE --later batch: the batches in between are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
-    GAP  --`restart`, because no replay has them---------------> LIVE
+    any  --`restart`, because no replay has them---------------> LIVE        after at least one batch
     any  --newest batch, if it first clears the index----------> LIVE
     any  --older number with a newer time: replica restarted---> index cleared, LIVE after batch 0, else LATE
 
@@ -50,7 +50,7 @@ class EventBatch:
 
 
 class ReplicaFeed:
-    """Events of one replica, in the order of their numbers. All methods mutate the index."""
+    """Applies the events of one replica to the index."""
 
     def __init__(self, index: PlacementIndex, replica: int) -> None:
         self._index, self._replica = index, replica

@@ -1,7 +1,7 @@
 """ForeignKeys: converts the KV events of other engines, such as vLLM, to kvtier's block hashes.
 
-An event contains the tokens of the stored blocks. The key of a block in kvtier is a hash of the parent's key and the
-block's own tokens, so it can be computed from the event. A dict maps the engine's hashes to keys of stored blocks.
+An event contains the tokens of the stored blocks and the engine's hash of their parent. A dict maps these hashes to
+kvtier's keys. The key of a block is computed from the parent's key and the block's own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ForeignKeys:
         self._namespace = namespace
         self._blocks: dict[int, _ForeignBlock] = {}
         self.num_skipped = 0
-        """Number of stored blocks that could not be converted."""
+        """Number of stored blocks that could not be converted. An invalid event counts as one block."""
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -5,8 +5,8 @@ A hash table in numpy. Each bucket has 8 places. If the bucket of a block is ful
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
     masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, all bits for a shared block
 
-A lookup compares a prompt with all places of its buckets in one call, so a prompt of 512 blocks takes about as long as
-one of 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four
+A lookup compares all blocks of a prompt with the places of their buckets in one call, so that 512 blocks take about as
+long as 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four
 tiers, this table takes 62 to 87 bytes.
 """
 
@@ -132,7 +132,7 @@ class PlacementIndex:
             self._free(held)
 
     def match(self, blocks: U64 | Found) -> Counts:
-        """Return how many of the leading blocks that a replica holds are in each tier, as an array [tiers, replicas].
+        """Count, for each replica, the leading blocks that it holds, by tier. Return an array [tiers, replicas].
 
         A block that several tiers of a replica hold counts for the fastest of them.
         """

@@ -1,4 +1,4 @@
-"""Router: estimates the time to first token of a prompt on each replica, and chooses the shortest.
+"""Router: estimates the time to first token of a prompt on each replica, and chooses the fastest replica.
 
     time = queue                                     prompts that were sent there and have no token yet
          + load of the prefix from its tiers         or computing it, whichever is faster
@@ -64,12 +64,12 @@ class ReplicaCosts:
 
     @classmethod
     def of(cls, model: CostModel, block_tokens: int) -> ReplicaCosts:
-        """Return the measured costs, or guesses if nothing was measured."""
+        """Return the measured costs, or `guess` if there are none."""
         return cls.measured(model, block_tokens) or cls.guess(block_tokens)
 
     @classmethod
     def measured(cls, model: CostModel, block_tokens: int) -> ReplicaCosts | None:
-        """Return the measured costs, or None before steps of several lengths were measured."""
+        """Return the costs, or None before steps of several lengths were measured. Load times may be guesses."""
         step = model.compute_seconds(0, 0)
         if step is None:
             return None
@@ -87,7 +87,7 @@ class ReplicaCosts:
 
 
 def median_costs(costs: Sequence[ReplicaCosts]) -> ReplicaCosts:
-    """Return the median of each cost. Replicas of one kind use the medians, so that one wrong fit has no effect."""
+    """Return the median of each cost. Replicas of one kind use the medians, so that one wrong fit has little effect."""
     return ReplicaCosts(*(statistics.median(getattr(each, name) for each in costs) for name in ReplicaCosts.__slots__))
 
 
@@ -118,7 +118,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """Chosen replica, with its estimate. Pass the decision to `Router.on_first_token` and `Router.on_finish`."""
+    """Chosen replica and estimated times. Pass the decision to `Router.on_first_token` and `Router.on_finish`."""
 
     id: int
     """Number of the decision, unique within the router."""
@@ -131,7 +131,7 @@ class RouteDecision:
     num_blocks: dict[str, int]
     """Cached blocks of the prompt by tier, on this replica."""
     expected: Found
-    """Blocks that the replica will compute."""
+    """Blocks that the replica has not cached yet. It computes them for this request or for an earlier one."""
 
 
 class Router:
@@ -265,7 +265,7 @@ class Router:
     def _start_seconds(self, counts: Counts, num_tokens: int) -> F64:
         """Return, for each replica, the time to first token if its queue is empty.
 
-        The cached prefix is either loaded or computed, whichever is faster. The rest is computed.
+        Cached blocks below the device are either loaded or computed, whichever is faster. The rest is computed.
         """
         step, token, attended, host, store = self._costs
         size = self.config.block_tokens

@@ -18,7 +18,7 @@ _NOT_GIVEN = Retention()
 class RequestState(Enum):
     """State of a request.
 
-    WAITING --schedule--> RUNNING --preempted--> WAITING
+    WAITING --schedule--> RUNNING --preempted, or load failed--> WAITING
     WAITING, RUNNING --> FINISHED | CANCELLED | REFUSED     terminal
     """
 
@@ -75,14 +75,15 @@ class Request:
     """Rows of the request in steps without results, at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the first admission."""
+    """Number of cached prompt tokens at the last admission before any preemption."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """Tier name -> number of cached prompt tokens at the first admission."""
+    """Tier name -> number of cached prompt tokens at the same admission."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens of the request when it last found no free slot, and no other request could free one."""
+    """Number of tokens of the request when it last restarted because there was no free slot and no other request could
+    free one. 0 before the first such restart. If this happens again at the same number, the request is refused."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
@@ -112,12 +113,12 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Number of tokens, including the tokens that steps in flight sample."""
+        """Number of tokens, including one for each row in flight that samples."""
         return self.chain.num_tokens + sum([row.wants_token for row in self.in_flight])
 
     @property
     def num_scheduled(self) -> int:
-        """Number of leading tokens that are computed once the steps in flight have ended."""
+        """Number of leading tokens that are computed once the steps in flight have ended, if no draft is rejected."""
         return self.in_flight[-1].stop if self.in_flight else self.num_computed
 
     @property
@@ -131,17 +132,17 @@ class SchedulerConfig:
     """Limits of a step, and rules for the order of requests."""
 
     max_rows: int = 256
-    """Maximum number of requests in a step."""
+    """Maximum number of running requests, and so of rows in a step."""
     max_step_tokens: int = 2048
     """Maximum number of tokens in a step. Longer prompts are computed in chunks."""
     max_context: int = 1 << 30
     """Maximum number of tokens in a request, including prompt and output."""
     lookahead_tokens: int = 0
-    """Number of tokens for which a generating request reserves slots in advance if there is room."""
+    """Number of tokens for which a row that samples reserves slots in advance if there is room."""
     starts_early: bool = False
     """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0
-    """The priority of a request rises by one each time it has waited this long, so that no request starves."""
+    """The priority of a request for admission rises by one each time it has waited this long, so that none starves."""
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_step_tokens", "max_context"):
@@ -163,8 +164,8 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     num_tokens: int
     num_draft: int
     wants_token: bool
-    """True if the row includes the last known token, so that the next token is sampled. The row of a request whose
-    previous row is in flight starts with the token that the previous row samples."""
+    """True if the row includes the last known token, so that the next token is sampled. If the previous row of the
+    request is still in flight and samples a token, this row starts with that token."""
     loads: tuple[int, ...] = ()
     """Ids of the request's loads in flight. Each layer of the step waits for its own part of the loads. The caller
     applies the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
@@ -211,7 +212,7 @@ class Step:
 
 
 class RowResult(NamedTuple):
-    """Sampled tokens of a row, empty if `wants_token` is False. `finished` is True if the request ends."""
+    """Accepted drafts and the sampled token of a row; empty if `wants_token` is False. `finished`: the request ends."""
 
     tokens: tuple[int, ...] = ()
     finished: bool = False

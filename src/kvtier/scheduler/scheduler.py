@@ -38,7 +38,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
-        self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, and the times of their start
+        self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
         self._updated_at = -math.inf  # time of the last results, when the device begins the next step
         self.is_paused = False
         """True if no request may run. Transfers continue."""
@@ -173,7 +173,7 @@ class Scheduler:
         self._free_leaving(now)
 
     def _take_oldest(self, step: Step) -> float:
-        """Record that the oldest step and its rows are no longer in flight. Return the start time of the step."""
+        """Record that the oldest step and its rows are no longer in flight. Return the time when it was scheduled."""
         if not self._steps or step is not self._steps[0][0]:
             raise StateError("call update(), fail() or discard() once for each step, in the order of schedule()")
         _, began = self._steps.pop(0)
@@ -213,7 +213,7 @@ class Scheduler:
     # ---- selection -------------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
-        """Add a row with the next tokens of a running request. Preempt other requests if necessary."""
+        """Add a row with the next tokens of a running request. If slots are short, preempt requests, maybe this one."""
         if request in builder.held or not self._may_continue(request, now):
             return
         first = request.num_scheduled
@@ -257,7 +257,7 @@ class Scheduler:
                 return
 
     def _may_continue(self, request: Request, now: float) -> bool:
-        """True if the next row of a running request does not depend on results or loads that are in flight."""
+        """True if a running request needs another row, and the row does not depend on results or loads in flight."""
         if not request.in_flight:
             return not _held(request).is_loading or self._is_ready(request, now)
         row = request.in_flight[-1]
@@ -545,7 +545,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.held: list[Request] = []
-        """Requests to be preempted, which have a row in flight. They get no new row; the next step preempts them."""
+        """Requests to be preempted, which have a row in flight. Without a new row, the next step can preempt them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight free room."""
 

@@ -1,7 +1,4 @@
-"""Fields of Anthropic's Messages API and of OpenAI's Responses API. fields.py explains the classes of fields.
-
-The tables in docs/api.md are generated from this module, by a script that imports no other module of kvtier.
-"""
+"""Fields of Anthropic's Messages API and of OpenAI's Responses API. fields.py explains the classes of fields."""
 
 from __future__ import annotations
 

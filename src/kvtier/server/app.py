@@ -50,8 +50,8 @@ _SCRIPTS = ("format.js", "history.js", "charts.js", "panels.js", "page.js")
 def load_page() -> Response:
     """Return the dashboard page.
 
-    The content security policy lists the hashes of the page's script and style. Other scripts and styles do not run,
-    and the page can connect to this server only.
+    The content security policy lists the hashes of the page's script and style. The browser blocks other scripts and
+    styles, and connections to other servers.
     """
     style = (_STATIC / "dashboard.css").read_text()
     script = "\n".join((_STATIC / name).read_text() for name in _SCRIPTS)
@@ -202,7 +202,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
 
 @contextmanager
 def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace names of chat fields in errors by the names of the fields that the client sent to another API."""
+    """Replace names of chat fields in errors by the names of the API that the client uses."""
     try:
         yield
     except ApiError as error:

@@ -53,7 +53,7 @@ class AnswerBlocks:
         return self._parser is not None and self._parser.ends_with_calls
 
     def feed(self, outputs: Sequence[Output]) -> list[BlockChange]:
-        """Process outputs, and return the resulting changes in order. The last output closes the open block."""
+        """Process outputs, and return the changes in order. The last output of the answer closes the open block."""
         changes: list[BlockChange] = []
         for output in outputs:
             for part in self._parse(output).parts:

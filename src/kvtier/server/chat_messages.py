@@ -61,7 +61,7 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class Message(Strict):
-    """One turn of a conversation. Ignores fields that other servers add to answers (refusal, annotations, ...)."""
+    """One turn of a conversation. Ignores unknown fields, such as those that other servers add to answers."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -30,8 +30,9 @@ class ConnectionTable(Generic[Connection]):
 
         idle --request head complete--> busy --response complete--> idle
 
-    At a limit, a new connection replaces the oldest idle one. Busy connections are not closed. An attacker without a
-    key can hold only idle connections, so that a health check always finds one to replace.
+    At the limit of its address, a new connection replaces the oldest idle one of the address. At the total limit, it
+    replaces the oldest one of the address with the most idle connections. Busy connections are not closed. An attacker
+    without a key can hold only idle connections, so that a health check always finds one to replace.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:
@@ -43,7 +44,7 @@ class ConnectionTable(Generic[Connection]):
         """Connections without a complete request head, by address, oldest first."""
 
     def add(self, connection: Connection, address: str) -> tuple[Place, Connection | None]:
-        """Add an idle connection. Returns its place, and the replaced connection, which the caller must close."""
+        """Add an idle connection unless its place is REFUSED. The caller must close the returned connection, if any."""
         place, victim = self._make_room(address)
         if place is not Place.REFUSED:
             self._num[address] += 1

@@ -55,7 +55,7 @@ class Mailbox:
     """
 
     explanations: dict[str, Explanation] = field(default_factory=dict)  # of finished requests, by request id
-    num_left: int = 0  # answers whose last output `take` has not returned yet
+    num_left: int = 0  # number of unfinished answers: `take` has not yet returned their last output
     sent: float = 0.0  # time at which the engine process sent the newest output
     _outputs: list[Output] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
@@ -171,7 +171,7 @@ class EngineClient:
         return result
 
     async def close(self, seconds: float) -> int | None:
-        """Save the cache and shut down the engine process. Kills the process after `seconds`. Returns the exit code."""
+        """Let the engine process save the cache and exit. Kills the process after `seconds`. Returns its exit code."""
         if self._writer is not None and not self.ended.is_set():
             self._send(Call(next(self._numbers), SHUTDOWN, {}))
         try:

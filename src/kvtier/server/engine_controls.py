@@ -53,7 +53,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
 
 
 def routing(engine: Engine) -> dict[str, Any]:
-    """Return what a router needs: the fields of block keys, the measured costs, and the load of this engine."""
+    """Return what a router needs: the namespace of the block keys, the measured costs, and the load of this engine."""
     namespace, stats = engine.manager.namespace, engine.manager.stats
     device = next((tier for tier in stats.tiers if tier.num_blocks), None)
     in_use = device.num_used - device.num_evictable if device is not None else 0

@@ -4,8 +4,8 @@
 - ignored: the field cannot change the answer. It is accepted and named in the header `x-kvtier-ignored`.
 - refused: the field would change the answer and is not supported. It gets 400, unless its value has no effect.
 
-A field that is in no class gets 400 too, because it is either misspelled or unknown to this version. The table in
-docs/api.md is generated from FIELDS, by a script that imports no other module of kvtier.
+A field that is in no class gets 400 too, because it is either misspelled or unknown to this version.
+docs/make_reference.py generates the tables in docs/api.md from this module and agent_fields.py.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def split(
     """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the body's model.
 
     Fields of other endpoints and unknown fields are among the returned fields, so that validation rejects them. A
-    field in `known` is returned even if it is ignored, so that its type is checked.
+    field in `known` is returned even if it is ignored or refused, so that its value is checked.
     """
     kept, ignored = dict(body), []
     for name, value in body.items():

@@ -1,8 +1,9 @@
 """HttpConnection: uvicorn's HTTP/1.1 protocol with limits that apply before a request is complete.
 
     waiting --first byte--> head --headers complete--> busy --response complete--> waiting
-    head, busy --limit, timeout or invalid HTTP--> closing: answer 4xx, discard input, close
-    waiting --timeout--> closed without an answer, as is a busy connection whose response has started
+    head --timeout--> closing: answer 4xx, discard input, close
+    head, busy --limit or invalid HTTP--> closing; if the response has started: closed without another answer
+    waiting --timeout--> closed without an answer
 
 The parser receives input in pieces of at most `header_bytes` bytes. It therefore buffers only a few times
 `header_bytes` for a head, a chunk extension or a trailer. Pipelined requests are not run. Instead, the connection

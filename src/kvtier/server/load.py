@@ -21,7 +21,7 @@ class LoadOptions:
     model: str
     clients: int = 8
     requests: int = 0
-    """Total number of requests from all clients. If 0, the load runs for `seconds` instead."""
+    """Total number of requests from all clients. 0: no such limit. The load also ends after `seconds`, if set."""
     seconds: float = 0.0
     max_tokens: int = 64
     prompt_words: int = 64

@@ -60,7 +60,7 @@ class Call:
     """Call a function of the child process by name. A `Reply` with this id follows.
 
     The engine process runs the functions in `engine_controls.CONTROLS` between two steps. It answers PING at once, even
-    during a step. After SHUTDOWN, which has no reply, it cancels all requests, saves the cache and exits.
+    during a step. After SHUTDOWN, which has no reply, it saves the cache, cancels all requests and exits.
     """
 
     id: int

@@ -162,7 +162,7 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 class AgentTool(Loose):
-    """A tool of the client. Tools that Anthropic defines or runs have another type and are skipped."""
+    """A tool of the client. Tools of a type other than `custom`, which Anthropic defines or runs, are skipped."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")] | None = None
     name: ToolName

@@ -199,7 +199,7 @@ def _check_host(scope: Scope, headers: dict[str, str]) -> None:
 
 
 def _reject_cross_site(headers: dict[str, str], allowed: frozenset[str]) -> None:
-    """Raise 403 for requests from pages of other origins, and for host names that are not local (DNS rebinding)."""
+    """Raise 403 for host names that are not local (DNS rebinding), and for pages of origins that are not allowed."""
     host, origin = headers.get("host", ""), headers.get("origin")
     match = _HOST.fullmatch(host)
     is_local = match is not None and match[1].strip("[]").lower() in LOCAL_HOSTS

@@ -158,7 +158,7 @@ class Preparation:
         return [self._encode_request(chat, messages, max_tokens)]
 
     def _without_billing_line(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
-        """Return the messages without a billing line at the start, and a remark if there is one."""
+        """Remove a billing line at the start, unless the config keeps it. Return the messages and a remark about it."""
         first = messages[0].for_template()
         line = _BILLING_LINE.match(first["content"]) if first["role"] in ("system", "developer") else None
         if line is None:
@@ -219,7 +219,7 @@ class Preparation:
         return tuple(tokens for tokens in found if tokens)
 
     def _syntax(self, body: ChatRequest, prompt: Sequence[int], *, is_free: bool) -> AnswerSyntax:
-        """Return the form of the answer. `is_free` is False if a schema determines the whole answer."""
+        """Return the form of the answer. `is_free` is False if a grammar determines the whole answer."""
         forced, tools = body.forced_tools, body.tools if body.template_tools else None
         template = (self._tokenizer.tool_template if tools else self._tokenizer.chat_template) or ""
         form, has_reasoning = syntax_of_template(template)
@@ -265,7 +265,7 @@ class Preparation:
         variables: Mapping[str, Any] | None = None,
         ends: Mapping[str, bool] | None = None,
     ) -> list[int]:
-        """`variables` are passed to the template. `ends` has the options of chat_text for the end of the prompt."""
+        """`variables` are passed to the template. `ends`: options of Tokenizer.chat_text for the end of the prompt."""
         rendered = [message.for_template() for message in messages]
         self._check_sizes(["".join(message["content"] for message in rendered)], "messages", max_tokens)
         options: dict[str, Any] = {

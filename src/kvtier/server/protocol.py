@@ -81,7 +81,7 @@ Schema = AnyObject | Text
 
 
 class StructuredOutputs(Strict):
-    """Restrictions of the answer in vLLM's format. At most one of the first five fields is set."""
+    """Restrictions of the answer in vLLM's format. At most one of the first five fields may be set."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: Text | None = None

@@ -18,7 +18,7 @@ _WINDOW_MOST = 10_000  # maximum number of requests in the window
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as shown by GET /state; updated while the request runs."""
+    """One request, updated while it runs. GET /state lists it after its end."""
 
     id: str
     tenant: str
@@ -80,7 +80,7 @@ class RequestLog:
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
 
     def find(self, name: str) -> str:
-        """Return the id of the latest request that a client named `name`; `name` itself if there is none."""
+        """Return the id of the latest request whose `client_id` is `name`; `name` itself if there is none."""
         return next((record.id for record in reversed(self._recent) if record.client_id == name), name)
 
     def notes(self, request_id: str) -> list[str]:

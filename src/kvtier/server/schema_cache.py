@@ -76,7 +76,7 @@ class SchemaChecks:
         self._num_waiting: Counter[tuple[str, bytes]] = Counter()
 
     async def check(self, schema: Grammar, tenant: str) -> None:
-        """Raise ApiError if the schema does not compile. Concurrent callers with the same schema share one check."""
+        """Raise ApiError if the schema does not compile. Concurrent calls of a tenant for a schema share one check."""
         digest = _digest(schema)
         result = self._results.get(tenant, digest) or await self._share((tenant, digest), schema)
         if isinstance(result, ApiError):

@@ -127,7 +127,7 @@ def _handle_signals(action: Callable[[], object]) -> None:
 
 
 def _exit_now(number: int, _: FrameType | None) -> NoReturn:
-    """Kill the child processes and exit. Does not wait for locks, logs or threads, because any of them may hang."""
+    """Kill the engine process and exit. Does not wait for locks, logs or threads, because any of them may hang."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
@@ -225,7 +225,7 @@ def _address(listener: socket.socket) -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Calls `ready` once it listens. Captures no signals, because uvicorn's handler exits without saving the cache."""
+    """Calls `ready` once it listens. Captures no signals, since uvicorn would end the process without saving."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)

@@ -56,7 +56,7 @@ def add_aliases(app: FastAPI, engine: Heartbeat, admission: Admission) -> None:
 
     @app.post("/sleep", name="vllm_sleep", openapi_extra=_query("level", *_LEVELS))
     async def vllm_sleep(request: Request) -> dict[str, Any]:
-        """Free device memory, like /control/sleep. The weights stay in memory at both of vLLM's levels."""
+        """Free device memory, like /control/sleep. Both of vLLM's levels, 1 and 2, keep the weights in memory."""
         level = request.query_params.get("level", "1")
         if level not in _LEVELS:
             raise ApiError(400, f"level must be {' or '.join(_LEVELS)}", "level")

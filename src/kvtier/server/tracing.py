@@ -1,10 +1,10 @@
-"""Tracing: one OpenTelemetry trace per completion request, sent over OTLP/HTTP. Needs the extra `otel`.
+"""Tracing: OpenTelemetry spans of each completion request, sent over OTLP/HTTP. Needs the extra `otel`.
 
     kvtier.request ─┬─ queue ──┬─ match ── load ── prefill ── first_token ── decode
                     └─ fetch ──┘
 
-A trace consists of one server span and of the phases of each prompt. All spans are created when the request ends, from
-the times in its Explanation, so that tracing adds no cost per token. The spans contain no prompts and no answers.
+A request has one server span, with child spans for the phases of each prompt. The child spans are created when the
+request ends, from its Explanations, so tracing costs nothing per token. The spans contain no prompts and no answers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RequestTrace:
 
 
 class Tracing:
-    """Creates traces and sends them to a collector from a thread of its own.
+    """Creates spans and sends them to a collector from a thread of its own.
 
     OpenTelemetry's variables apply, for example OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
     """
@@ -99,7 +99,7 @@ class Tracing:
         span.end(trace.nanoseconds(began + record.seconds))
 
     def close(self) -> None:
-        """Send the remaining spans and stop the thread. Blocks for at most the exporter's timeout."""
+        """Send the remaining spans and stop the thread. May block for 30 s if the collector does not answer."""
         self._provider.shutdown()
 
     def _add_phases(self, trace: RequestTrace, explanation: Explanation, began: float, record: RequestRecord) -> None:

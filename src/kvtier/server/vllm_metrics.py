@@ -18,7 +18,7 @@ _REASONS = {"stop": "stop", "length": "length", "disconnected": "abort", "timeou
 
 
 class VllmMetrics:
-    """Declares and updates metrics with vLLM's names, labels and meanings in a registry."""
+    """Declares metrics with vLLM's names, labels and meanings in a registry, and updates them."""
 
     def __init__(self, registry: Registry, model_name: str, block_tokens: int) -> None:
         self._labels = (model_name, "0")

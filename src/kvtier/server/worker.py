@@ -1,7 +1,7 @@
 """A worker process: prepares large bodies and compiles schemas, one at a time, until its socket closes.
 
-If a job exceeds its deadline, the front end kills the process. If the front end has exited, SIGALRM ends the process.
-The worker's memory is limited, and its priority is lower than that of the engine process.
+If a job exceeds its deadline, the front end kills the process. If the front end has exited, SIGALRM ends the process
+instead. The worker's memory is limited, and its priority is lower than that of the engine process.
 """
 
 from __future__ import annotations

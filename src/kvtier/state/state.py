@@ -55,7 +55,7 @@ class State:
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
         """Add copies of the rows from front to back, in the new order, to `copy`, and call `swap`.
 
-        Return False and do nothing if no row moves.
+        Return False and do nothing if `perm` is the identity.
         """
         if perm.is_identity:
             return False
@@ -80,7 +80,7 @@ class State:
 
 
 class RowMap:
-    """Assigns a stable row to each sequence, which the sequence keeps. `rows[i]` is the stable row of batch row i.
+    """Assigns each sequence a stable row, the same in all batches. `rows[i]` is the stable row of batch row i.
 
     Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, from a few KiB on).
     State needs twice the memory, and a copy in each step in which rows change. With 256 rows of which a tenth changes,

@@ -61,8 +61,8 @@ def block_copies(
 ) -> I64:
     """Return the copies (rows SRC, DST, NBYTES) for blocks of `nbytes` bytes that are contiguous on both sides.
 
-    Blocks that are adjacent on both sides become one copy. No copy crosses a host block id that is a multiple of
-    `run_blocks` (0: no limit).
+    Blocks that are adjacent on both sides become one copy. The host memory consists of pieces of `run_blocks` blocks
+    (0: a single piece), and no copy spans two pieces.
     """
     code = native().code
     if code is not None and len(device_ids):
@@ -189,9 +189,9 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
-    """Return the number of blocks in each chunk. A chunk fills one slot of the staging ring.
+    """Return the number of blocks in each chunk. A chunk is copied through one slot of the staging ring.
 
-    With `ramp`, the first chunk is small, because the link is idle while it is gathered. Loads reverse the list.
+    With `ramp`, the first chunk is small: the link is idle while it is gathered (or, in a reversed list, scattered).
     """
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride

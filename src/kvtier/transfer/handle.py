@@ -27,7 +27,7 @@ from kvtier.transfer.strategy import StrategyChoice
 
 
 class TransferStatus(StrEnum):
-    """State of a transfer; the last four are final."""
+    """State of a transfer. A report has one of the last four."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -149,7 +149,7 @@ class TransferHandle:
         return report
 
     def cancel(self) -> bool:
-        """Drop the slices whose submission has not begun. The others finish. Return False if no slice was dropped."""
+        """Drop the slices whose submission has not begun. Other slices finish. Return False if no slice was dropped."""
         error = CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved")
         return self._drop_rest(error, TransferStatus.CANCELLED)
 

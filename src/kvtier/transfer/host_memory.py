@@ -1,7 +1,7 @@
-"""HostMemory: the memory of the host tier, with slots for blocks of one group. It is pinned in the background.
+"""HostMemory: the memory of the host tier, with slots for blocks of one group. A thread makes it usable piece by piece.
 
              HostMemory(...)          piece by piece, on a thread
-slots  0 ........ num_ready ........ num_slots      num_ready only grows
+slots  0 ........ num_ready ........ num_slots      num_ready only grows, until free()
        usable   |  not yet         |
 state  GROWING ──(last piece)──> READY          free() from any state ──> FREED
             └──(out of memory)──> STOPPED       the usable slots stay usable; `trouble` has the reason
@@ -206,7 +206,7 @@ class HostMemory:
 
 
 def _grow(watched: weakref.ref[HostMemory]) -> None:
-    """Grow the memory until it is complete, or until no other code refers to it."""
+    """Grow the memory until it is complete, stopped or freed, or until no other code refers to it."""
     while (memory := watched()) is not None and memory._grow_piece():
         del memory
 

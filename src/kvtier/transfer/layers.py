@@ -3,7 +3,7 @@
 Layers are copied in groups. A group has these states:
 
     PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> done
-       └──────────(failed, cancelled, late)──> FAILED    `wait` without a stream raises TransferError
+       └─(failed, cancelled, late)─> FAILED <─(failed)─┘     `wait` without a stream raises TransferError
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LayerDoneCounter:
             compute(layer)
 
     An urgent load is normally submitted before the caller gets the counter, so wait() does not block. For a load that
-    is still queued, wait() blocks until the load is submitted.
+    is still queued, wait() blocks until the layer is submitted.
     """
 
     def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:

@@ -40,9 +40,9 @@ class TransferConfig:
     max_urgent_bytes: int = 8 << 30
     """Maximum urgent bytes in flight per direction. Further urgent transfers are queued ahead of bulk transfers."""
     group_piece_bytes: int = 512 << 10
-    """Minimum bytes per block and layer group in a layer-wise load. With 512 KiB, DMA reaches 96 % of the link rate."""
+    """Approximate bytes per block and layer group in a layer-wise load. With 512 KiB, DMA reaches 96 % of the link."""
     min_layer_groups: int = 4
-    """Minimum number of groups in a layer-wise load. The model can start when the first group has arrived."""
+    """Minimum number of layer groups in a layer-wise load. The model can start when the first group has arrived."""
     chunk_bytes: int = 64 << 20
     """Size of a slot of the staging ring. While the gather kernel of one slot waits for a busy GPU, the two slots that
     are already full are copied, and this copy should take longer than the wait. Small slots cost more host time,
@@ -120,7 +120,7 @@ class StrategyChoice:
 
     @property
     def why(self) -> str:
-        """The reason, with the estimated time and the model's lost time per strategy. The lowest sum is chosen."""
+        """The reason, with the estimated time and the model's lost time per strategy. `choose` compares their sums."""
         if self.estimate is None:
             return self.note.rstrip("; ")
         times, prices = self.estimate()

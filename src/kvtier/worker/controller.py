@@ -2,8 +2,8 @@
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-Only `wait`, `release` and `close` wait for copies. A block has arrived when its data has arrived in all cache groups.
-The result of a failed transfer identifies exactly the blocks that were lost.
+Only `wait`, `release` and `close` wait for copies, and `submit` if one of its copies cannot start. A block has arrived
+when its data has arrived in all cache groups. The result of a failed transfer identifies exactly the lost blocks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CacheController:
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
-        self.register(caches)  # before threads start, so that an error leaves no thread behind
+        self.register(caches)  # before the stores and the scrubber start threads, which an error would leave behind
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
         self._in_flight: dict[int, _CopyJob] = {}
         self._by_copy: dict[int, _CopyJob] = {}
@@ -138,7 +138,7 @@ class CacheController:
         return [HostMemory(group, num_blocks, self._device, lazy=self._lazy_host) for group in self.layout.groups]
 
     def use_namespace(self, fingerprint: bytes) -> None:
-        """Use another namespace in the labels of all blocks that are stored from now on."""
+        """Use another namespace in the labels of all later reads and writes of stores."""
         self._stores.namespace = fingerprint
 
     # ---- plans -----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class CacheController:
                 self._stores.move(transfer)
             elif transfer.route is Route.HOST_TO_DEVICE:
                 self._copy((transfer,), after)
-        # All saves share one copy, because a step has many saves and starting a copy takes 0.3 ms.
+        # All saves share one copy per cache group, because a step has many saves and starting a copy takes 0.3 ms.
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:

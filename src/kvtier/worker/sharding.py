@@ -80,7 +80,7 @@ class Piece:
         return self.num_rows * self.width
 
     def joined(self, other: Piece) -> Piece | None:
-        """Return the union of both pieces, or None if `other` does not continue this piece."""
+        """Return the union of both pieces, or None if they do not form one piece in this order."""
         if self.offset + self.num_rows * self.row_bytes != other.offset:
             return None
         if self.num_rows == other.num_rows == 1:

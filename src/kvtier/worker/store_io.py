@@ -1,7 +1,7 @@
 """StoreWorker: reads and writes stores on its own threads, for a CacheController.
 
-Each store has one thread for reads and probes, because requests wait for them, and one thread for writes. A slow store
-does not delay other stores, and a slow write does not delay reads. The stores apply their own timeouts.
+Each store has one thread for reads and probes, because requests wait for them, and one for writes and drops. A slow
+store does not delay other stores, and a slow write does not delay reads. The stores apply their own timeouts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096  # maximum number of objects per page of a listing
 _GATHER_BYTES = 16 << 20
-"""Maximum number of gathered bytes per call to a store. malloc reuses the pages of buffers up to this size."""
+"""Limit of the gathered bytes per call to a store (at least one block). malloc reuses pages of buffers of this size."""
 
 
 class StoreWorker:

@@ -1,4 +1,4 @@
-"""CacheRuntime with a real controller: sleep, wake, resize, prefetch, demote, drop and reset during transfers."""
+"""CacheRuntime with a real controller: sleep, wake, resize, prefetch, demote, drop and reset, also during transfers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), see
 
 
 class Cache:
-    """An engine without a model.
+    """An engine that runs no model.
 
     `serve` writes KV that is computed from the tokens, and checks all KV that it reads.
     """

@@ -152,7 +152,7 @@ def test_failed_fetch_leaves_host_slots_unchanged(rigs, fault):
 
 
 class Raises:
-    """A store whose calls all raise OSError."""
+    """A store whose calls raise OSError, except `close`."""
 
     def __getattr__(self, name):
         def call(*_, **__):
@@ -378,7 +378,7 @@ def test_layer_waits_return_if_the_load_fails(rigs):
 
 def test_report_has_the_epoch_of_the_last_plan(rigs):
     rig = rigs()
-    (outcome,) = rig.run(rig.save([0], [0]), epoch=7)  # checks the epoch of every report
+    (outcome,) = rig.run(rig.save([0], [0]), epoch=7)  # `run` checks the epoch of every report
     assert outcome.ok
 
 

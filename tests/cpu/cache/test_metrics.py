@@ -19,14 +19,14 @@ def sampled(registry: Registry) -> dict[tuple[str, ...], object]:
 def test_cache_metrics_count_transferred_blocks_and_bytes():
     machine = TiersMachine()
     machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
-    prompt = [1] * 33
+    tokens = [1] * 33
     for turn in range(3):
-        machine.add(prompt, 1, b"")
+        machine.add(tokens, 1, b"")
         for _ in range(6):
             machine.apply_reports()
             machine.step()
         if turn == 0:
-            machine.tiers.demote(machine.manager_chain(prompt))  # turn 1 has hits on the host
+            machine.tiers.demote(machine.manager_chain(tokens))  # turn 1 has hits on the host
         else:
             machine.tiers.reset()  # turn 2 has hits on the disk
     shown = sampled(machine.tiers.metrics)

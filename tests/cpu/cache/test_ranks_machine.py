@@ -118,7 +118,7 @@ class RanksMachine(TiersMachine):
         limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
         self.scheduler = Scheduler(self.manager, limits)
         self.now = 0.0
-        stores = {"disk": MemoryStore(1)}  # CacheRuntime uses it only for statistics
+        stores = {"disk": MemoryStore(1)}  # CacheRuntime uses these stores only for statistics
         self.tiers = CacheRuntime(
             self.manager, self.groups[:1], self.together, stores, self.scheduler, lambda: self.now
         )

@@ -17,7 +17,7 @@ GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention
 
 
 class ScrubbedMemory:
-    """Host memory of two cache groups, and a scrubber that verifies it continuously."""
+    """Host memory of two cache groups and its scrubber, which by default verifies the memory without pauses."""
 
     def __init__(self, every_seconds: float = 0.0) -> None:
         self.hosts = self.new(6)

@@ -390,7 +390,7 @@ def test_second_rank_does_not_write_replicated_tensors(ranks):
     assert [len(store.objects) for store in stores] == [BLOCKS, 0]
 
 
-def test_fetch_of_corrupt_shard_leaves_host_bytes_unchanged(ranks):
+def test_fetch_does_not_write_a_corrupt_shard_to_the_host(ranks):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     cache_ranks = ranks(LAYOUT, 1, 4, store)
     cache_ranks.fill(blocks)
@@ -413,7 +413,7 @@ def test_fetch_of_corrupt_shard_leaves_host_bytes_unchanged(ranks):
 
 
 class Cache:
-    """One manager with a controller per rank and one store."""
+    """One manager and a controller per rank. `stores` is one store for all ranks, or a list with one store per rank."""
 
     def __init__(self, num_ranks: int, stores, *, is_shared: bool) -> None:
         self.namespace = Namespace("model", block_tokens=4)

@@ -1,4 +1,4 @@
-"""Stores register host memory before they write from it, and unregister it before it is freed."""
+"""Host memory is registered with a store before the store writes from it, and unregistered before it is freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = bytes(range(32))
 
 
 class RecordingStore(MemoryStore):
-    """A store that records calls to `register`, and checks whether each written block is in registered memory."""
+    """Records calls of `register`, `unregister` and `close`, and if each written object is in registered memory."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -70,7 +70,7 @@ def controller_of(caches: list[torch.Tensor], store: MemoryStore | ShardStores) 
 
 
 def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> None:
-    """Move device block 1 to host slot 2, to the store, back to host slot 3 and to device block 0."""
+    """Copy device block 1 to host slot 2, then to the store, back to host slot 3, and to device block 0."""
 
     def slots(slot: int) -> bytes:
         return slot_bytes(np.array([slot], np.int32))

@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that creates a checkpoint on its first use, and returns its folder and transformers model."""
+    """Return a function that returns a checkpoint's folder and transformers model. Each checkpoint is created once."""
     made: dict[Any, tuple[Path, Any]] = {}
 
     def make(kind: str, **options: Any) -> tuple[Path, Any]:

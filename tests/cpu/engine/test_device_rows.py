@@ -1,4 +1,4 @@
-"""Rows stay on the device between steps: unchanged steps copy nothing, and changes go through State and BatchCopy."""
+"""Rows stay on the device between steps. A step copies only what has changed, and rows move with their sequences."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     assert steps.count(0) >= 30
     steps_with_new_blocks = changed[1:7]
     new_block_bytes = 4 + 4  # the number of the block, copied to staging memory and from there to the block table
-    assert max(copied[step] for step in steps_with_new_blocks) <= 2 * new_block_bytes, "a step has over two new blocks"
+    assert max(copied[step] for step in steps_with_new_blocks) <= 2 * new_block_bytes, "a step copied too many bytes"
 
 
 def test_rows_follow_their_sequences_when_neighbours_end(model):

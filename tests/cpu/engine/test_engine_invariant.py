@@ -98,7 +98,7 @@ def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, steps and aborts requests with shared prefixes, resets the cache, and checks every answer."""
+    """Adds and aborts requests with shared prefixes, runs steps, resets the cache, and checks every answer."""
 
     model: Model
     expected: dict[tuple[object, ...], list[int]]
@@ -202,7 +202,7 @@ def test_engine_machine_returns_correct_answers(checkpoint):
 
 
 def test_recorder_detects_a_changed_cache(model):
-    """Check the Recorder itself: if the cache changes between two equal requests, it must find different logits."""
+    """Check the Recorder itself. The cache changes between two equal requests, so the Recorder must report a change."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
     for is_changed in (False, True):

@@ -30,7 +30,7 @@ def byte_tokenizer():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
-    kept = letters[:128] + letters[160:230]  # mostly ASCII, and some bytes of multi-byte characters
+    kept = letters[:128] + letters[160:230]  # the 128 bytes of ASCII, and 70 of the other bytes
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -128,7 +128,7 @@ def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
         assert answer.text == text[: text.index(stop)]
         assert answer.reason is FinishReason.STOP
         assert stop in byte_tokenizer.decode(answer.tokens)
-        if not stop.endswith("\ufffd"):  # a later token can complete a partial character
+        if not stop.endswith("\ufffd"):  # U+FFFD is output late, because the next token may complete the character
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 

@@ -1,4 +1,4 @@
-"""LLM, EngineRunner and the command line. Tests that check the answer text use the real default model."""
+"""LLM, EngineRunner and the command line. Tests that expect a certain answer use the default model, SmolLM2."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_runner_streams_answers_to_several_threads_at_once(runner):
     assert all(one_by_one)
 
 
-def test_closing_a_runner_stream_early_aborts_the_request(runner):
+def test_runner_stream_closed_early_aborts_its_request(runner):
     stream = runner.stream("Once upon a time", ENDLESS, request_id="left")
     next(stream)
     stream.close()

@@ -27,7 +27,7 @@ def paged(seed, lengths, heads, block_tokens):
 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.just(1) | st.integers(1, 60)), min_size=1, max_size=5),
-    limits=st.tuples(st.integers(2, 40), st.integers(1, 4000)),
+    limits=st.tuples(st.integers(2, 40), st.integers(1, 4000)),  # least_queries and least_scores
     heads=st.sampled_from([(6, 2), (4, 4), (3, 1)]),
     block_tokens=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 1000),
@@ -60,7 +60,7 @@ def test_parts_of_a_batch_keep_inputs_of_their_sequences():
     assert [part.is_decode for _, part, _ in parts] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("least", [(31, 1), (1, 1051)])
+@pytest.mark.parametrize("least", [(31, 1), (1, 1051)])  # the longer chunk has 30 queries and 30 x 35 scores
 def test_batch_without_long_chunks_is_one_part(least):
     _, _, batch = paged(0, [(3, 1), (5, 30)], (2, 1), 4)
     assert list(long_parts(batch, *least)) == [(slice(0, 31), batch, False)]

@@ -1,4 +1,4 @@
-"""logit_bias, allowed_token_ids and bad_words agree with transformers, alone and combined with other parameters."""
+"""logit_bias, allowed_token_ids and bad_words: changed logits, invalid values, and use with other parameters."""
 
 import itertools
 
@@ -56,7 +56,7 @@ def test_adjusted_logits_equal_transformers_processors(bias, bad_words, allowed,
     torch.testing.assert_close(logits, expected[0])
 
 
-def test_biases_of_extreme_logits_stay_finite():
+def test_extreme_logits_stay_finite_with_biases():
     logits = torch.tensor([3.4e38, -3.4e38, 0.0])
     RequestSampler(SamplingParams(logit_bias=((0, 100.0), (1, -100.0)))).adjust(logits, 0)
     assert bool(logits.isfinite().all())

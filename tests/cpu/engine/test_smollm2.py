@@ -118,7 +118,7 @@ def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
 
 
 def talk(engine: Engine, tokenizer) -> list[tuple[int, ...]]:
-    """Run all conversations in one batch, turn by turn. Return the tokens of each answer."""
+    """Run all conversations concurrently, turn by turn. Return the tokens of each answer."""
     conversations = [
         [{"role": "user", "content": question}] for question in (*QUESTIONS, "Say hello.", "What is 2 + 2?")
     ]

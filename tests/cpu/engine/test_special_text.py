@@ -30,7 +30,7 @@ HOSTILE = st.lists(
 
 @functools.cache
 def make(template, normalizer=None, **options):
-    """Return a byte-pair tokenizer with a few merges and with special tokens in the style of ChatML."""
+    """Return a byte-pair tokenizer with a few merges and with the special tokens in SPECIAL."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "im", "st", "<|", "|>", "Ċa"]
     merges = [("i", "m"), ("s", "t"), ("<", "|"), ("|", ">"), ("Ċ", "a")]
@@ -86,8 +86,9 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
         assert len(actual) <= len(messages)
     else:
         assert actual == allowed
-    # encode_chat renders the messages with marks in place of special tokens. The texts of two templates are not
-    # compared: "ascii" escapes the marks, and "inspected" writes another text if it finds no special token.
+    # While encode_chat renders the template, marks replace the first characters of special tokens in the messages.
+    # The texts of two templates are not compared: "ascii" escapes the marks, and "inspected" writes another text if
+    # the template finds no special token.
     if kind not in ("ascii", "inspected"):
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 
@@ -133,7 +134,7 @@ def test_encode_of_too_long_text_raises_with_the_limit():
 def test_max_token_bytes_is_none_if_tokens_have_no_length_limit():
     assert make(None, lstrip=True).max_token_bytes is None
     assert make(None, tokenizers.normalizers.NFKC()).max_token_bytes is None
-    assert make(None, tokenizers.normalizers.NFC()).max_token_bytes == 3 * 12  # NFC can make 3 times 12 bytes a token
+    assert make(None, tokenizers.normalizers.NFC()).max_token_bytes == 3 * 12  # NFC can shorten 36 bytes to 12
 
 
 def test_encode_of_unpaired_surrogate_raises():

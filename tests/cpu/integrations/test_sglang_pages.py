@@ -167,7 +167,7 @@ def test_pages_in_several_pieces_round_trip(pieces):
     assert pages.num_leading([*HASHES[:3], HASHES[7], HASHES[3]]) == 3
 
 
-def test_pages_existing_page_is_not_written_again():
+def test_set_of_stored_page_writes_nothing():
     store, pool = MemoryStore(1 << 22), PlainPool()
     pages = make_pages(store, pool)
     for _ in range(2):

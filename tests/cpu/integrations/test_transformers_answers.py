@@ -92,7 +92,7 @@ def test_begin_max_length_returns_a_static_cache():
 
 
 def test_copied_cache_is_not_saved():
-    """A copied cache records no tokens. Therefore its blocks are not saved, but its answers are correct."""
+    """PrefixCache does not record the tokens of a copied cache, so it does not save the blocks of the copy."""
     import copy
 
     model, ids = shared_model("gemma3"), prompt(12)

@@ -1,4 +1,4 @@
-"""The worker side of the vLLM connector with vLLM's memory layouts. The steps were recorded in vLLM."""
+"""The worker side of the vLLM connector with vLLM's memory layouts. Some tests run steps recorded in vLLM."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from transfer_support import FORMS, SMALL, device_bytes, filled_cache, groups, h
 
 
 def run_copies(table, row=None, base=0):
-    """Execute the copies of a table. Addresses in `row` are relative to `base`."""
+    """Execute the copies of a table. If `row` is given, the addresses in this row are relative to `base`."""
     for copy in table.T.tolist():
         if row is not None:
             copy[row] += base
@@ -82,7 +82,7 @@ def test_stage_stride_is_rounded_up_to_alignment(span_bytes):
 
 
 @given(st.integers(1, 3000), st.integers(1, 1 << 21), st.integers(1, 40), st.booleans())
-def test_staged_chunks_are_equal_except_a_small_first_chunk(count, span_bytes, per_chunk, ramp):
+def test_staged_chunks_are_nearly_equal_except_small_first(count, span_bytes, per_chunk, ramp):
     stride = _stage_stride(span_bytes)
     sizes = _staged_chunks(count, span_bytes, per_chunk * stride + stride - 1, ramp=ramp)
     assert sum(sizes) == count

@@ -49,7 +49,7 @@ def test_host_memory_slots_are_contiguous_and_page_aligned():
 
 
 class StuckMemory(MappedMemory):
-    """Memory whose `touch` waits until the test opens the gate."""
+    """Memory whose `touch` waits for a permit of the semaphore `gate`, and then raises if `refuses` is set."""
 
     def touch(self, offset, nbytes):
         self.reached.set()
@@ -83,7 +83,7 @@ def test_host_memory_is_usable_while_it_grows(stuck):
 
 
 def test_lazy_host_memory_is_usable_at_once(stuck):
-    """The gate stays closed, so the test would hang if the memory were touched."""
+    """The gate gives no permit, so the test would hang if the memory were touched."""
     host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes, lazy=True)
     assert (host.num_ready, host.growth) == (5, GrowthState.READY)
     assert not stuck.reached.is_set()
@@ -211,7 +211,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["grown", "out of memory", "freed", "timeout"])
-def test_wait_ready_ends_when_growth_ends_or_after_the_timeout(stuck, watched, end):
+def test_wait_ready_returns_or_raises_in_every_case(stuck, watched, end):
     host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
     stuck.refuses = end == "out of memory"
     waiters = [host._changed.start_waiter(lambda each=each: host.wait_ready(each, 1.0)) for each in (2, None)]

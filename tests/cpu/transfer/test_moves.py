@@ -153,7 +153,8 @@ def test_native_and_numpy_block_copies_are_equal(host, random, run, near_gap, fa
     if run:
         for copy in actual.T:
             first = (int(copy[far]) - (1 << 20)) // (64 + far_gap)
-            assert first // run == (first + int(copy[2]) // 64 - 1) // run  # no copy spans two runs
+            # no copy crosses a host id that is a multiple of `run`
+            assert first // run == (first + int(copy[2]) // 64 - 1) // run
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -1,4 +1,4 @@
-"""The swap functions copy the same bytes as numpy, on every placement of this machine."""
+"""The swap functions copy the same bytes as numpy, on the CPU and on the GPU, if there is one."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""TransferManager: every byte of every tensor arrives, for any layout, with concurrent transfers and failures."""
+"""TransferManager: transfers of any layout are exact, also during other transfers, and failed blocks are reported."""
 
 import gc
 import random
@@ -140,7 +140,7 @@ def test_compiled_transfer_can_run_again(device):
             assert set(host_bytes(host)[[3, 4]].flatten().tolist()) == {value}
 
 
-def test_adjacent_blocks_in_a_pinned_piece_are_one_copy(device):
+def test_adjacent_blocks_in_a_piece_of_slots_are_one_copy(device):
     group = CacheGroup.mla("main", 2, 128, "u8", 16)  # a block has 4,096 bytes, so a slot has no padding
     manager, _, _ = managed(group, device, form="block-first", num_blocks=17)
     with manager:
@@ -213,7 +213,7 @@ def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
     manager.close()
 
 
-def test_failed_copy_is_reported_only_for_its_blocks(device):
+def test_failed_copy_is_reported_only_for_its_slice(device):
     mover = FaultyMover()
     config = TransferConfig(slice_bytes=2 * SMALL.block_bytes)
     manager, views, host = managed(SMALL, device, form="block-first", mover=mover, config=config)
@@ -572,7 +572,7 @@ def test_failed_layer_raises_in_host_wait():
         assert [each.device_id for each in report.failures] == [1]
 
 
-def test_cancelled_load_wakes_layer_waiters():
+def test_wait_for_a_layer_of_a_cancelled_load_raises():
     gate, manager, _, _ = blocked_manager()
     with manager:
         ahead = manager.load(range(4), range(4), urgent=False)

@@ -1,4 +1,4 @@
-"""CacheAdmin drops, demotes, saves and pins prompts, sets quotas and resizes tiers without affecting other prompts."""
+"""Operator commands for prompts (drop, demote, save, pin) and for tiers and stores (quota, vacate, resize, reset)."""
 
 from __future__ import annotations
 

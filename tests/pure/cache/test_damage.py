@@ -1,4 +1,4 @@
-"""A report of damaged host slots removes the damaged blocks and keeps all other blocks."""
+"""A report of damaged host slots removes the damaged blocks. The blocks before them stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exclusive host tier: eviction order, saves of blocks that the device evicts next, and blocks that are lost."""
+"""The exclusive host tier: eviction order, saves of blocks that the device evicts next, and loss of unsaved blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvtier.messages import Route
 
 
 def full_lab(**options) -> Lab:
-    """Return a lab that has served 14 prompts of four blocks. The device is full and holds the last four prompts.
+    """Return a lab that has served 14 prompts of four blocks.
 
-    The host is full too, unless `options` prevent early saves.
+    The device holds the last four prompts and three older blocks, so one slot is free. The host is full, unless
+    `options` prevent early saves.
     """
     lab = Lab(20, host=HostConfig(32, ahead_share=0.5, **options))
     for number in range(14):
@@ -111,7 +112,7 @@ def test_failed_save_of_next_victim_leads_to_miss():
     for number in range(8):
         lab.serve(prompt(number, 4), lose=lambda move, _: [move.route is Route.DEVICE_TO_HOST] * move.num_blocks)
     assert lab.num_in("host", prompt(0, 4)) == 0
-    assert lab.manager.stats.hit_tokens == 0
+    assert lab.serve(prompt(0, 4)).num_cached_tokens == 0
 
 
 def test_selective_policy_saves_only_reused_next_victims():
@@ -126,7 +127,7 @@ def test_selective_policy_saves_only_reused_next_victims():
     assert num_saved(lab) == 12  # three prompts of four blocks
 
 
-def test_limit_on_saves_in_flight_holds_for_late_saves():
+def test_limit_on_saves_in_flight_applies_to_next_victims():
     lab = Lab(16, host=HostConfig(16, ahead_share=1.0, saving=WritebackConfig(max_blocks=1)))
     for number in range(4):
         lab.serve(prompt(number, 4))
@@ -162,14 +163,14 @@ def test_inclusive_option_keeps_recent_blocks_on_host():
     assert lab.manager.tree.tiers[1].num_duplicates_evicted == 0
 
 
-def test_host_tier_below_foreign_device_is_inclusive():
+def test_host_tier_below_device_of_other_engine_is_inclusive():
     config = CacheConfig(0, host=HostConfig(8, exclusive=True), owns_device=False)
     manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
     assert [tier.faster for tier in manager.tree.tiers] == [None]  # only the host, which has no faster tier
 
 
 def test_tenant_at_device_quota_saves_its_own_blocks_first():
-    """A tenant at its quota evicts its own blocks. Therefore its own oldest blocks must be saved again."""
+    """A tenant at its quota evicts its own blocks. Therefore its own oldest blocks must be saved first."""
     lab = Lab(64, host=HostConfig(64, ahead_share=0.25, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)))
     lab.control.set_quota("device", b"t", 32)
     for number in range(9):

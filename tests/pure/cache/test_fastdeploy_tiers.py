@@ -106,7 +106,7 @@ def test_cache_manager_does_not_change_its_config():
         config.num_blocks = 9
 
 
-def test_step_that_preempts_a_request_also_saves_the_blocks():
+def test_step_that_preempts_a_request_also_plans_saves():
     lab = Lab(6, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
     requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
@@ -147,8 +147,8 @@ def test_pickled_request_does_not_contain_tree():
     lab.manager.finish(allocation)
 
 
-def test_reset_cancels_queued_planned_and_running_saves():
-    """After a reset, saves that were queued, planned or in flight must neither write nor free a slot."""
+def test_reset_discards_queued_saves_and_saves_in_flight():
+    """After a reset, queued saves do not start. When a save in flight is reported, only its host slots are freed."""
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(max_blocks=2)), stores=[disk()])
     allocation = lab.start(prompt(1, 8))
     lab.compute(allocation)

@@ -509,7 +509,7 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
     lab.run_workers()
     (move,) = lab.plan().transfers
     keys, store = split_keys(move.keys), lab.manager.stores["disk"]
-    # Apply the result of a lookup that the store executed before the write.
+    # A lookup does not change the state of keys that are being written.
     lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))
     assert move.route is Route.HOST_TO_STORE
     assert (store.num_known, store.num_leading(keys)) == (0, 0)

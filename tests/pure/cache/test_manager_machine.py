@@ -82,7 +82,7 @@ class Mirror:
             tier.update(keys)
 
     def check(self, manager: CacheManager) -> None:
-        """Compare the keys with the tree and the stores. The manager must know each key that the events report."""
+        """Compare the keys with the tree. For a store, the manager must know each key that the events report."""
         held: dict[str, set[bytes]] = {}
         for node in manager.tree.nodes():
             for tier, part in zip(manager.tree.tiers, node.held, strict=True):

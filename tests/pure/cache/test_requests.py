@@ -148,7 +148,7 @@ def test_host_slots_of_load_are_not_reused_before_report():
     lab.verify(allocation)
 
 
-def test_load_is_ready_only_after_reports_from_all_ranks():
+def test_load_ends_only_after_reports_from_all_ranks():
     lab = Lab(20, num_ranks=3)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -264,7 +264,7 @@ def test_request_keeps_sources_of_tokens_and_load_decision():
         lab.settle()
         lab.manager.reset()
     assert request.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
-    assert request.why_loaded == "load 20 tokens: nothing measured yet"
+    assert request.why_loaded == "load 20 tokens: not enough measurements yet"
 
 
 def test_request_keeps_times_of_fetch_and_load():
@@ -286,7 +286,7 @@ def test_request_keeps_times_of_fetch_and_load():
 
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
-    """Serve a prompt from all tiers. Return the pickled sizes of its largest plan, its largest report and its chain."""
+    """Compute a prompt, then fetch it. Return the pickled sizes of the largest plan and report, and of the chain."""
     big = WritebackConfig(WritePolicy.THROUGH, max_blocks=1 << 20)
     lab = Lab(
         2 * num_blocks + 2,
@@ -323,9 +323,9 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """A plan has at most 60 bytes per block, for example 32 for the key and 4 for each slot.
+    """A plan grows by at most 60 bytes per block, for example 32 for the key and 4 for each slot.
 
-    A report has at most 34 bytes per block, and a chain has 4 bytes per token.
+    A report grows by at most 34 bytes per block, and a chain by 4 bytes per token.
     """
     sizes = {n: message_sizes(n) for n in (10, 100, 1000, 2000)}
     for few, many in ((10, 100), (100, 1000), (1000, 2000)):

@@ -19,7 +19,7 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
-    """Return the non-negative costs with the smallest sum of squared errors, and this sum.
+    """Return the non-negative costs with the smallest weighted sum of squared errors, and this sum.
 
     Solve for every subset of the costs, with all other costs 0.
     """
@@ -93,7 +93,7 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
-    """All samples have the amounts (10, 50) and take 2 s. Three models fit these samples.
+    """All samples have the amounts (10, 50) and take 2 s. Three models, and all mixtures of them, fit these samples.
 
     Either a transfer costs 2 s, or a unit of the first amount costs 0.2 s, or a unit of the second amount costs 0.04 s.
     """
@@ -146,7 +146,7 @@ def test_cost_model_measures_each_store_separately():
 
 def test_decision_text_contains_load_and_compute_times():
     model = CostModel()
-    assert str(model.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
+    assert str(model.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: not enough measurements yet"
     for count in (1, 10, 50):
         model.observe_transfer(LOAD, count, 0.002 * count)
         model.observe_compute(count, count * count / 2, 0.001 * count)
@@ -185,7 +185,7 @@ class Machine:
             yield count, attended, 0.003 + 6e-5 * count + 2e-8 * attended
 
     def seconds(self, num_tokens: int, *, load: bool) -> float:
-        """Return the time of a request if the store holds all of its full blocks of 16 tokens."""
+        """Return the time of a request. With `load`, all full blocks before its last token come from the store."""
         blocks = (num_tokens - 1) // 16 if load else 0
         loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0  # sum of FETCH and LOAD in `serve`
         return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))

@@ -97,7 +97,10 @@ def workload(kind: str, count: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["popular", "scans", "drift"])
 @pytest.mark.parametrize("capacity", [50, 200])
 def test_arc_hit_rate_matches_reference(kind, capacity):
-    """The hits differ a little: kvtier limits each ghost list separately, and learns the capacity from evictions."""
+    """The hits differ a little, because kvtier limits each ghost list separately, and only estimates the capacity.
+
+    The estimate is the highest number of candidate blocks so far.
+    """
     ours, plain = Blocks(ARC(), capacity), PlainARC(capacity)
     uses = workload(kind, 20_000)
     hits = sum(ours.access(x) for x in uses)

@@ -190,7 +190,7 @@ def test_reset_publishes_cleared_event_last():
     )
 )
 @settings(max_examples=80, deadline=None)
-def test_router_that_replays_events_matches_tree(actions):
+def test_router_that_applies_events_matches_tree(actions):
     tree, router = tree_and_router()
     seen = []
     for action, blocks in actions:

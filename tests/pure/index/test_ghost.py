@@ -1,4 +1,4 @@
-"""Shadow caches hit and miss like naive caches, and estimates of GhostCache agree with exact replays."""
+"""The shadows for LRU and FIFO equal naive caches, and estimates of GhostCache agree with exact replays."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_explain_unreadable_block_has_reason_not_ready():
     tree.publish(lease, 2 * BLOCK)
     copy_down(tree, lease, 1)
     remove(tree, lease, tree.tiers[0], 0, 2)
-    remove(tree, lease, tree.tiers[1], 1, 1)  # now no tier holds block 1
+    remove(tree, lease, tree.tiers[1], 1, 1)  # now no tier holds the second block
     assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
     transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     assert (explain_miss(tree, 1, 2).block, explain_miss(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
@@ -154,7 +154,7 @@ def test_miss_list_is_bounded_and_discards_oldest_entries(capacity):
     assert reasons == [MissReason.NEVER_SEEN] * (20 - capacity) + [MissReason.EVICTED] * capacity
 
 
-def test_miss_list_forgets_first_blocks_that_left_tree():
+def test_miss_list_forgets_first_block_of_removed_prompts():
     misses = MissList(4)
     tree = tree_of(8, misses=misses)
     for number in range(1000):

@@ -1,4 +1,4 @@
-"""Eviction policies compared with naive implementations, first alone and then in the tree."""
+"""Eviction policies, first alone and then in the tree. Some are compared with naive implementations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def node(
     [
         ("lru", lambda node: node.usage.used),
         ("fifo", lambda node: node.usage.created),
-        ("learned", lambda node: node.usage.used),
+        ("learned", lambda node: node.usage.used),  # like LRU until the first fit of its tracker
     ],
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
@@ -112,7 +112,7 @@ def test_policy_heap_stays_small_under_repeated_use(name):
         policy.offer(each)
     heaps = [heap for heap in vars(policy).values() if isinstance(heap, CandidateHeap)]
     assert heaps
-    assert all(len(heap._heap) <= 64 + 2 * 10 + 1 for heap in heaps)  # the limit in CandidateHeap, for 10 nodes
+    assert all(len(heap._heap) <= 64 + 2 * 10 for heap in heaps)  # the limit in CandidateHeap, for 10 nodes
 
 
 def test_candidate_heap_discards_nodes_and_updates_ranks():
@@ -134,7 +134,7 @@ def test_candidate_heap_discards_nodes_and_updates_ranks():
 
 
 class PlainS3FIFO:
-    """The published S3-FIFO algorithm for single blocks. It has two queues, a ghost queue and use counters up to 3."""
+    """A simple S3-FIFO for single blocks, with two queues, a ghost queue and use counters up to 3."""
 
     def __init__(self) -> None:
         self.small: deque[int] = deque()
@@ -246,7 +246,7 @@ def test_cost_policy_evicts_cheap_and_rarely_used_nodes_first():
 
 
 def test_cost_policy_eventually_evicts_unused_nodes():
-    """An eviction raises the ranks of later nodes, so a valuable node that is not used again is evicted eventually."""
+    """An eviction raises the ranks of nodes offered later, so a valuable node without further uses is evicted too."""
     policy = CostAware()
     once_hot = node(0, uses=9)
     policy.offer(once_hot)
@@ -266,7 +266,7 @@ def test_cost_policy_eventually_evicts_unused_nodes():
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_fifo_evicts_leaves_by_creation_time(requests):
-    """A request publishes all its blocks at once. The first request that contains a block creates the block."""
+    """A request publishes all its blocks at once, so all its new blocks have the same creation time."""
     tree, created = tree_of(8, policy="fifo"), {}
     for time, request in enumerate(requests):
         blocks = [request[0], *([request[1]] if request[2] else []), *([request[2]] if request[2] > 1 else [])]

@@ -136,7 +136,7 @@ def test_resize_raises_only_if_it_would_remove_used_slots(old, new, used):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Compares a pool with a set of slot numbers."""
+    """Compares a pool with a plain list of the used slots."""
 
     @initialize(num_slots=st.integers(0, 80))
     def start(self, num_slots):
@@ -175,7 +175,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.used = [slot for slot in self.used if slot not in ids]
 
     @rule(ids=st.lists(st.integers(-3, 90), min_size=1, max_size=4))
-    def release_anything(self, ids):
+    def release_invalid_slots(self, ids):
         if len(set(ids)) == len(ids) and set(ids) <= set(self.used):
             return
         with pytest.raises(KvtierError):

@@ -56,7 +56,10 @@ def test_failed_begin_write_changes_no_block():
 
 
 def test_extended_request_keeps_its_own_priority_and_ttl():
-    """Another request, without a TTL, uses the first block. Its priority and TTL must not apply to the second block."""
+    """Another request, with a higher priority and without a TTL, uses the first block.
+
+    Its priority and its infinite TTL must not apply to the second block.
+    """
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -65,6 +68,7 @@ def test_extended_request_keeps_its_own_priority_and_ttl():
     tree.allocate(lease, 1)
     tree.publish(lease, 2 * BLOCK, now=2)
     tree.release(lease, now=3)
+    assert [node.usage.priority for node in tree.nodes()] == [7, 0]
     assert matched(tree, 1, 2, now=12.9) == 2
     assert matched(tree, 1, 2, now=13) == 1
     assert tree.expire(math.inf) == 2  # at infinity, blocks with an infinite TTL expire too
@@ -96,7 +100,7 @@ def test_block_readers_are_limited_to_253():
         transitions.end_read(lease, tree.tiers[0], 0, 1)
 
 
-def test_block_removed_from_its_only_tier_is_freed_on_release():
+def test_release_cuts_path_at_block_that_is_in_no_tier():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 3 * BLOCK)
@@ -110,7 +114,7 @@ def test_block_removed_from_its_only_tier_is_freed_on_release():
 @pytest.mark.parametrize("first", range(7))
 def test_drop_removes_blocks_from_any_depth(first):
     tree = tree_of(32)
-    for end in (1, 3, 5, 4):  # splits the path into the edges [0, 1), [1, 3), [3, 4) and [4, 5)
+    for end in (1, 3, 5, 4):  # splits the path into nodes for blocks [0, 1), [1, 3), [3, 4) and [4, 5)
         run(tree, *range(end))
     run(tree, 0, 7)
     # five blocks of the chain are cached, and block 7 continues block 0
@@ -133,7 +137,7 @@ def test_use_merges_only_nodes_with_equal_retention():
     assert matched(tree, 1, 2, now=10) == 0
 
 
-def test_share_lease_with_duplicates_leases_blocks_of_tree():
+def test_shared_lease_refers_to_tree_blocks_not_duplicates():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)

@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
     def note_next_victims(self) -> None:
-        """Copy the victims that the tree has already chosen into the model."""
+        """Tell the model which victims the tree has already chosen."""
         names: dict[object, set] = {node: set() for node in self.tree.nodes()}
         observed(self.tree, names)
         self.model.next_victims = [
@@ -214,7 +214,8 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # A request that published blocks with a TTL or priority was scheduled, so its release counts as a use.
+        # Tree and model can differ in the TTL and priority of new blocks until the path of their request counts as
+        # used. In an engine, this is the case for every request that publishes blocks.
         used = used or (pair.holder.unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -308,7 +309,7 @@ class Machine(RuleBasedStateMachine):
             for child in end.children.values()
             if 0 in child.copies
             and child.copies[0].readable
-            and (child.attached or child in held)  # the slot of a removed block is freed with its last lease
+            and (child.attached or child in held)  # a dropped block stays readable until its last lease ends
             and (child.expires > self.now or child in held)
         }
         num_tokens = 0
@@ -518,7 +519,10 @@ class TieredMachine(Machine):
 
     @rule(tier=st.integers(0, 1), n=st.integers(0, 6))
     def look_ahead(self, tier, n):
-        """Choose the next victims of a tier. No other block may have a lower priority or an earlier last use."""
+        """Choose the next victims of a tier.
+
+        No other leaf may have a lower priority or, with LRU and the same priority, an earlier last use.
+        """
         if not self.model.exclusive:
             return
         self.note_next_victims()
@@ -621,7 +625,7 @@ class TieredMachine(Machine):
 def observed(tree: RadixTree, names: dict | None = None) -> dict:
     """Return slot, state and readers of every block copy in the tree, by domain, prefix and tier.
 
-    Add the names of the blocks of each node to `names`.
+    With `names`, add the name of each block, (domain, prefix), to the set of its node in `names`.
     """
     content = {}
     prefixes: dict[object, tuple] = dict.fromkeys(tree.roots.values(), ())

@@ -55,7 +55,7 @@ def exhaustive_optimum(requests: list[tuple[int, ...]], capacity: int) -> int:
         for held, hits in states.items():
             hits += next((i for i, path in enumerate(own) if path not in held), len(own))
             if len(own) > capacity:
-                reachable = [held]
+                reachable = [held]  # a request that does not fit is not cached
             else:
                 # A running request holds its own blocks. Other blocks can fill the remaining capacity.
                 others = sorted(held - set(own))

@@ -36,7 +36,8 @@ def test_every_preset_loads_and_names_its_source(kind, count):
 def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
-    if not model.kv_elements:  # the model has KV heads, so its attention layers have at least this many parameters
+    if not model.kv_elements:
+        # a model with KV heads: this product is a (loose) lower bound for the parameters of its attention layers
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
 
 

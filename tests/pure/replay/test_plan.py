@@ -74,7 +74,8 @@ def test_unreachable_target_reports_nearest_setup(found):
 
 def test_plan_does_not_choose_setup_that_refuses_requests():
     """Refused requests have no TTFT, so the percentiles of a setup that refuses requests omit the longest prompts."""
-    num_blocks = max(request.input_tokens for request in TRACE) // 512  # without the last, partial block
+    # room for the full blocks of the longest prompt, but not for its last, partial block
+    num_blocks = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=num_blocks * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)
     refused = advice.nearest.summary.num_refused

@@ -35,13 +35,13 @@ LIMITS = SchedulerConfig(max_rows=4, max_step_tokens=24, starts_early=True)
 
 @dataclass
 class Server:
-    """An engine without a model. Answers, step times and reports of damaged blocks are random."""
+    """An engine without a model. Arrivals, answers, cancellations, step times and damaged blocks are random."""
 
     cache: CacheConfig
     rng: random.Random
     num_ranks: int = 1
     failures: float = 0.0
-    """Share of the steps that fail."""
+    """Probability that a step with rows fails."""
 
     def __post_init__(self) -> None:
         namespace = Namespace("served", block_tokens=BLOCK)

@@ -140,10 +140,12 @@ def test_measured_transfer_times_exclude_wait_for_link():
 
 
 def overhead(_: Work) -> float:
+    """Return the host time of a step, one second."""
     return 1.0
 
 
 def with_overhead(work: Work) -> float:
+    """Return the whole time of a step: the host time and one second per token."""
     return work.num_tokens + 1.0
 
 
@@ -160,7 +162,8 @@ def test_host_limits_two_phases_if_slower_than_the_device():
     traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
     options = {"cost": lambda work: work.num_tokens + 3.0, "host_cost": lambda _: 3.0}
     run = simulator(100, phases=2, **options).run([traced])
-    # The host prepares step 2 during step 1, so step 2 takes 1 s. For steps 3 and 4, the host needs 3 s each.
+    # The host prepares step 2 during step 1, so step 2 ends 1 s after step 1. The host needs 3 s for each of steps 3
+    # and 4, so each of them ends 3 s after the step before it.
     assert run.requests[0].finished_at == 3 + 1124 + 1 + 3 + 3
 
 
@@ -188,7 +191,7 @@ def test_arrival_waits_for_both_steps_in_flight():
 
 @pytest.mark.parametrize("quantum", [0.0, 1000.0])
 def test_two_phases_serve_what_one_phase_serves(quantum):
-    """The cache is too small for all rows, so that requests are preempted with rows in flight."""
+    """The cache is too small for all rows, so requests are preempted while they have rows in flight."""
     made = SyntheticTrace(sessions=10, turns=2, think_seconds=20, answer_tokens=500, document_blocks=4, seed=3)
     trace, runs = tuple(generate(made)), {}
     options = {"cost": lambda work: work.num_tokens / 64, "quantum": quantum, "early": True}
@@ -416,14 +419,17 @@ def test_invalid_deployment_raises():
         setup(quantum=-1.0).simulator(512)
 
 
-def test_deployment_kv_bytes_equal_memory_minus_weights():
+def test_kv_bytes_are_90_percent_of_memory_minus_weights():
     eight = Deployment(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h100"))
     assert eight.kv_bytes == pytest.approx(0.9 * 80e9 - 2 * 8.03e9)
     assert eight.model.token_bytes == 131_072
 
 
 def test_queued_requests_hit_disk_after_memory_eviction():
-    """Memory holds three of six conversations. When all six return at once, the queued requests read the disk."""
+    """Memory holds three of six conversations. When all six return, their requests queue.
+
+    Each request evicts blocks of other conversations from memory, so the disk serves more than the other three.
+    """
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]
     first = [request(20_000 * user, *path) for user, path in enumerate(paths)]
     again = [request(200_000 + user, *path) for user, path in enumerate(paths)]

@@ -55,7 +55,10 @@ class Replica:
         self.number += 1
 
     def matched(self, tokens, salt=b""):
-        """Return how many blocks of a prompt each tier holds: device, host, store."""
+        """Return how many leading blocks of a prompt are in each tier: device, host, store.
+
+        A block in several tiers counts for the fastest of them.
+        """
         return self.index.match(hashes_of(Chain(NAMESPACE, tokens, salt=salt).keys()))[:3, 0].tolist()
 
 

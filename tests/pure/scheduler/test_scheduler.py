@@ -270,7 +270,7 @@ def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
 
 
 def test_request_that_cannot_finish_because_of_pin_is_refused():
-    """If no request were refused, each would run until the pool is full, be preempted and lose its blocks, forever."""
+    """Without refusals, the requests would fill the pool, be preempted and lose their blocks, again and again."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
     run(scheduler, device)

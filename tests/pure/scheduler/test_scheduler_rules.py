@@ -154,7 +154,7 @@ def test_config_accepts_minimum_and_rejects_smaller_values():
             SchedulerConfig(**wrong)
 
 
-def test_bool_of_step_is_true_if_step_contains_work():
+def test_step_with_work_is_true_and_sums_its_rows():
     plan = make(8, host=HostConfig(2)).manager.plan()
     created = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
     row = Row.of(created, 4, (7, 9))
@@ -615,7 +615,10 @@ def test_step_with_preemption_admits_no_request():
 
 
 def test_prefetch_is_released_only_for_quota_of_its_own_tenant():
-    """Each of two tenants waits for store blocks and leases two device blocks. Then tenant a needs its whole quota."""
+    """A request of each tenant waits for two store blocks and leases two device blocks.
+
+    Then another request of tenant a needs the whole quota of the tenant.
+    """
     lab = Lab(20, stores=[disk()])
     for salt in (b"a", b"b"):
         lab.serve(stored_prompt(1, 4, salt=salt))
@@ -681,7 +684,7 @@ def test_running_request_can_take_blocks_of_waiting_request():
     assert sizes(run_step(scheduler, lab, 0.0)) == {"runs": 5}
     waits = Request("waits", stored_prompt(1, 3), 1)
     scheduler.add(waits, 0.0)
-    for now in range(1, 4):  # tokens 5 to 7 fit into the blocks of the request
+    for now in range(1, 4):  # the next three tokens fit into the two blocks of the request
         assert sizes(run_step(scheduler, lab, float(now))) == {"runs": 1}
     assert waits.prefetch is not None
     assert waits.prefetch.is_over

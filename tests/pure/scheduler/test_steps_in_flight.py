@@ -42,7 +42,7 @@ class Life:
         self.computed: list[list[RowResult]] = []  # results of the first steps in `sent`
 
     def act(self) -> None:
-        """Change something at random, then schedule a step or apply the results of one."""
+        """Change something at random. Then schedule a step, or update or fail the oldest one."""
         act, scheduler = self.random.random(), self.scheduler
         if act < 0.3:
             self.add()
@@ -118,7 +118,7 @@ class Life:
             assert each.allocation is not None, "blocks were freed while a row in flight writes to them"
 
     def fail(self) -> None:
-        """Fail the oldest step and discard the step after it. If the oldest step is already computed, update it."""
+        """Fail the oldest step and discard the step after it. If the oldest step is computed, update it instead."""
         if self.computed:
             self.update()
             return
@@ -163,7 +163,7 @@ def test_two_steps_in_flight_generate_right_tokens():
 
 
 def _two_steps(scheduler, device, names="a", new=4, **options):
-    """Add requests and schedule two steps. The first step, which computes the prompts, has no results yet."""
+    """Add requests and schedule two steps, which have no results yet. The first step computes the prompts."""
     created = [request(scheduler, name, [1, 2], new, **options) for name in names]
     steps = [scheduler.schedule(0.0), scheduler.schedule(1.0)]
     return created, [(step, device.submit(step)) for step in steps]

@@ -2,7 +2,7 @@
 
     kvtier serve --cluster ray --replicas 3
 
-    client --HTTP--> Serve's proxy --> FleetIngress      the front end of `kvtier serve`: keys, limits, tokens, answers
+    client --HTTP--> Serve's proxy --> FleetIngress      front end of `kvtier serve`: API keys, limits, tokens, answers
                                            │ FleetEngine   requests and control calls, retries
                                            │ KvtierRouter  chooses a replica with kvtier.router
                                            ▼

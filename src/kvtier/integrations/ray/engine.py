@@ -23,7 +23,7 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages import PING, Reply, StepOutputs, Submit, decode_message, encode_message
 
 _log = logging.getLogger("ray.serve")
-# Errors if a replica, its node or the deployment fails or refuses a request. Another replica can run the request.
+# Raised if a replica, its node or the deployment fails or refuses a request. Another replica can run the request.
 _LOST = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, ClosedError, OSError)
 _RETRY_SECONDS = 0.2  # pause before another attempt
 _GRACE_SECONDS = 5.0  # added to the deadline of the replica, so that the front end reports a timeout first
@@ -35,9 +35,9 @@ class FleetEngine:
 
         submit --> routed to a replica --outputs--> mailbox
                         --replica lost before the first output--> routed again, for up to `retry_seconds`
-                        --replica lost later--> status 503, because the client already has a part of the answer
+                        --replica lost later--> status 503, because the client may already have a part of the answer
 
-    Control calls go to all replicas, and their replies are merged.
+    Control calls go to all replicas, and their replies are merged. For a ping, one reply is enough.
     """
 
     pid = 0
@@ -123,7 +123,7 @@ class FleetEngine:
         deadline: float,
         routing: asyncio.Timeout,
     ) -> None:
-        """Run the requests on one replica. The timeout `routing` ends when the replica has accepted the requests."""
+        """Run the requests on one replica. When the replica has accepted the requests, end the timeout `routing`."""
         ticket.replica = ""
         bodies = [encode_message(submit) for submit in submits]
         num_left = mailbox.num_left

@@ -17,7 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The server's application without lifespan events and x-request-id headers. Serve's proxy handles both."""
+    """The server's application without lifespan events, and without x-request-id headers, which Serve's proxy adds."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,7 +30,7 @@ class FleetApp:
             return
 
         async def without_id(message: Message) -> None:
-            if message["type"] == "http.response.start":  # the proxy adds the same header
+            if message["type"] == "http.response.start":  # the proxy adds it
                 headers = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
                 message = {**message, "headers": headers}
             await send(message)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Fields whose first value is used: settings and estimates of an engine, or facts about one request.
+# Fields that are taken from the first reply: settings and estimates of an engine, or facts about one request.
 _SAME = frozenset({"block_bytes", "window_seconds", "limit_gb_per_s", "ghost", "error", "num_cached_tokens"})
 _NAMES = ("name", "source", "target")  # fields that identify a row of a table
 
 
 def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add counts, combine flags with `and`, merge rows of the same name, and join the series of a metric.
+    """Add numbers, combine flags with `and`, merge rows of the same name, and join the series of a metric.
 
-    Take other values from the first reply.
+    Take other values from the first reply that has one.
     """
     keys = dict.fromkeys(key for value in values for key in value)
     return {key: _merged_value(key, [value[key] for value in values if key in value]) for key in keys}
@@ -41,7 +41,7 @@ def _merged_value(key: str, values: Sequence[Any]) -> Any:
 
 
 def labelled(metrics: Sequence[Mapping[str, Any]], replica: str) -> list[dict[str, Any]]:
-    """Add the label `replica` to encoded CollectedMetrics. Sums of replicas would decrease if one is replaced."""
+    """Add the label `replica` to encoded CollectedMetrics. A sum over replicas would decrease if one is replaced."""
     return [
         {
             **metric,

@@ -45,7 +45,7 @@ class EngineReplica:
     async def generate(self, ticket: RouteTicket, submits: Sequence[bytes], seconds: float) -> AsyncGenerator[bytes]:
         """Run the encoded requests. Yield an empty message first, then the encoded outputs.
 
-        If the engine fails, the last message is the encoded error.
+        After a KvtierError, the last message is the encoded error.
         """
         mailbox = Mailbox()
         decoded = [decode_message(submit) for submit in submits]

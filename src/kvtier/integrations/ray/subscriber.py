@@ -16,7 +16,7 @@ from kvtier.router import EventBatch, FeedState, ForeignKeys, ReplicaFeed
 _log = logging.getLogger("ray.serve")
 _END = (-1).to_bytes(8, "big", signed=True)  # number of the message that ends a replay
 _REPLAY_SECONDS = 10.0  # longest wait for the next message of a replay
-_CHECK_SECONDS = 1.0  # time between two checks for missing events
+_CHECK_SECONDS = 1.0  # longest time between two checks for missing events
 
 
 async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys | None = None) -> None:
@@ -56,7 +56,7 @@ async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str,
                     frames = await socket.recv_multipart()
                 if len(frames) < 3 or frames[-2] == _END:
                     return
-                # Count from the end, because vLLM sends no topic frame in a replay.
+                # Index from the end, because vLLM sends no topic frame in a replay.
                 _apply(feed, frames[-2], frames[-1], keys)
         except TimeoutError:
             _log.warning("no replay of KV events from %s within %g s", address, _REPLAY_SECONDS)

@@ -12,7 +12,7 @@ from kvtier.router.placement import U64, as_hashes
 class RouteTicket:
     """First argument of a call to a replica. A ticket connects the front end with the router, which has its own thread.
 
-    The replica receives an empty ticket, because it does not need the data. The router keeps the decision until
+    The replica receives an empty ticket, because it does not need the data. For the router, the request runs until
     `finish`.
     """
 

@@ -29,7 +29,7 @@ class HiCacheSettings:
     store: tuple[str, ...] = ()
     """Store URLs, nearest first."""
     revision: str = ""
-    """Revision of the weights. A persistent store needs it, unless the model name is a folder."""
+    """Revision of the weights. A persistent store needs it, unless the model name is an existing path."""
     timeout_s: float = 2.0
     """Timeout of a lookup. Reads and writes have `gib_timeout_s` more for each GiB."""
     gib_timeout_s: float = 4.0
@@ -87,7 +87,7 @@ class HiCacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """The model of one rank, and its position in each kind of parallelism."""
+    """The model of a rank, and the position of the rank in each kind of parallelism."""
 
     model: str
     tp: tuple[int, int] = (0, 1)

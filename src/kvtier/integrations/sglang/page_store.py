@@ -2,9 +2,9 @@
 
 SGLang does not catch exceptions of a backend. An exception would end a thread of the server. After an error, a method
 therefore returns "not found" or "not stored". PageStore counts all errors and logs the first error of each kind. The
-deadline of a call grows with the number of bytes. After a call has returned, the store no longer writes to pages.
+deadline of a call grows with the number of bytes. After a call has returned, the store does not write to its pages.
 
-    object key   SHA-256( fingerprint of the namespace | page hash, and the name of a pool other than KV )
+    object key   SHA-256( fingerprint of the namespace | page hash [ | "." | pool name, except for the KV pool ] )
     label        the fingerprint, and a digest of the page hash and the element type
 """
 

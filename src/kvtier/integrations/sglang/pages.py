@@ -36,14 +36,14 @@ _ATTRIBUTES = (
 )
 KV = "kv"
 _SHARDED_WITH_MLA = ("mamba",)
-"""Pools that are sharded even with MLA, where all tensor-parallel ranks hold the same KV."""
+"""Pools with different data in each tensor-parallel rank, even with MLA. Other pools are then the same in all ranks."""
 
 
 class HostPool:
     """One registered pool. The pool's memory lives as long as this object."""
 
     def __init__(self, pool: Any, name: str, rank: RankIdentity, revision: str) -> None:
-        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # the anchor of a group is its KV pool
+        inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # the KV pool if `pool` is a group
         self.pool, self.name = pool, name
         self.page_size: int = getattr(pool, "page_size", 1) or 1
         self.is_logical = name == KV and hasattr(inner, "kv_buffer") and inner.kv_buffer is None

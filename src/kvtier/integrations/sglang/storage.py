@@ -48,7 +48,7 @@ class KvtierStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the length of the longest prefix that is usable in all pools. Some pools need only its last pages."""
+        """Return the length of the longest usable prefix in each pool, and the minimum (see `usable_prefix`)."""
         kv_pages = final = self.pages.num_leading(keys)
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         for transfer in pool_transfers or ():

@@ -1,7 +1,7 @@
 """Subclasses of transformers' caches, for PrefixCache.
 
-A cache of transformers does not contain tokens, so PrefixCache records the tokens in forward hooks. The subclasses add
-three things: they detect reordered rows, they detect removed tokens, and they keep the states that sliding layers drop.
+A cache of transformers does not contain tokens, so PrefixCache records the tokens in forward hooks. The subclasses
+notice changes that the hooks cannot see, such as reordered rows, and keep the states that sliding layers drop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class RecentStates:
-    """Keys and values of the sliding-window layers from column `start` on, kept until their blocks are full."""
+    """Keys and values of the sliding-window layers from column `start` on, kept until their blocks are saved."""
 
     def __init__(self, sliding: Sequence[int]) -> None:
         self.is_valid = True

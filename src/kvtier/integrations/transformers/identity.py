@@ -110,8 +110,8 @@ def model_state(model: PreTrainedModel) -> tuple[object, ...]:
     """Return a value that changes if the model is changed.
 
     It contains the configuration, the attention implementation, and the address, version and a few sampled elements of
-    each tensor. An assignment through `.data` does not change the version. Such a change is detected only if it affects
-    a sampled element.
+    each tensor. A change in place through `.data` does not change the version. Such a change is detected only if it
+    affects a sampled element.
     """
     samples = []
     state: list[object] = [model.config._attn_implementation, repr(_settings(model))]
@@ -125,7 +125,7 @@ def model_state(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def adapter_of(model: PreTrainedModel) -> bytes:
-    """Return the identity of the active PEFT adapters: names, scales and samples of weights. Empty without adapters."""
+    """Return the identity of the active, unmerged PEFT adapters: names, scales, samples of weights."""
     digest, is_active = hashlib.sha256(), False
     for name, layer in _adapter_layers(model):
         active = (

@@ -93,11 +93,11 @@ class PrefixCache:
         salt: str = "",
         **others: Any,
     ) -> PrefixKV:
-        """Return a cache for these prompts that is filled with their longest stored prefix.
+        """Return a cache for these prompts that is filled with their longest cached prefix.
 
-        The last token of a prompt is never in the cache. In a batch, the row with the shortest stored prefix limits
-        the number of filled columns. With `max_length`, return a StaticCache of this length, otherwise a DynamicCache.
-        Prompts with different salts do not share blocks.
+        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the same column, in
+        which the first of these prefixes ends. With `max_length`, return a StaticCache of this length, otherwise a
+        DynamicCache. Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
         if num_return_sequences < 1:
@@ -136,7 +136,7 @@ class PrefixCache:
         salt: str = "",
         **options: Any,
     ) -> Any:
-        """Call `model.generate` with a cache from `begin`. Arguments and results are those of `model.generate`."""
+        """Call `model.generate` with a cache from `begin`. Apart from `salt`, arguments and results are the same."""
         if input_ids is None:
             input_ids = options.pop("inputs", None)
         config = options.get("generation_config") or self._base.generation_config

@@ -6,7 +6,7 @@
                   |-- filled --|-- computed by the model
 
 transformers does not compare the tokens in a cache with the input of the model. RecordedRows compares them before every
-forward pass of the prompt. An input that does not continue the cache is rejected, because the output would be wrong.
+forward pass that computes prompt tokens. Input that does not continue the cache is rejected: the output would be wrong.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ConnectorConfig:
     stores: tuple[StoreSettings, ...] = ()
     policy: str = "lru"
     revision: str = ""
-    """Revision of the weights. Required if a store is persistent and vLLM does not report a revision."""
+    """Revision of the weights. Required for persistent stores if there are neither local files nor a known commit."""
     secret_file: str = ""
     """File with the key for the token digests in stored blocks."""
     kv_shards: int = 0
@@ -90,7 +90,7 @@ class ConnectorConfig:
     allow_fail_policy: bool = False
     """Start even if vLLM fails requests whose load failed (kv_load_failure_policy=fail)."""
     verify_loads: bool = False
-    """Read every loaded block back and compare its checksum with the checksum of the saved block. For debugging."""
+    """For debugging: compare checksums of loaded blocks with those of the saved blocks. Skip blocks from stores."""
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep") or self.on_reset not in ("memory", "weights"):
@@ -144,8 +144,8 @@ class RequestOptions:
     explain: bool = False
     """Return the number of loaded tokens by tier and the reason for a miss in the response's `kv_transfer_params`."""
     error: str = ""
-    """Description of invalid settings. The request then runs with the default settings, because an exception in a
-    connector would stop vLLM for all requests."""
+    """Description of invalid settings. The request then runs with the default settings and `explain`, because an
+    exception in a connector would stop vLLM for all requests."""
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None) -> RequestOptions:

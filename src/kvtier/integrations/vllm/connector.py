@@ -73,7 +73,7 @@ class KvtierHandshake(KVConnectorHandshakeMetadata):
 
 
 class KvtierStats(KVConnectorStats):
-    """Changes of the connector's metrics in an interval."""
+    """Increases of the connector's counters in an interval, and the latest gauges."""
 
     data: dict[str, Any]
 
@@ -352,7 +352,7 @@ def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorCo
 
 
 def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
-    """Describe the order of the bytes in a page: platform, attention backends, layout, instruction set."""
+    """Describe the form of a page: platform, attention backends, layout, quantization, instruction set."""
     layers = vllm_config.compilation_config.static_forward_context
     backends = sorted({layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers})
     specs = _specs_of(group)
@@ -374,7 +374,7 @@ def _is_supported(spec: Any) -> bool:
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Return True if vLLM may free device blocks outside the windows of all layers while their request runs."""
+    """Return True if vLLM may free device blocks outside the windows of all layers while the request runs."""
     groups = kv_cache_config.kv_cache_groups
     return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 

@@ -22,9 +22,9 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of a cache group. All ranks and all engines that share blocks have the same namespace.
 
-    `num_shards` is the number of ranks that hold different heads. `page_format` describes the order of the bytes in a
-    page: attention backend, layout, instruction set. Raise ArgumentError if a store is persistent and the revision of
-    the weights is unknown.
+    `num_shards` is the number of ranks, or 1 if every rank holds all data. `page_format` describes the form of a page,
+    such as attention backend and layout. Raise ArgumentError if a store is persistent and the revision of the weights
+    is unknown.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     revision = config.revision or _revision_of(vllm_config)
@@ -48,7 +48,7 @@ def namespace_of(
 
 
 def _of_all_ranks(group: CacheGroup, num_shards: int) -> CacheGroup:
-    """Return the cache group of a rank with all heads. The namespace then does not depend on the number of ranks."""
+    """Extend a rank's cache group to the heads of all ranks, so that the namespace does not depend on their number."""
 
     def whole(spec: TensorSpec) -> TensorSpec:
         axis = spec.head_axis
@@ -61,7 +61,7 @@ def _of_all_ranks(group: CacheGroup, num_shards: int) -> CacheGroup:
 
 
 def _revision_of(vllm_config: Any) -> str:
-    """Return a digest of local weight files, or the commit of a model from the hub; empty if neither is known."""
+    """Return a digest of local weight files, or the commit of a hub model; empty if unknown or for dummy weights."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) in ("dummy", "LoadFormat.DUMMY"):
         return ""

@@ -1,13 +1,13 @@
 """Describes vLLM's cache tensors as a CacheGroup and a DeviceCache.
 
 vLLM passes one view per layer with the axes [block, head, token, content]. All views share one allocation. Layouts
-differ in the order of the axes in memory (L for layer, B, H, N for token, C):
+differ in the order of the axes in memory (Layer, Block, Head, N for token, Content):
 
     LBHNC, LBNHC    one piece per layer and block            BLHNC, BLNHC    one piece per block
     LHBNC, BHLNC    one piece per head: not supported        MLA             [block, 1, token, latent]
 
-The code derives the order from the strides of the views. It finds the axis of the heads, but does not interpret the
-bytes of a page, which is one layer of a block.
+A page is one layer of a block. The code derives the order from the strides of the views. It finds the axis of the
+heads, but does not interpret the bytes of a page.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
     has_kernel_blocks = view.shape[0] != num_blocks  # the attention kernel divides each block into smaller blocks
     split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view
     head = 2 if has_kernel_blocks else 1  # [block, kernel block, head, token, content] or [block, head, token, content]
-    # Sort the axes from the outermost to the innermost. With one head per rank, the head axis has the same stride as
-    # the axis around it, and must come after that axis.
+    # Sort the axes from the outermost to the innermost. With one head per rank, the head axis can have the same
+    # stride as the axis around it, and must come after that axis.
     strides = split.stride()
     order = sorted(range(1, split.ndim), key=lambda axis: (-strides[axis], -split.shape[axis]))
     pages = split.permute(0, *order)

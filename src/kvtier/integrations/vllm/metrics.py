@@ -66,7 +66,7 @@ def added(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Samples:
 
 
 class Collector:
-    """Returns the changes of the metrics since the last call."""
+    """Returns the increases of the counters since the last call, and the values of the gauges."""
 
     def __init__(self, manager: CacheManager) -> None:
         self._manager = manager

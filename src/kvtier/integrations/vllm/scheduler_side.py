@@ -127,7 +127,7 @@ class SchedulerSide:
             tracked.prefetch = self.manager.prefetch(tracked.chain, now=self._clock(), retention=options.retention)
 
     def num_matched(self, request: Any, num_computed: int) -> int | None:
-        """Return the number of tokens to load after the first `num_computed`; None if stores have not answered yet.
+        """Return the number of tokens to load after the first `num_computed`; None while a prefetch is running.
 
         vLLM calls this in every step until the request is admitted. Each call first withdraws the previous offer.
         """
