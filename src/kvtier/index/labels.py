@@ -1,17 +1,16 @@
 """Classes of cached blocks for the learned policy.
 
-A class is a combination of features. The features describe the last request that used a block:
+A class is a combination of features. The features describe a block and the last request that used it:
 
     uses     earlier uses of the block                          0 | 1 | 2-3 | 4 or more
     new      tokens that no recent request contained            < 512 | < 2048 | < 8192 | more
     output   tokens of the answer                               < 32 | < 256 | more
     finish   reason for the end of the answer                   unknown | stop | length | other
-    app      first block of the prompt                          one of the 7 most frequent blocks, or another one
-    tenant   tenant of the salt                                 none, one of the 7 most frequent tenants, or another one
+    app      first block of the prompt                          one of 7 frequent blocks, or another one
+    tenant   tenant of the salt                                 none, one of 7 frequent tenants, or another one
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
-All less frequent tenants share one label. Their hints are ignored, because false hints of one of them would affect the
-others.
+All other tenants share one label. Their hints are ignored, because false hints of one of them would affect the others.
 
 The limits between the values come from a prototype. Other limits have not been measured.
 """
@@ -31,9 +30,9 @@ USES = ("0", "1", "2-3", "4+")
 NEW_LIMITS = (512, 2048, 8192)
 OUTPUT_LIMITS = (32, 256)
 FINISH = ("", "stop", "length", "other")
-# The seven most frequent apps or tenants, and all others. With more groups, each class would have fewer observations.
+# Seven frequent apps or tenants (see `Busiest`), and all others. With more groups, classes have fewer observations.
 NUM_GROUPS = 8
-OTHER_TENANT = NUM_GROUPS  # label of all less frequent tenants; the label 0 is for requests without a salt
+OTHER_TENANT = NUM_GROUPS  # label of tenants without a number of their own; the label 0 is for requests without a salt
 OVER = 1  # index in HINTS
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
 RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for users, and for breaks
@@ -108,6 +107,7 @@ class Busiest:
         self._left -= 1
         if not self._left:
             self._halve()
+            count //= 2
         if count < self.ENOUGH:
             return 0
         number = self._numbers.get(key, 0)
@@ -129,8 +129,8 @@ class Busiest:
 class Cells:
     """Numbers the classes in the order of their first occurrence. The number of a class is called its cell.
 
-    The first NUM_PLAIN classes are called plain. They differ only in `uses`, `new` and `output`, and all their other
-    features are 0.
+    The first NUM_PLAIN classes are called plain, and exist from the start. They differ only in `uses`, `new` and
+    `output`. All their other features are 0.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Cells:
         return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. If a new class would exceed MAX_CELLS, return that of a plain class instead."""
+        """Return the number of a class. If a new class would exceed MAX_CELLS, return that of a similar plain class."""
         key = (USES_BIN[uses] if uses < len(USES_BIN) else 3, *labels)
         number = self.numbers.get(key)
         if number is None:
@@ -164,7 +164,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class with the same features but the hint "over". If this class cannot exist, return `cell`."""
+        """Return the class with the same features but the hint "over". If there can be no such class, return `cell`."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

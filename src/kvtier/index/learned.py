@@ -2,14 +2,14 @@
 
 Candidates are queued by class, oldest first. Within a class, values usually fall with age, so only the oldest candidate
 of each class can be the victim. The values of a class can also rise with age, for example if its blocks are used in a
-loop that is longer than the cache. Then all young candidates, whose values still rise, are considered too.
+loop that is longer than the cache. Then the youngest candidate, whose value still rises, is considered too.
 
     class 0   [ a d f ]  oldest a: value .2 until t = 31  ─┐
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
 A class is evaluated again when its oldest candidate changes, or when this candidate reaches the next age bucket.
-Choosing a victim takes amortised O(log n) time, because a candidate passes at most 28 buckets.
+Choosing a victim takes amortised O(log n) time, because there are only 28 buckets.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _Candidate = list[Any]
 # (value, last use, sequence number, candidate, time at which the value changes, class). An entry is for one of these:
 # - the oldest candidate of a class
 # - all young candidates of a class; the candidate is None
-# - any other single candidate; the class is _SINGLE
+# - the youngest candidate of a class; instead of the class, the entry contains _SINGLE
 _Item = tuple[float, int, int, _Candidate | None, float, int]
 _SINGLE = -1
 
 
 class ClassQueue:
-    """Candidates of one class in order of their last use. Removed candidates stay in the heap until they come first."""
+    """Candidates of one class in order of their last use. The heap may still contain removed candidates."""
 
     __slots__ = ("count", "floor", "heap", "item", "timer", "young")
 
@@ -50,13 +50,13 @@ class ClassQueue:
         self.timer = math.inf
         """Time of the earliest timer of this class."""
         self.young: list[_Candidate] = []
-        """Candidates whose values may still rise with age. The last one is taken as the youngest."""
+        """Candidates whose values may still rise with age. The last one still present is taken as the youngest."""
         self.floor: _Item | None = None
         """Common entry of all young candidates, with the lowest value that any of them can have."""
 
 
 class Learned:
-    """Evicts the lowest value first. The order is LRU before the tracker's first fit and after alarms of its guard."""
+    """Evicts the lowest value first. The order is LRU before the first fit, and for a while after LRUGuard's alarms."""
 
     name = "Learned"
 
@@ -67,7 +67,7 @@ class Learned:
         self._next = 0
         self._version = -1
         self._dirty: set[int] = set()
-        """Classes with a new oldest candidate, and classes whose timer has passed."""
+        """Classes that `victim` must evaluate again."""
         self._by_value: list[_Item] = []
         self._timers: list[tuple[float, int]] = []
 
@@ -96,6 +96,8 @@ class Learned:
             heapify(queue.heap)
         if not tracker.state.is_lru:
             queue.young.append(new)
+            if len(queue.young) > 64 + 2 * queue.count:
+                queue.young = [candidate for candidate in queue.young if candidate[2] is not None]
             if queue.floor is None and self._version == tracker.state.version:
                 self._add_floor(cell, queue)
 
@@ -123,6 +125,9 @@ class Learned:
             for cell in self._dirty:
                 self._evaluate(cell)
             self._dirty.clear()
+        # Limit the entries that are not needed to about half of the heaps.
+        if max(len(self._by_value), len(timers)) > 64 + 4 * len(self._queues) + 2 * len(self._candidates):
+            self._tidy()
         heap, queues = self._by_value, self._queues
         while heap:
             item = heap[0]
@@ -154,7 +159,7 @@ class Learned:
     def _item(self, candidate: _Candidate, cell: int) -> _Item:
         """Return an entry for the heap of values.
 
-        `cell` is the class of the candidate if the entry is for the oldest candidate of the class, otherwise _SINGLE.
+        `cell` is the class if the candidate is the oldest of the class, and _SINGLE for the youngest candidate.
         """
         tracker, since = self.tracker, candidate[4]
         if tracker.state.is_lru:
@@ -185,8 +190,6 @@ class Learned:
             self._next += 1
             queue.floor = (floor, 0, self._next, None, math.inf, cell)
             heappush(self._by_value, queue.floor)
-            if len(queue.young) > 64 + 2 * queue.count:
-                queue.young = [candidate for candidate in queue.young if candidate[2] is not None]
 
     def _replace_floor(self, item: _Item) -> None:
         """Replace the lowest entry, which is the common entry of the young candidates of a class.
@@ -219,26 +222,25 @@ class Learned:
             heappush(self._by_value, item)
         if item[4] < queue.timer:
             self._set_timer(cell, queue, item[4])
-        # Limit the invalid entries to about half of the heaps.
-        if max(len(self._by_value), len(self._timers)) > 64 + 4 * len(self._queues) + 2 * len(self._candidates):
-            self._tidy()
 
     def _set_timer(self, cell: int, queue: ClassQueue, time: float) -> None:
         queue.timer = time
         heappush(self._timers, (time, cell))
 
     def _tidy(self) -> None:
+        """Drop entries that `victim` does not need.
+
+        Keep the lowest _SINGLE entry of each candidate. Of those whose candidates were withdrawn, keep the lowest
+        of each class: when `victim` removes it, it adds the common entry of the class again.
+        """
         queues = self._queues
-        self._by_value = [item for item in self._by_value if self._is_valid(item)]
+        entries = [item for queue in queues.values() for item in (queue.item, queue.floor) if item is not None]
+        singles = sorted((item for item in self._by_value if item[5] == _SINGLE), reverse=True)
+        lowest = {(each[3], each[2]): item for item in singles if (each := item[3]) is not None}
+        self._by_value = [*entries, *lowest.values()]
         heapify(self._by_value)
         self._timers = [(queue.timer, cell) for cell, queue in queues.items() if queue.timer < math.inf]
         heapify(self._timers)
-
-    def _is_valid(self, item: _Item) -> bool:
-        if item[5] == _SINGLE:
-            return True  # a class has at most one such entry: the next is added only after this entry was removed
-        queue = self._queues[item[5]]
-        return item is queue.item or item is queue.floor
 
     def _rebuild(self) -> None:
         """Discard all entries, because the values have changed. `victim` then evaluates the classes again."""

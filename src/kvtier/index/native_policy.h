@@ -5,6 +5,7 @@ typedef struct {
     int64_t used, number;  // logical time of the last use, sequence number
     PyObject *node;        // a reference, or NULL for a free place
     double since;          // time of the last use
+    int64_t lowest;        // in `tidy`: 1 + index of the lowest entry for this youngest candidate
     int32_t cell, next_free;
 } Candidate;
 
@@ -19,7 +20,7 @@ typedef struct {
     double until;    // time at which the value changes
     int64_t id;      // number of this entry
     int32_t at;      // place of the candidate in the pool, or -1 for all young candidates of the class
-    int32_t cell;    // class, or -1 for a single candidate that is not the oldest of its class
+    int32_t cell;    // class, or -1 in the entry for the youngest candidate
     int32_t of_cell; // class, in both cases
 } Item;
 
@@ -34,6 +35,7 @@ typedef struct {
     int64_t item, floor;  // ids of these entries in the heap of values, or 0
     double item_value;
     int64_t item_number;  // sequence number of the entry's candidate
+    int64_t lowest;       // in `tidy`: 1 + index of the lowest entry for a withdrawn youngest candidate
     double timer;
     int exists, is_dirty;
 } Queue;
@@ -220,7 +222,6 @@ static int add_floor(Policy *policy, int cell) {
     }
     Item item = {floor, 0, ++policy->next, INFINITY, ++policy->next_item, -1, cell, cell};
     queue->floor = item.id;
-    if (queue->num_young > 64 + 2 * queue->count) keep_present(policy, queue->young, &queue->num_young);
     return push_item(policy, &item);
 }
 
@@ -259,15 +260,34 @@ static int replace_oldest(Policy *policy, int cell) {
     return set_timer(policy, cell, item.until);
 }
 
+// Return `lowest` of a youngest candidate. All youngest candidates of a class that were withdrawn share one.
+static int64_t *lowest_of(Policy *policy, const Item *item) {
+    int is_gone = is_removed(policy, item->at, item->number);
+    return is_gone ? &policy->queues[item->of_cell].lowest : &policy->pool[item->at].lowest;
+}
+
+// Drop entries that `victim` does not need.
 static void tidy(Policy *policy) {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < policy->num_items; i++) {
-        const Item *item = &policy->items[i];
-        const Queue *queue = &policy->queues[item->of_cell];
-        if (item->cell < 0 || item->id == queue->item || item->id == queue->floor) policy->items[kept++] = *item;
+    Item *items = policy->items;
+    int64_t kept = 0, size = policy->num_items;
+    for (int64_t i = 0; i < size; i++) {
+        if (items[i].cell >= 0) continue;
+        int64_t *lowest = lowest_of(policy, &items[i]);
+        if (!*lowest || is_before_item(&items[i], &items[*lowest - 1])) *lowest = i + 1;
+    }
+    for (int64_t i = 0; i < size; i++) {
+        const Queue *queue = &policy->queues[items[i].of_cell];
+        if (items[i].cell >= 0) {
+            if (items[i].id != queue->item && items[i].id != queue->floor) continue;
+        } else {
+            int64_t *lowest = lowest_of(policy, &items[i]);
+            if (*lowest != i + 1) continue;
+            *lowest = 0;
+        }
+        items[kept++] = items[i];
     }
     policy->num_items = kept;
-    item_order(policy->items, kept);
+    item_order(items, kept);
     policy->num_timers = 0;
     for (int i = 0; i < policy->num_queues; i++) {
         int cell = policy->order[i];
@@ -286,10 +306,7 @@ static int evaluate(Policy *policy, int cell) {
         set_item(queue, &item);
         if (!push_item(policy, &item)) return 0;
     }
-    if (!set_timer(policy, cell, item.until)) return 0;
-    int64_t most = policy->num_items > policy->num_timers ? policy->num_items : policy->num_timers;
-    if (most > 64 + 4 * policy->num_queues + 2 * policy->num_candidates) tidy(policy);
-    return 1;
+    return set_timer(policy, cell, item.until);
 }
 
 static int compare_waiting(const void *a, const void *b) {
@@ -377,6 +394,7 @@ static PyObject *policy_offer(PyObject *self, PyObject *node) {
         }
         if (!policy->tracker->is_lru) {
             queue->young[queue->num_young++] = waiting;
+            if (queue->num_young > 64 + 2 * queue->count) keep_present(policy, queue->young, &queue->num_young);
             if (!queue->floor && policy->version == policy->tracker->version && !add_floor(policy, new.cell))
                 return PyErr_NoMemory();
         }
@@ -424,6 +442,8 @@ static int refresh(Policy *policy) {
         policy->queues[cell].is_dirty = 0;
         if (!evaluate(policy, cell)) return 0;
     }
+    int64_t most = policy->num_items > policy->num_timers ? policy->num_items : policy->num_timers;
+    if (most > 64 + 4 * policy->num_queues + 2 * policy->num_candidates) tidy(policy);
     return 1;
 }
 

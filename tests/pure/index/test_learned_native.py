@@ -35,7 +35,7 @@ OUTCOMES = [
 
 
 def both_trees(*sizes: int, exclusive: bool):
-    """Return two learned trees: with native code, and with its Python equivalent."""
+    """Return two trees with the learned policy: the first uses native code, the second Python code."""
     fast = tree_of(*sizes, policy="learned", exclusive=exclusive)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_module, "native", lambda: Native(None, "off"))
@@ -46,7 +46,7 @@ def both_trees(*sizes: int, exclusive: bool):
 
 
 def act(tree, rng, held, now):
-    """Perform one random operation and return its result."""
+    """Perform a random operation and return its result. A few operations first change a quota."""
     kind = rng.random()
     blocks = [rng.randrange(3), *(rng.randrange(4) for _ in range(rng.randrange(6)))]
     salt, outcome = rng.choice([b"", b"a", b"b\0x"]), rng.choice(OUTCOMES)
@@ -95,7 +95,7 @@ def test_native_tree_equals_python_tree(sizes, exclusive, seed):
     for tree in trees:
         tree.tracker.first_fit = tree.tracker.state.until_fit = 8
     for number in range(400):
-        # Draw from both generators, so that both trees get the same random numbers.
+        # Draw the time step from both generators, so that they stay in the same state.
         seconds, _ = (rng.choice([0.0, 1.0, 30.0]) for rng in rngs)
         now += seconds
         first, second = (act(*each, now) for each in zip(trees, rngs, held, strict=True))
@@ -140,7 +140,7 @@ def test_native_policy_chooses_same_victims(seed):
             offered.append(Node(None, (b"", b""), b"abcd", 0, 1, memoryview(b"abcd"), usage, 1))
             for policy in policies:
                 policy.offer(offered[-1])
-                policy.offer(offered[-1])
+                policy.offer(offered[-1])  # without effect, as the second `withdraw` below
         elif rng.random() < 0.8:
             victims = [policy.victim() for policy in policies]
             node = victims[0] if rng.random() < 0.5 else rng.choice(offered)
@@ -176,7 +176,42 @@ def test_native_policy_stays_small_under_repeated_use():
         tracker.see(float(time))
         policy.offer(each)
         policy.victim()
-    assert max(policy.sizes()) <= 64 + 4 * 8 + 2 * 10 + 1  # the limit in Learned, for 8 classes and 10 candidates
+    assert max(policy.sizes()) <= 64 + 4 * 8 + 2 * 10  # the higher limit in Learned, for 8 classes and 10 candidates
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=30, deadline=None)
+def test_native_policy_under_churn_stays_small(seed):
+    """Both policies have the same sizes, within the limits. Their victims are those of a policy with all entries."""
+    rng = random.Random(seed)
+    state = rng.getstate()
+    trackers = []
+    for code in (native().code, None, None):
+        rng.setstate(state)
+        trackers.append(fitted_tracker(rng, code))
+    fast, slow, whole = NativeLearned(trackers[0], native().code), Learned(trackers[1]), Learned(trackers[2])
+    whole._tidy = lambda: None
+    offered: list[Node] = []
+    most, seconds = rng.choice([3, 6, 12]), rng.choice([3, 30, 300])
+    for time in range(1_500):
+        now = trackers[0].state.now + rng.random() * seconds
+        for tracker in trackers:
+            tracker.see(now)
+        if len(offered) < most and (rng.random() < 0.5 or not offered):
+            usage = AccessStats(time, time, touch=(time, rng.randrange(8), now, 0))
+            offered.append(Node(None, (b"", b""), b"abcd", 0, 1, memoryview(b"abcd"), usage, 1))
+            for policy in (fast, slow, whole):
+                policy.offer(offered[-1])
+        else:
+            node = offered.pop(rng.randrange(len(offered)) if rng.random() < 0.5 else -1)
+            for policy in (fast, slow, whole):
+                policy.withdraw(node)
+        if rng.random() < 0.6:
+            assert fast.victim() is slow.victim() is whole.victim()
+            lists = [[len(queue.heap), len(queue.young)] for queue in slow._queues.values()]
+            assert fast.sizes() == [*map(max, zip(*lists, strict=True)), len(slow._by_value), len(slow._timers)]
+            assert max(fast.sizes()[2:]) <= 64 + 4 * len(lists) + 2 * len(offered)
+        assert max(fast.sizes()[:2]) <= 64 + 2 * most
 
 
 def test_native_tree_is_freed_with_its_nodes():
