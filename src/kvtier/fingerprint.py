@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ def files_digest(folder: Path) -> bytes:
     """Return a digest of a model's or adapter's files: names, sizes, whole configurations, and samples of the weights.
 
     Weights are sampled, because hashing whole files would take minutes. A sample is enough, because training changes
-    nearly every element of a matrix.
+    nearly every element of a matrix. In safetensors files, vectors and biases are sampled one by one, because the
+    samples of a file miss most of them.
     """
     digest = hashlib.sha256()
     for path in model_files(folder):
@@ -51,6 +53,13 @@ def files_digest(folder: Path) -> bytes:
                 for number in range(_NUM_FILE_SAMPLES):
                     file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_FILE_SAMPLES - 1))
                     digest.update(file.read(_SAMPLE_BYTES))
+        if path.suffix == ".safetensors":
+            from safetensors import SafetensorError, safe_open
+
+            with suppress(SafetensorError), safe_open(str(path), "pt") as tensors:
+                shapes = {name: tensors.get_slice(name).get_shape() for name in sorted(tensors.keys())}
+                small = [name for name, shape in shapes.items() if len(shape) < 2 or "bias" in name]
+                update_digest(digest, map(tensors.get_tensor, small))
     return digest.digest()
 
 
@@ -64,7 +73,7 @@ def model_files(folder: Path) -> Sequence[Path]:
 
 
 def canonical(value: Any) -> bytes:
-    """Encode nested sequences of strings, bytes and numbers, so that different values give different bytes."""
+    """Encode nested tuples of strings, bytes and numbers, so that different values differ. Lists count as tuples."""
     if isinstance(value, tuple | list):
         parts = [canonical(each) for each in value]
         return b"(" + b"".join(len(part).to_bytes(8, "little") + part for part in parts) + b")"

@@ -64,9 +64,12 @@ class Controller(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass
 class NullController:
     """The controller of an engine without a host tier. Such an engine has no transfers."""
 
+    unused: Sequence[Store] = ()
+    """Open stores of an engine without prefix caching. Only `close` uses them."""
     overlaps_compute = False
     num_host_ready = 0
     is_busy = False
@@ -76,7 +79,10 @@ class NullController:
     def wait(self, timeout: float) -> None: ...
     def release(self) -> None: ...
     def register(self, caches: Sequence[torch.Tensor]) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        for store in self.unused:
+            store.close()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         assert not plan, f"{plan} (after {after}) needs a host tier"
@@ -154,7 +160,7 @@ class StepTransfers:
 
 
 class CacheRuntime:
-    """The tiers of one engine. Engine.step calls `begin_step`, `poll` and `wait`. Operators call the other methods."""
+    """The tiers of one engine. The engine calls the methods "for the step", and operators call the other methods."""
 
     def __init__(
         self,
@@ -176,7 +182,7 @@ class CacheRuntime:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.failed: set[int] = set()
-        """Ids of transfers that failed on at least one rank and have not yet finished on all ranks."""
+        """Ids of transfers that failed on at least one rank. `begin_step` removes those that are not in flight."""
         self.is_asleep = False
         self.finish_steps: Callable[[], object] | None = None
         """Function of the engine that finishes the steps in flight. It must run before requests are paused."""
@@ -193,8 +199,8 @@ class CacheRuntime:
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
         """Start the transfers of a plan. `loads` are the ids of the loads that the step waits for.
 
-        On a GPU, the other transfers are deferred until the forward pass is launched, because this thread needs half a
-        millisecond to start a copy of hundreds of blocks.
+        With `overlaps_compute` (one rank, on a GPU), the other transfers are deferred until the forward pass is
+        launched, because this thread needs half a millisecond to start a copy of hundreds of blocks.
         """
         self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
         deferred = None
@@ -207,8 +213,8 @@ class CacheRuntime:
     def poll_before_step(self) -> None:
         """Apply the reports that the next step needs.
 
-        Applying a report takes 0.1 ms on this thread, and no step waits for a save. With a GPU, reports of saves are
-        therefore applied during the forward pass.
+        Applying a report takes 0.1 ms on this thread, and no step waits for a save. With `overlaps_compute`, reports of
+        saves are therefore applied during the forward pass.
         """
         self.poll(loads_only=self._controller.overlaps_compute)
 
@@ -232,7 +238,7 @@ class CacheRuntime:
         return self._controller.is_copying
 
     def wait(self) -> None:
-        """Wait at most _POLL_SECONDS for transfers, then apply their reports. Used if a step has no rows to compute."""
+        """Wait at most _POLL_SECONDS for transfers, then apply their reports. Called if there is nothing to compute."""
         self._controller.wait(_POLL_SECONDS)
         self.poll()
 
@@ -275,7 +281,7 @@ class CacheRuntime:
         self._manager.unpin(self._pins.pop(name))
 
     def prefetch(self, chain: Chain) -> int:
-        """Fetch the blocks of a prompt from stores to the host. Return the number of blocks that arrived."""
+        """Fetch a prompt's blocks to the host, unless computing is faster. Return the number of blocks that arrived."""
         prefetch = self._manager.prefetch(chain, now=self._clock())
         if prefetch is None:
             return 0
@@ -299,7 +305,7 @@ class CacheRuntime:
         return self._admin.demote(chain)
 
     def drop(self, chain: Chain) -> int:
-        """Delete a prompt from every tier. Return the number of blocks that were in memory."""
+        """Drop a prompt as CacheAdmin.drop describes. Return the number of blocks dropped from memory."""
         self._drain()  # a planned write to a store would restore the blocks if it ended after the deletion
         num_dropped = self._admin.drop(chain)
         self._drain()
@@ -328,7 +334,7 @@ class CacheRuntime:
         self._admin.set_quota(tier, salt, num_blocks)
 
     def sleep(self) -> None:
-        """Pause requests, copy the blocks on the device to the host, and free the device memory. Idempotent."""
+        """Pause requests, copy all blocks to lower tiers, and free the memory of the device cache. Idempotent."""
         if self.is_asleep:
             return
         self._pause()
@@ -345,7 +351,7 @@ class CacheRuntime:
         self.is_asleep = True
 
     def wake(self, num_blocks: int | None = None) -> None:
-        """Allocate the device cache again, with its old size or `num_blocks` blocks, and resume requests."""
+        """After `sleep`, allocate the device cache with its old size or `num_blocks` blocks, and resume requests."""
         if not self.is_asleep:
             return
         if num_blocks is not None:
@@ -392,7 +398,7 @@ class CacheRuntime:
                 self.sleep()
 
     def close(self) -> None:
-        """Finish transfers, close the stores, and free host and device memory."""
+        """End all transfers, close the stores, and free the memory of the host and device tiers."""
         self._controller.close()
         for group in self._groups:
             group.free()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.cache.config import CacheConfig, StoreConfig
 from kvtier.cache.metrics import Counted
-from kvtier.engine.cache_runtime import Controller, new_controller
+from kvtier.engine.cache_runtime import Controller, NullController, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.parallel import RankedStore, Ranks
@@ -79,6 +79,8 @@ def open_caches(
         groups = [DeviceCacheGroup(first, *sizes, graph_sizes=graphs, rows=rows)]
         groups += [DeviceCacheGroup(each, *sizes) for each in models[1:]]
         own = new_controller(num_host, groups, mine, namespace, sharding, cache.secret)
+        if not cache.prefix_caching:
+            own = NullController([each for each in stores.values() if not isinstance(each, str | Sequence)])
         opened.pop_all()
     if ranks is None:
         return groups, own, mine, None

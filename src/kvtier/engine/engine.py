@@ -65,7 +65,7 @@ class EngineConfig:
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
     """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
-    Engines can share stored blocks only if their `kv_shards` are equal. Use the rank count of the largest engine."""
+    Engines can share stored blocks only if these numbers are equal. Use the highest number of ranks of an engine."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
     phases: int = 0
@@ -152,7 +152,7 @@ class Engine:
         salt: bytes = b"",
         hints: Hints = NO_HINTS,
     ) -> str:
-        """Queue a request and return its id. Raise an error for a prompt that can never run."""
+        """Queue a request and return its id. Raise an error if the prompt is invalid or exceeds the context length."""
         params = params or SamplingParams()
         vocab = self.model.config.vocab_size
         for field_name, ids in params.named_token_ids.items():
@@ -205,7 +205,7 @@ class Engine:
         return bool(mine)
 
     def has_work(self) -> bool:
-        """True if there are requests, transfers to plan or finish, or outputs that `step` has not returned."""
+        """True if there are requests to run, transfers to plan or finish, or outputs that `step` has not returned."""
         return bool(self.scheduler.has_work() or self.manager.has_plans or self._runs or self._undelivered)
 
     def explain(self, request_id: str) -> Explanation:
@@ -220,7 +220,7 @@ class Engine:
         return self._ended[request_id]
 
     def close(self) -> None:
-        """Cancel all requests, stop all threads, close the stores and free host memory."""
+        """Cancel all requests, stop all threads, close the stores and free the memory of the tiers."""
         for name in {sequence.id for sequence in self._live.values()}:
             self.abort(name)
         self._pipeline.close()
@@ -521,11 +521,15 @@ def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
     digest, layouts = hashlib.sha256(), []
     for model in models:
         config, weights = model.config, model.weights
-        matrices = [
-            each.weight for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
+        linears = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
-        update_digest(digest, (weights.embedding, weights.norm, *norms, *matrices))
+        update_digest(digest, (weights.embedding, weights.norm, *norms, *(each.weight for each in linears)))
+        # Version 0.1.0 hashed only the tensors above. Models without the tensors below keep their stored blocks.
+        optional = [norm for layer in weights.layers for norm in (layer.q_norm, layer.k_norm)]
+        optional += [each.bias for each in linears]
+        if not torch.equal(weights.inverse_frequencies.cpu(), config.rope.inverse_frequencies(config.head_dim)):
+            optional.append(weights.inverse_frequencies)  # a GGUF file contains factors that `config` lacks
+        update_digest(digest, [each for each in optional if each is not None])
         layouts.append(
             f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
         )

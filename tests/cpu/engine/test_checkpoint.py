@@ -2,15 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 from safetensors.torch import load_file, save_file
 
 from engine_driver import Driver
-from kvtier.engine import ModelConfig, load_model, load_tokenizer, packaged, resolve
+from engine_helpers import make_engine
+from kvtier.engine import Model, ModelConfig, load_model, load_tokenizer, packaged, resolve
 from kvtier.engine.model_config import RopeConfig
+from kvtier.engine.speculate import DraftProposer
+from kvtier.engine.split import with_tensors
 from kvtier.errors import CheckpointError, UnavailableError
 
 gguf = pytest.importorskip("gguf")
@@ -46,8 +51,9 @@ def test_model_with_bf16_weights_computes_in_float32(checkpoint, tmp_path):
     packed = model.weights.layers[0].gate_up.packed
     assert packed is None or packed.kind == "BF16"
     driver = Driver(model, 1, 16)
-    few = torch.cat([driver.step({0: [token]})[0] for token in PROMPT])  # single tokens use packed matrices
-    many = Driver(model, 1, 32).step({0: PROMPT * 3})[0][: len(PROMPT)]  # long chunks use float32 matrices
+    # single tokens use packed matrices; on most processors, long chunks use float32 matrices
+    few = torch.cat([driver.step({0: [token]})[0] for token in PROMPT])
+    many = Driver(model, 1, 32).step({0: PROMPT * 3})[0][: len(PROMPT)]
     torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
 
 
@@ -144,6 +150,66 @@ def test_gguf_uses_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
     model = load_model(path)
     assert model.config.tied_embeddings
     assert model.weights.head.weight is model.weights.embedding
+
+
+# ---- namespace -----------------------------------------------------------------------------------------------------
+
+
+def fingerprint_of(model, draft=None):
+    """Return the namespace fingerprint of an engine with this model, and this draft model if given."""
+    engine = make_engine(model, proposer=None if draft is None else DraftProposer(draft, 2))
+    fingerprint = engine.manager.namespace.fingerprint
+    engine.close()
+    return fingerprint
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama, biases"])
+def test_namespace_depends_on_biases_and_qk_norms(checkpoint, tmp_path, kind):
+    """Checkpoints that differ only in one bias vector or one norm of queries or keys must not share stored KV."""
+    folder = copy_of(checkpoint(kind)[0], tmp_path)
+    path = folder / "model.safetensors"
+    tensors, models = load_file(path), {"unchanged": load_model(folder)}
+    for name in tensors:
+        if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
+            save_file({**tensors, name: tensors[name] * 1.5}, path)
+            models[name] = load_model(folder)
+    assert len(models) == 1 + 3 * {"qwen2": 3, "qwen3": 2, "llama, biases": 4}[kind]  # the model has 3 layers
+    save_file(tensors, path)
+    models["loaded again"] = load_model(folder)
+    own = [fingerprint_of(model) for model in models.values()]
+    assert own[0] == own[-1]
+    assert len({*own}) == len(models) - 1
+    main = models["unchanged"]
+    as_draft = [fingerprint_of(main, model) for model in models.values()]
+    assert as_draft[0] == as_draft[-1]
+    assert len({*own, *as_draft}) == 2 * (len(models) - 1)
+
+
+def test_namespace_depends_on_rope_factors_of_gguf(checkpoint, tmp_path):
+    """The factors are a tensor of the file, and its configuration does not contain them."""
+    _, oracle = checkpoint("llama")
+    factors = [None, np.ones(8, np.float32), np.linspace(1, 2, 8, dtype=np.float32), np.full(8, 4, np.float32)]
+    paths = [
+        write_gguf(tmp_path / f"{number}.gguf", "llama", oracle, factors=each) for number, each in enumerate(factors)
+    ]
+    none, ones, some, others = (fingerprint_of(load_model(path)) for path in paths)
+    assert none == ones
+    assert len({none, some, others}) == 3
+
+
+def test_namespace_without_biases_equals_that_of_0_1_0():
+    """Stored blocks of version 0.1.0 are found. The fingerprints are constants, computed by that version."""
+    config = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256)
+    weights = with_tensors(
+        random_weights(config, torch.float32, torch.device("cpu")),
+        lambda tensor: torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) / 4096,
+    )
+    model = Model(config, replace(weights, inverse_frequencies=config.rope.inverse_frequencies(config.head_dim)))
+    assert fingerprint_of(model).hex() == "c5cb15221af28d4b2afa828f3257953785e4297ece6295d109d10596ac38e1c9"
+    assert fingerprint_of(model, model).hex() == "c8a1a479df688ec0429b340f4f141f6c327ed44fe6c65b25bc2cc9afe1631e7b"
+
+
+# ---- invalid checkpoints -------------------------------------------------------------------------------------------
 
 
 def test_error_for_damaged_gguf_names_the_cause(checkpoint, tmp_path):

@@ -29,12 +29,12 @@ from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.rank_link import rendezvous
 from kvtier.engine.speculate import DraftProposer
 from kvtier.engine.split import split_config, split_weights
-from kvtier.errors import ArgumentError, EngineError, RangeError
+from kvtier.errors import ArgumentError, ClosedError, EngineError, RangeError
 from kvtier.index import Chain, Namespace
 from kvtier.memory import CPU
 from kvtier.messages import Plan, Probe
 from kvtier.scheduler import Scheduler, SchedulerConfig
-from kvtier.storage import MemoryStore
+from kvtier.storage import DiskStore, MemoryStore
 from kvtier.worker.layer_waits import LayerWaits
 from support import stop_process
 
@@ -44,7 +44,7 @@ BLOCK = 4
 
 
 def model_of(config: ModelConfig, seed: int = 1) -> Model:
-    """Return a model in which the biases and norms of the heads differ."""
+    """Return a model with random weights. If it has biases or norms of queries and keys, these are random too."""
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=seed)
     random = torch.Generator().manual_seed(seed)
     for layer in weights.layers:
@@ -221,7 +221,9 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
 
 
-def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
+def engine_of(
+    num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, model=MODEL, **options
+) -> Engine:
     """Return an engine with a host tier, and a disk tier if `folder` is given. It loads without comparing costs."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
@@ -230,7 +232,7 @@ def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 2
         BLOCK, cache, SchedulerConfig(8, 64), tensor_parallel=num_ranks, **{"kv_shards": 4, **options}
     )
     urls = {"disk": f"disk:{folder}?bytes=64MiB&segment=1MiB&free=0"} if folder is not None else {}
-    return Engine(MODEL, config=config, stores=urls, proposer=DraftProposer(DRAFT_MODEL, 2) if draft else None)
+    return Engine(model, config=config, stores=urls, proposer=DraftProposer(DRAFT_MODEL, 2) if draft else None)
 
 
 def answers_of(engine: Engine, requests: list[list[int]]) -> list[Answer]:
@@ -265,7 +267,7 @@ def test_two_ranks_with_all_tiers_answer_like_one_rank(requests, expected, tmp_p
     try:
         (child,) = children()
         assert_equal(answers_of(engine, requests), expected)
-        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # some blocks were evicted to the host
+        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # some blocks are only on the host
         host = engine.manager.stats.tiers[1]
         assert host.hit_tokens > 0
         states = {state.name: state for state in engine.tiers.states()}
@@ -323,7 +325,7 @@ def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_
 def test_stored_blocks_are_readable_with_any_number_of_ranks(requests, expected, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
-        # without a draft model, the engine with 4 ranks has another namespace, and only shares the folders
+        # the engine with 4 ranks has no draft model, thus another namespace: it shares the folders but no blocks
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
         try:
             actual = answers_of(engine, requests)
@@ -342,12 +344,34 @@ def test_stored_blocks_are_readable_with_any_number_of_ranks(requests, expected,
     assert not children()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_of_model_with_other_biases_share_no_block(requests, tmp_path, num_ranks):
+    """The same model finds the blocks that two ranks stored. A model with other biases must not find them."""
+    config, cached = replace(SHAPE, architecture="qwen2"), []
+    same, other = model_of(config), model_of(config)
+    for layer in other.weights.layers:
+        layer.qkv.bias.add_(1.0)
+    for count, model in [(2, same), (num_ranks, same), (num_ranks, other)]:
+        alone = Engine(model, config=EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False)))
+        engine = engine_of(count, tmp_path, model=model)
+        try:
+            actual = answers_of(engine, requests[:1])
+            assert_equal(actual, answers_of(alone, requests[:1]))
+            cached.append(actual[0].num_cached)
+            engine.tiers.save_all()
+        finally:
+            engine.close()
+            alone.close()
+    assert cached == [0, 20, 0]
+
+
 def test_block_unreadable_on_one_rank_is_a_miss_on_all_ranks(requests, expected, tmp_path):
     engine = engine_of(1, tmp_path, kv_shards=2)
     answers_of(engine, requests)
     engine.tiers.save_all()
     engine.close()
-    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # damage each 512 bytes of the file of rank 1
+    # in the file that rank 1 reads, damage one byte of every 512 bytes
+    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")
     with segment.open("r+b") as data:
         for at in range(0, segment.stat().st_size, 512):
             data.seek(at)
@@ -485,3 +509,18 @@ def test_engine_init_failure_leaves_no_process_or_thread(num_ranks):
         Engine(MODEL, config=EngineConfig(BLOCK, cache, tensor_parallel=num_ranks))
     assert {*threading.enumerate()} <= threads
     assert {*psutil.Process().children()} <= processes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_close_without_prefix_caching_closes_open_stores(tmp_path, num_ranks):
+    """Such an engine does not use its stores. It closes open stores, and does not open the stores of URLs."""
+    store = DiskStore(tmp_path / "open", 1 << 20, segment_bytes=1 << 18, min_free_bytes=0)
+    cache = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(StoreConfig("a"), StoreConfig("b")))
+    stores = {"a": store, "b": f"disk:{tmp_path}/unopened?bytes=1MiB&free=0"}
+    engine = Engine(MODEL, config=EngineConfig(BLOCK, cache, tensor_parallel=num_ranks), stores=stores)
+    assert not store.contains([bytes(32)])[0].ok  # open, as the engine is
+    for _ in range(2):
+        engine.close()
+        with pytest.raises(ClosedError):
+            store.contains([bytes(32)])
+    assert not (tmp_path / "unopened").exists()

@@ -118,14 +118,14 @@ def test_begin_invalid_prompts_are_refused():
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16])
-def test_begin_mask_of_other_type_hits(kind):
+def test_begin_accepts_attention_mask_of_other_dtypes(kind):
     with open_prefix(shared_model("llama")) as prefix:
         prefix.generate(inputs=IDS, max_new_tokens=1)
         assert prefix.begin(IDS, torch.ones_like(IDS, dtype=kind)).hit_tokens == (28,)
 
 
 def test_forward_second_use_of_a_cache_is_refused():
-    """If a used cache gets a prompt again, transformers cuts the prompt to fit the cache, and the answer is wrong."""
+    """If a used cache gets its prompt again, transformers adds a part of it to the cache, and the answer is wrong."""
     model = shared_model("llama")
     with open_prefix(model) as prefix:
         cache = prefix.begin(IDS)
@@ -160,7 +160,7 @@ def test_begin_converted_model_is_refused():
             prefix.begin(IDS)
 
 
-def test_compiled_model_hits_and_equals_generate():
+def test_compiled_model_with_cached_prefix_gives_same_answer():
     model = torch.compile(make_model("llama"), backend="eager")
     with open_prefix(model) as prefix:
         expected = greedy(model, {"input_ids": IDS})
@@ -263,6 +263,27 @@ def test_prefix_cache_of_other_model_never_hits(tmp_path):
     assert hits(make_model("llama"), tmp_path, salt="tenant") == 0
 
 
+SMALL_TENSORS = {
+    "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias", "input_layernorm.weight", "inv_freq"),
+    "qwen3": ("q_norm.weight", "k_norm.weight", "post_attention_layernorm.weight", "inv_freq"),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_TENSORS)
+def test_prefix_cache_other_small_tensor_never_hits(tmp_path, kind):
+    """Blocks are misses for a model in which one bias, norm or buffer differs, whether it is loaded or changed."""
+    save(make_model(kind), tmp_path)
+    for ending in SMALL_TENSORS[kind]:
+        model = make_model(kind)
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name.endswith(f".{ending}")]
+        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[names[-1]]  # of the last layer
+        with open_prefix(model, disk(tmp_path)) as prefix, torch.no_grad():
+            assert prefix.begin(IDS).hit_tokens == (28,), ending
+            tensor.mul_(1.5)
+            assert prefix.begin(IDS).hit_tokens == (0,), ending
+        assert hits(model, tmp_path) == 0, ending
+
+
 @pytest.mark.parametrize("change", ["in place", "data", "replaced"])
 def test_begin_changed_weights_never_hit(change):
     model = make_model("llama")
@@ -324,6 +345,22 @@ def test_begin_adapters_never_share_blocks(tmp_path):
         assert prefix.begin(IDS).hit_tokens == (0,)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23
+def test_generate_with_adapter_names_is_refused():
+    """With `adapter_names`, the KV is that of the named adapters, and not that of the active one."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make_model("llama"), lora, "one").eval()
+    model.add_adapter("two", lora)
+    model.eval()
+    with open_prefix(model) as prefix:
+        for name in ("one", "two"):
+            with pytest.raises(ArgumentError, match="adapter_names"):
+                prefix.generate(IDS, max_new_tokens=2, do_sample=False, adapter_names=[name])
+        assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), greedy(model, {"input_ids": IDS}))
+        with pytest.raises(ArgumentError, match="adapter_names"):
+            model.generate(input_ids=IDS, past_key_values=prefix.begin(IDS), max_new_tokens=2, adapter_names=["two"])
+
+
 # ---- stores and limits ---------------------------------------------------------------------------------------------
 
 RESTARTED = """
@@ -368,7 +405,7 @@ def test_begin_damaged_blocks_on_disk_shorten_the_hit(tmp_path):
 
 
 def test_prefix_cache_stays_within_memory_limits(tmp_path):
-    """300 prompts of 7 blocks use 64 host blocks and a small disk. The memory of the process must not grow."""
+    """Run 300 prompts of 7 blocks with 64 host blocks. The last 200 prompts must need less than 16 MiB more memory."""
     model = shared_model("llama")
     process = psutil.Process()
     with open_prefix(model, disk(tmp_path), host_bytes=64 * SLOT_BYTES) as prefix:

@@ -1,13 +1,16 @@
-"""Chains of vLLM requests depend on LoRA files, salt, media and prompt embeddings, and namespaces on the revision."""
+"""Keys of vLLM requests depend on salt, LoRA files, media and prompt embeddings. Namespaces depend on the model."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from kvtier.errors import ArgumentError
 from kvtier.fingerprint import files_digest
@@ -87,7 +90,7 @@ def test_chain_lora_depends_on_the_content_of_its_files(tmp_path):
     assert set(first).isdisjoint(renamed)
 
 
-def test_chain_of_lora_without_files_is_not_shared():
+def test_lora_without_files_shares_blocks_in_one_builder_only():
     lora = SimpleNamespace(lora_name="a", lora_path="hub/name")
     builder = ChainBuilder(NAMESPACE, extra_keys)
     assert keys_of(request_of(range(8), lora=lora), builder) == keys_of(request_of(range(8), lora=lora), builder)
@@ -132,6 +135,32 @@ def test_files_digest_changes_with_any_sampled_part(tmp_path):
     assert files_digest(tmp_path) in digests
 
 
+VECTORS = ("input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.q_norm.weight", "self_attn.attn.k_scale")
+
+
+def write_weights(path, changed=None):
+    """Write a model with 4 layers of 2 MiB, and return the digest of its folder. The tensor `changed` has 1 added."""
+    tensors = {}
+    for layer in range(4):
+        own = {"mlp.up_proj.weight": (512, 1024), "mlp.experts.up_proj_bias": (8, 25), **dict.fromkeys(VECTORS, (100,))}
+        for part, shape in own.items():
+            name = f"model.layers.{layer}.{part}"
+            tensors[name] = torch.arange(math.prod(shape), dtype=torch.float32).view(shape) + (name == changed)
+    save_file(tensors, path)
+    return files_digest(path.parent), tensors
+
+
+def test_files_digest_depends_on_every_vector_and_bias(tmp_path):
+    """Samples of the file miss most of these tensors. Models that differ in only one of them must not share KV."""
+    path = tmp_path / "model.safetensors"
+    first, tensors = write_weights(path)
+    digests = [write_weights(path, name)[0] for name in tensors]
+    assert len({first, *digests}) == 1 + len(tensors)
+    assert write_weights(path)[0] == first
+    path.write_bytes(path.read_bytes()[:-1])
+    assert files_digest(tmp_path) != first  # a damaged file has a digest too
+
+
 class HfConfig(SimpleNamespace):
     def to_dict(self):
         return dict(vars(self))
@@ -162,7 +191,7 @@ def test_namespace_dummy_weights_have_no_revision(tmp_path):
         namespace_of(DISK, config_of(str(tmp_path), "dummy"), GROUP, 1, "cpu")
 
 
-def test_namespace_depends_on_weights_format_and_settings(tmp_path):
+def test_namespace_depends_on_weights_settings_and_layout(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1")
     first = namespace_of(DISK, config_of(str(tmp_path)), GROUP, 1, "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,6 +142,15 @@ def adapter_of(model: PreTrainedModel) -> bytes:
                 digest.update(f"{name} {type(layer).__name__} {adapter} {scale}\0".encode())
                 update_digest(digest, weights)
     return digest.digest() if is_active else b""
+
+
+def has_adapters_per_row(model: PreTrainedModel) -> bool:
+    """True during a call with `adapter_names` or `alora_offsets`, which PEFT passes to its layers by hooks."""
+    return any(
+        isinstance(hook, partial) and hook.keywords.keys() & {"adapter_names", "alora_offsets"}
+        for _, layer in _adapter_layers(model)
+        for hook in layer._forward_pre_hooks.values()
+    )
 
 
 def _adapter_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from kvtier.integrations.transformers.caches import PrefixDynamicCache, PrefixKV
 from kvtier.integrations.transformers.identity import (
     adapter_of,
     base_model_of,
+    has_adapters_per_row,
     layout_of_model,
     model_state,
     namespace_of_model,
@@ -28,6 +29,8 @@ from kvtier.storage.open import parse_bytes
 
 CLOSE_SECONDS = 60.0
 """Longest wait for writes to the store in `close`, and by default in `flush`."""
+
+_PER_ROW = "adapter_names and alora_offsets change the KV of a row; use `set_adapter` instead"
 
 
 class PrefixCache:
@@ -149,6 +152,8 @@ class PrefixCache:
         for name in ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"):
             if setting(name) is not None:
                 raise ArgumentError(f"{name} is set: transformers then computes a cached prefix twice; leave it out")
+        if options.get("adapter_names") is not None:  # checked here, because PEFT keeps its hooks after an error
+            raise ArgumentError(_PER_ROW)
         if setting("use_cache") is False:
             raise ArgumentError("use_cache=False: transformers then computes every token again; leave it out")
         if "past_key_values" in options:
@@ -302,6 +307,8 @@ class PrefixCache:
         recorded = self._recorded.get(cache) if isinstance(cache, PrefixKV) else None
         if recorded is None or not isinstance(cache, PrefixKV):
             return
+        if any(row.chain.adapter for row in recorded.rows) and has_adapters_per_row(self._base):
+            raise ArgumentError(_PER_ROW)
         past = int(cache.get_seq_length())
         if past < recorded.num_columns and cache.recent.is_valid:
             recorded.crop(past)
