@@ -185,7 +185,10 @@ class Lab:
         raise AssertionError("the prefetch did not end")
 
     def start(self, chain: Chain, fetch: Prefetch | None = None, lose: Lose | None = None) -> Allocation:
-        """Allocate the blocks of a request, load its cached blocks and verify them. Fail if too few blocks are free."""
+        """Allocate the blocks of a request, load its cached blocks and verify them. Fail if too few blocks are free.
+
+        If a load fails, start again without loads.
+        """
         may_load = True
         while True:
             allocation = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)

@@ -13,9 +13,9 @@ from hypothesis import settings
 settings.register_profile("kvtier", deadline=None)
 settings.load_profile("kvtier")
 
-# Several test processes share the cores, and the threads of torch spin while they wait for each other. While
-# another process was busy, a batch of tiny matrices took 8 s of CPU time with one thread and 88 s with two threads (2
-# cores, 2026-11-16).
+# Several test processes share the cores, and the threads of torch spin while they wait for each other. While another
+# process was busy, a batch of tiny matrices took 8 s of CPU time with one thread and 88 s with two threads (2 cores,
+# 2026-11-16).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -27,7 +27,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-# Folders with fixtures that take seconds per test process: servers, models, transformers.
+# Folders whose fixtures take seconds to create in each test process, for example servers and models.
 SLOW_FOLDERS = ("server", "cpu/engine", "stores")
 
 

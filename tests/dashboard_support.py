@@ -40,7 +40,7 @@ def random_texts(num: int, num_chars: int, seed: int = 3) -> list[str]:
     """Return `num` different texts of about `num_chars` characters each."""
     words = ["river", "stone", "lamp", "paper", "winter", "harbour", "silver", "garden", "window", "letter"]
     dice = random.Random(seed)
-    # a word and a space have 6.6 characters on average
+    # a word and a space have 6.6 characters on average, so the texts are about 10% longer than `num_chars`
     return [f"Text {i}: " + " ".join(dice.choices(words, k=num_chars // 6)) for i in range(num)]
 
 

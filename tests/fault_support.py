@@ -20,8 +20,8 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 # Number of steps with a failing row per stage; for the stage "proposer", which fails no row, the number of all steps.
 # `make soak` sets KVTIER_SOAK to 20 by default, which gives 2,000 steps.
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
-POISON = 197  # the only token that the broken tokenizer cannot decode; it is sampled only if a constraint forces it
-NUM_LIVE, NUM_VICTIMS = 4, 2
+POISON = 197  # the only token that the broken tokenizer cannot decode
+LIVE_OTHERS, LIVE_VICTIMS = 4, 2  # before each step, requests are added until so many are waiting or running
 
 
 class Break(Exception):
@@ -29,7 +29,10 @@ class Break(Exception):
 
 
 class FaultyModel(Model):
-    """Replaces the logits of a victim with `value` after `ages[victim]` tokens. A `value` of None replaces nothing."""
+    """Replaces the logits of a victim with `value` after `ages[victim]` tokens. A `value` of None replaces nothing.
+
+    In all other rows, the logit of POISON is so low that this token is sampled only if a constraint forces it.
+    """
 
     def __init__(self, model, value=None):
         super().__init__(model.config, model.weights, model.ops)
@@ -250,9 +253,9 @@ class Run:
 
     def top_up(self):
         names = [request.id for request in (*self.engine.scheduler.running, *self.engine.scheduler.waiting)]
-        for _ in range(NUM_LIVE - sum(name.startswith("other") for name in names)):
+        for _ in range(LIVE_OTHERS - sum(name.startswith("other") for name in names)):
             self.add_other()
-        for _ in range(NUM_VICTIMS - sum(name.startswith("victim") for name in names)):
+        for _ in range(LIVE_VICTIMS - sum(name.startswith("victim") for name in names)):
             self.add_victim()
 
     def check_end(self):
@@ -273,7 +276,7 @@ class Run:
 
 
 def inject(run, monkeypatch):
-    """Make engine code raise for victims, at the stages that request parameters cannot break."""
+    """Make engine code raise for victims at the stages `explain` and `inputs`. Change nothing for other stages."""
     if run.stage == "explain":
         explain = run.engine.manager.explain
 

@@ -5,8 +5,8 @@ PYTHONPATH=src:.:tests python -m gpu_answers --answers 50000 --processes 14
 Every process runs engines one after the other, with one or two steps in flight. There are arrivals, aborts,
 preemptions and failing modules. Two thirds of the engines have a host tier with failing copies, and a store with
 errors, flipped bits and cut objects. The model computes each logit from the tokens that it reads back from the cache,
-so a wrong block changes the answer. Each answer is compared with that of an engine without faults and prefix caching.
-The first difference ends the run with an error.
+so a wrong block changes the answer. Each answer is compared with that of an engine that has no faults and no
+prefix caching. The first difference ends the run with an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import time
 from collections import Counter
 
 
-def run(first: int, step: int, device: str, wanted: int, results: multiprocessing.Queue) -> None:
+def run(first_seed: int, seed_step: int, device: str, wanted: int, results: multiprocessing.Queue) -> None:
     import torch
 
     from phases_support import CacheReader, check_lives
 
     torch.set_num_threads(1)
     model, seen = CacheReader(device), Counter()
-    for seed in itertools.count(first, step):
-        seen += check_lives(model, 1 + seed % 2, [seed], 400, below=seed % 3 > 0)
+    for seed in itertools.count(first_seed, seed_step):
+        seen += check_lives(model, 1 + seed % 2, [seed], 400, lower_tiers=seed % 3 > 0)
         if seen["answers"] >= wanted:
             results.put(seen)
             return

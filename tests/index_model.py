@@ -86,7 +86,7 @@ class Block:
     domain: Domain
     low: int = 0
     high: int = 0
-    """`low` and `high` bound the logical time of the last use. They differ until a published block is used."""
+    """`low` and `high` bound the logical time of the last use. They differ from the publication until the first use."""
     priority: int = 0
     expires: float = math.inf
     attached: bool = True
@@ -130,8 +130,9 @@ class Holder:
     spare: list[int] = field(default_factory=list)
     """Slots of computed blocks of which the device already held a copy."""
     stopped: str | None = None
+    """Name of the MissReason for the end of the match. None if the tree lacks the next block."""
     num_matched: int = 0
-    unused_blocks: bool = False
+    has_unused_blocks: bool = False
     """True if the lease has added blocks to the tree and has not used its path since then."""
 
     @property
@@ -236,7 +237,7 @@ class Model:
                 block = Block(holder.end, content, holder.spec.domain, holder.since, self.clock, holder.priority)
                 block.expires = now + holder.ttl
                 holder.end.children[content] = block
-                holder.unused_blocks = True
+                holder.has_unused_blocks = True
             if 0 in block.copies:
                 holder.spare.append(slot)
                 num_duplicate += 1
@@ -252,7 +253,7 @@ class Model:
             block.low = block.high = self.clock
             block.priority = max(block.priority, holder.priority)
             block.expires = max(block.expires, now + holder.ttl)
-        holder.unused_blocks = False
+        holder.has_unused_blocks = False
 
     def release(self, holder: Holder, used: bool, now: float) -> None:
         if used:
@@ -338,18 +339,18 @@ class Model:
         candidates = frozenset(self.evictable(tier))
         return [block for block in candidates if not any(b in candidates for b in block.below() if b is not block)]
 
-    def check_pulled(self, tier: int, pulled: set[Name]) -> None:
-        """Check the blocks that the tree has just chosen as next victims.
+    def check_new_victims(self, tier: int, new: set[Name]) -> None:
+        """Check the next victims that the tree has just chosen, named in `new`.
 
-        A chosen leaf has at most the priority of any leaf that was not chosen. With exact LRU and equal priorities, the
-        chosen leaf was not used later than the other leaf.
+        A new victim has at most the priority of any leaf that is not a next victim. With exact LRU and equal
+        priorities, it was not used later than that leaf.
         """
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}
-        assert pulled <= evictable, "a leased block was chosen as the next victim"
+        assert new <= evictable, "a leased block was chosen as the next victim"
         for block in leaves:
             for other in leaves:
-                if block.name in pulled and other.name not in chosen:
+                if block.name in new and other.name not in chosen:
                     assert block.priority <= other.priority
                     assert block.priority < other.priority or block.low <= other.high or not self.exact_lru
 

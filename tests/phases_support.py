@@ -66,7 +66,7 @@ class CacheReader(Model):
         return self._table[hidden].clone()
 
     def expected(self, number: int) -> Answer:
-        """Run only this case, on an engine with one phase and without prefix caching. Return the answer."""
+        """Return the answer of this case, run alone with one step in flight and without prefix caching."""
         if number not in self._answers:
             config = EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False), graph_sizes=(), phases=1)
             engine = Engine(self, config=config)
@@ -77,7 +77,7 @@ class CacheReader(Model):
 
 
 class Alternating:
-    """Allows even and odd tokens in turn."""
+    """Allows an even token, then an odd token, and so on."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -158,20 +158,22 @@ def break_copies(engine: Engine, chance: random.Random, share: float) -> None:
 class Life:
     """Random requests on one engine.
 
-    With `below`, the engine has host memory and a store, and some copies and store calls fail. Otherwise it has no
-    store, and some seeds have no host memory.
+    With `lower_tiers`, the engine has host memory and a store, and some copies and store calls fail. Otherwise it has
+    no store, and for some seeds no host memory.
     """
 
-    def __init__(self, model: CacheReader, seed: int, phases: int, *, below: bool = False) -> None:
+    def __init__(self, model: CacheReader, seed: int, phases: int, *, lower_tiers: bool = False) -> None:
         self.model = model
         self.chance, self.seen = random.Random(seed), Counter()
         pick = self.chance.choice
         saving = WritebackConfig(pick(list(WritePolicy)), max_blocks=pick([1, 100]))
         cache = CacheConfig(
             pick([12, 14, 20, 60]),
-            prefix_caching=below or pick([True, True, False]),
-            host=pick([None, HostConfig(pick([4, 40]), saving=saving)]) if not below else HostConfig(24, saving=saving),
-            stores=(StoreConfig("disk", wait=pick(list(WaitPolicy))),) if below else (),
+            prefix_caching=lower_tiers or pick([True, True, False]),
+            host=HostConfig(24, saving=saving)
+            if lower_tiers
+            else pick([None, HostConfig(pick([4, 40]), saving=saving)]),
+            stores=(StoreConfig("disk", wait=pick(list(WaitPolicy))),) if lower_tiers else (),
             always_load=True,
         )
         limits = SchedulerConfig(max_rows=pick([1, 3, 5]), max_step_tokens=pick([6, 16, 40]))
@@ -181,14 +183,14 @@ class Life:
             model,
             config=EngineConfig(BLOCK, cache, limits, graph_sizes=(), phases=phases),
             proposer=proposer,
-            stores={"disk": FaultyStore(MemoryStore(1 << 28), random_faults(self.chance))} if below else {},
+            stores={"disk": FaultyStore(MemoryStore(1 << 28), random_faults(self.chance))} if lower_tiers else {},
             clock=lambda: float(next(ticks)),
         )
-        if below:
+        if lower_tiers:
             break_copies(self.engine, self.chance, 0.03)
         self.answers, self.numbers = Answers(), {}
         self.broken: set[str] = set()  # requests that failed or were aborted, so that their answers may be incomplete
-        self.fails_at = None
+        self.fails_at = None  # the op whose next call raises Break
         for module, op in ((InputBuilder, "setup"), (ModelForward, "forward"), (Sampler, "fetch"), (Sampler, "update")):
             self._break(next(each for each in self.engine._pipeline.modules if type(each) is module), op)
 
@@ -264,16 +266,16 @@ class Life:
 
 
 def check_lives(
-    model: CacheReader, phases: int, seeds: Iterable[int], num_steps: int, *, below: bool = False
+    model: CacheReader, phases: int, seeds: Iterable[int], num_steps: int, *, lower_tiers: bool = False
 ) -> Counter[str]:
     """Run engines one after the other for `num_steps` steps each. Check the answers, and return event counts."""
     seen: Counter[str] = Counter()
     for seed in seeds:
-        life = Life(model, seed, phases, below=below)
+        life = Life(model, seed, phases, lower_tiers=lower_tiers)
         for _ in range(num_steps):
             life.step()
         life.end()
-        if below:
+        if lower_tiers:
             life.seen.update({f"tokens from {tier.name}": tier.hit_tokens for tier in life.engine.manager.stats.tiers})
         seen += life.seen
     return seen

@@ -48,7 +48,7 @@ def server_config(model: Path, tenants: tuple[Any, ...] = (), **engine: Any) -> 
 class Fleet:
     """A Ray cluster of two raylets with Serve and the application.
 
-    A replica needs half a CPU, so one node can run all replicas.
+    A node has three CPUs and a replica needs half a CPU, so one node can run all replicas.
     """
 
     def __init__(self, model: Path) -> None:

@@ -81,9 +81,9 @@ def check_draws(params: SamplingParams, vocab: int, device: str) -> None:
 
 
 def chi_square_deviation(cells: list[tuple[float, int]]) -> float:
-    """Return how far the chi-square statistic is above its mean, in standard deviations.
+    """Return by how many standard deviations the cube root of the chi-square statistic is above its mean.
 
-    The approximation of Wilson and Hilferty makes the statistic nearly normal.
+    By the approximation of Wilson and Hilferty, this cube root is nearly normally distributed.
     """
     degrees = len(cells) - 1
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)

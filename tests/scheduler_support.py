@@ -41,7 +41,7 @@ class Device:
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.planned: list[tuple[int, TransferRequest]] = []
         self.ended: dict[int, bool] = {}  # success of each executed transfer
-        self.sampled: dict[str, int] = {}  # the last token of each request
+        self.sampled: dict[str, int] = {}  # the last sampled token of each request
 
     def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
         """Execute the `count` oldest transfers and apply their reports. With ok=False, the transfers fail."""
@@ -195,7 +195,7 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
             if row.request.allocation.copy is None:
                 # If a shortage makes the manager give up a partial hit, the row stops up to BLOCK - 1 tokens earlier,
                 # but its slots stay reserved. Such a request looks like one without a partial hit, so the check allows
-                # this for both.
+                # BLOCK - 1 tokens more for both.
                 ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"

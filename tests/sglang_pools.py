@@ -1,8 +1,8 @@
 """Host pools for tests of the SGLang backend: SGLang's own pools and a small replacement.
 
 SGLang cannot be installed here, because it needs CUDA packages. Its storage interface, file and simulation backends,
-host pools and cache controller need only torch. They are loaded from the folder KVTIER_SGLANG (SGLang's `python`
-folder). Stubs replace all other modules of SGLang; the functions of a stub return False.
+host pools and cache controller need only torch. These modules are loaded from the folder KVTIER_SGLANG (SGLang's
+`python` folder). Stubs replace all other modules of SGLang; the functions of a stub return False.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Versions:
 class PowerFailure:
     """Runs calls on a simulated disk until the power fails: before disk operation number `at`, or after the last call.
 
+    The first operation has number 1. With at=0, the power therefore fails only when `fail` is called.
     `left` is the disk after the failure. `durable` contains the objects whose last change was reported as durable, but
     no evicted objects. It maps the number of an object to its version, or to None if the object was removed.
     """

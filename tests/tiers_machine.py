@@ -232,7 +232,7 @@ class TiersMachine(RuleBasedStateMachine):
             if position >= row.first:
                 block[:, :, position % BLOCK] = expected
             elif not torch.equal(block[:, :, position % BLOCK], expected):
-                raise AssertionError(f"{request!r}: token {position} of {row.first} has wrong KV")
+                raise AssertionError(f"{request!r}: token {position}, one of {row.first} earlier tokens, has wrong KV")
         for tier, count in request.tokens_from.items():
             self.hits[tier] += count
         return RowResult((self.samples.randrange(4, 8),) if row.wants_token else (), False)

@@ -97,7 +97,7 @@ class RandomCases:
         self.counts = Counts()
 
     def _prompt(self) -> list[int]:
-        """Return a prompt. Most start like an earlier prompt or output. Half of these prefixes end at a whole block."""
+        """Return a prompt. Most begin like an earlier prompt or output, half of these for a whole number of blocks."""
         rng = self._random
         tokens: list[int] = []
         if self._history and rng.random() < 0.8:

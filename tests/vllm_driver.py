@@ -1,7 +1,7 @@
 """A real vLLM engine in a separate process. The module vllm_support starts and controls the process.
 
-Importing vLLM takes 10 s. Therefore a template process imports vLLM once, and each engine is a fork of the template,
-which is ready in about a second. With `executor="mp"`, the engine starts a core process and workers, as in production.
+Importing vLLM takes 10 s. Therefore a template process imports vLLM once, and each engine is a fork of the template
+and is ready in about a second. With `executor="mp"`, the engine starts a core process and workers, as in production.
 
     python -m vllm_driver ADDRESS
 """

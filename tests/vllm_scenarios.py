@@ -431,10 +431,10 @@ def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answ
     return answers
 
 
-def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
+def damage_host_memory(driver: Driver, *, waits_for_scrubber: bool) -> int:
     """Overwrite every host block whose checksum the controller's Scrubber has. Return the number of blocks.
 
-    With `is_scrubbed`, verify host memory until the Scrubber has found all of them.
+    With `waits_for_scrubber`, verify host memory until the Scrubber has found all overwritten blocks.
     """
     import ctypes
 
@@ -447,7 +447,7 @@ def damage_host_memory(driver: Driver, *, is_scrubbed: bool) -> int:
     slots = sorted(scrubber._sums)
     for slot in slots:
         ctypes.memset(host.pointer + slot * host.slot_bytes, 0x7E, host.slot_bytes)
-    while is_scrubbed and len(scrubber._damaged) < len(slots):
+    while waits_for_scrubber and len(scrubber._damaged) < len(slots):
         scrubber._verify_some()
     del driver
     return len(slots)

@@ -387,8 +387,8 @@ class SteppedEngine:
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
         """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
 
-        `preempts` has no effect while a batch is in flight, while the connector has work, or while other requests than
-        the running ones hold device blocks, because vLLM could not free all blocks then.
+        `preempts` has no effect while a batch is in flight, while the connector has work, or while requests that are
+        not running hold device blocks, because vLLM could not free all blocks then.
         """
         while self.batches and not self.setup.is_async:
             self.execute()

@@ -214,11 +214,14 @@ class Oracle:
 
 
 def prompt_of(number: int, num_tokens: int = 300) -> list[int]:
-    """Return a prompt that shares no block with the prompts of other numbers. Longer prompts extend shorter ones."""
+    """Return a prompt that shares no block with the prompts of other numbers.
+
+    It begins with the shorter prompts of the same number.
+    """
     draws = random.Random(number)
     return [draws.randrange(3, 500) for _ in range(num_tokens)]
 
 
-def blocks_of(num_tokens: int) -> int:
+def reusable_tokens(num_tokens: int) -> int:
     """Return how many tokens of a prompt a cache can provide: all full blocks that do not contain the last token."""
     return (num_tokens - 1) // BLOCK * BLOCK

@@ -107,7 +107,7 @@ class LoadError(KvtierError, RuntimeError):
 
 
 class EngineError(KvtierError, RuntimeError):
-    """The engine cannot continue, because one of its processes died or does not reply."""
+    """The engine cannot continue, because one of its processes died, failed or does not reply."""
 
 
 class FormatError(KvtierError, ValueError):

@@ -17,17 +17,18 @@ def keys(params: type) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("place", ["message_create_params", "message_count_tokens_params"])
-def test_messages_table_has_every_field_of_the_client(place):
+@pytest.mark.parametrize("module_name", ["message_create_params", "message_count_tokens_params"])
+def test_messages_table_has_every_field_of_the_client(module_name):
     for types in (anthropic.types, anthropic.types.beta):
-        module = getattr(types, place)
-        name = "MessageCreateParamsBase" if place == "message_create_params" else "MessageCountTokensParams"
+        module = getattr(types, module_name)
+        name = "MessageCreateParamsBase" if module_name == "message_create_params" else "MessageCountTokensParams"
         assert keys(getattr(module, name)) <= {*MESSAGES_FIELDS}
 
 
 def test_openai_tables_have_every_field_of_the_client():
     chat = openai.types.chat.completion_create_params.CompletionCreateParamsBase
     text = openai.types.completion_create_params.CompletionCreateParamsBase
+    # in `places`, c stands for /v1/chat/completions and t for /v1/completions
     assert keys(chat) <= {name for name, field in FIELDS.items() if "c" in field.places}
     assert keys(text) <= {name for name, field in FIELDS.items() if "t" in field.places}
     assert keys(openai.types.responses.response_create_params.ResponseCreateParamsBase) <= {*RESPONSES_FIELDS}

@@ -113,6 +113,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
+        # `done` is the number of finished ops of the batch, or None while the slot is free
         self.batch, self.done, self.step = BatchData(0), None, 0
 
     @rule(op=st.sampled_from(list(BatchOp)))

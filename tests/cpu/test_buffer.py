@@ -251,7 +251,7 @@ def test_buffers_over_same_elements_are_equal():
     ],
     ids=["base", "size", "dtype", "memory", "empty", "contents", "address"],
 )
-def test_buffers_that_differ_in_any_field_are_not_equal(other):
+def test_buffer_is_not_equal_to_other_buffers_or_values(other):
     buffer = Buffer(4, "i32")
     assert buffer != other(buffer)
 

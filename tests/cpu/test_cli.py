@@ -200,7 +200,7 @@ def test_cli_with_closed_pipe_exits_silently():
     [
         ([BAD_BYTES], 2),
         (["inspect", BAD_BYTES], 1),
-        (["inspect", "/tmp/no-such-f\u00f6lder"], 1),
+        (["inspect", "/tmp/no-such-f\u00f6lder"], 1),  # can be decoded as UTF-8, but the folder does not exist
         (["replay", BAD_BYTES], 1),
         (["inspect", "x", "--config", BAD_BYTES], 1),
         (["generate", BAD_BYTES], 1),

@@ -210,6 +210,7 @@ def test_replay_with_invalid_size_exits_2(capsys):
 
 
 def test_plan_with_copies_simulates_the_routing_of_a_fleet(files, capsys):
+    """`--copies 2` simulates two copies of the trace, each with its own prompts."""
     options = ["plan", *files, "--ttft-p99", "500ms", "--replicas", "3", "--copies", "2"]
     result = run_json(capsys, *options)
     num_requests = len(read_trace(files[0]).requests)

@@ -10,15 +10,15 @@ from kvtier.memory.native import native
 
 CAPACITY = 50
 """Number of pieces that fit into a parameter block in most tests."""
-HEADER_WORDS, PIECES_HEADER_WORDS = 10, 2
-"""4-byte words before the arrays of Rows<N> and Pieces<N> in gather.cu."""
+ROWS_HEADER_WORDS, PIECES_HEADER_WORDS = 10, 2
+"""Number of 4-byte words before the arrays in the structs Rows<N> and Pieces<N> of gather.cu."""
 
 
 def decode_rows(block, capacity):
     """Decode `block` as a Rows<capacity> of the kernel. Return the table and the shift of the offsets."""
     src_base, dst_base, nbytes = block[:6].view(np.int64).tolist()
     count, shift = int(block[6]), int(block[8])
-    offsets = block[HEADER_WORDS:].reshape(2, capacity)[:, :count].astype(np.int64) << shift
+    offsets = block[ROWS_HEADER_WORDS:].reshape(2, capacity)[:, :count].astype(np.int64) << shift
     return np.stack([offsets[0] + src_base, offsets[1] + dst_base, np.full(count, nbytes)]), shift
 
 
@@ -43,7 +43,7 @@ def fillers():
 def test_fill_rows_encodes_table_or_returns_zero(table):
     results = []
     for fill in fillers():
-        block = np.zeros(HEADER_WORDS + 2 * CAPACITY, np.uint32)
+        block = np.zeros(ROWS_HEADER_WORDS + 2 * CAPACITY, np.uint32)
         size = fill(table, CAPACITY, block)
         results.append((size, block.tolist()))
         uniform = len(set(table[2].tolist())) == 1
@@ -62,10 +62,10 @@ def test_fill_rows_encodes_table_or_returns_zero(table):
 
 
 @pytest.mark.parametrize("fill", fillers())
-def test_fill_rows_encodes_16_byte_offsets_up_to_64_gib(fill):
-    last_offset = (64 << 30) - 16
-    table = np.array([[16, 16 + last_offset], [32, 48], [16, 16]])  # offsets count from the lowest address
-    block = np.zeros(HEADER_WORDS + 4, np.uint32)
+def test_fill_rows_encodes_aligned_offsets_below_64_gib(fill):
+    last_offset = (64 << 30) - 16  # the largest multiple of 16 below 64 GiB
+    table = np.array([[16, 16 + last_offset], [32, 48], [16, 16]])  # source offsets 0 and last_offset
+    block = np.zeros(ROWS_HEADER_WORDS + 4, np.uint32)
     assert fill(table, 2, block) == 16
     assert decode_rows(block, 2)[0].tolist() == table.tolist()
     table[0, 1] += 16
@@ -86,6 +86,6 @@ def test_fill_rows_accepts_slice_of_columns():
     table = np.arange(30, dtype=np.int64).reshape(3, 10) + 100
     table[2] = 7
     for fill in fillers():
-        block = np.zeros(HEADER_WORDS + 2 * 5, np.uint32)
+        block = np.zeros(ROWS_HEADER_WORDS + 2 * 5, np.uint32)
         assert fill(table[:, 3:7], 5, block) == 7
         assert decode_rows(block, 5)[0].tolist() == table[:, 3:7].tolist()

@@ -133,7 +133,7 @@ def test_queue_task_can_submit_tasks():
         with held_back(queue):
             queue.submit(lambda: queue.submit(lambda: ran.append("submitted by a task")))
             queue.submit(lambda: ran.append("submitted by the test"))
-        queue.synchronize()
+        queue.synchronize()  # may return before the task runs that was submitted by a task
         queue.synchronize()
     assert ran == ["submitted by the test", "submitted by a task"]
 
@@ -329,7 +329,7 @@ def test_queue_waiting_for_failed_queue_raises_same_error():
     with new_queue() as first, new_queue() as second:
         first.submit(failing(error))
         second.wait_event(mark_on(first))
-        second.submit(lambda: ran.append("depends on it"))
+        second.submit(lambda: ran.append("after the wait"))
         with pytest.raises(ValueError, match="of the first queue") as caught:
             second.synchronize()
         assert caught.value is error

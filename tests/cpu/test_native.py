@@ -317,7 +317,10 @@ def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
 
 
 def test_native_code_planted_in_own_folder_is_loaded(monkeypatch, planted):
-    """Check that the foreign library creates its file when it is loaded. The tests below rely on this."""
+    """Check that the foreign library creates its file when it is loaded.
+
+    The other tests with `planted` take a missing file as proof that the library was not loaded.
+    """
     _, mark = planted
     load_as_new_process(monkeypatch)
     assert mark.exists()

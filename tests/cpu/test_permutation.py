@@ -51,7 +51,7 @@ def test_permutation_new_runs_cover_new_rows(perm):
 
 
 @given(perm=permutations(), size=st.integers(0, 12))
-def test_permutation_is_identity_only_for_identity(perm, size):
+def test_permutation_is_identity_if_all_rows_keep_their_place(perm, size):
     assert perm.is_identity == (rows_of(perm) == list(range(perm.size0)))
     assert Permutation.identity(size).is_identity
     assert Permutation.identity(len(perm)).size0 == len(perm)

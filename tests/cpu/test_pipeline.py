@@ -161,7 +161,8 @@ def test_engine_and_executor_ops_run_on_separate_threads():
     }
 
 
-def test_rows_are_generating_then_kept_then_resumed_then_new():
+def test_batch_order_is_generating_rows_first_then_other_rows():
+    """Each of the two groups begins with rows of the previous batch. Resumed rows follow, and new rows are last."""
     pipeline, _ = pipeline_of(1, 0)
     a, b, c = (pipeline.add(Request(name)) for name in "abc")
     pipeline.step([a, b, c])

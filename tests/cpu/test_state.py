@@ -357,7 +357,7 @@ def test_state_append_with_invalid_rows_raises(placement):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
-def test_state_accepts_empty_rows(placement, shape):
+def test_state_accepts_zero_rows_or_empty_rows(placement, shape):
     state = State(shape, "u8", placement)
     size0 = shape[0]
     with BatchCopy() as functor:

@@ -127,7 +127,10 @@ def test_captured_steps_sample_same_tokens_as_plain_steps(phases):
 @pytest.mark.parametrize("phases", [1, 2])
 @pytest.mark.parametrize("is_woken", [False, True])
 def test_first_step_waits_until_the_cache_is_zeroed(is_woken, phases):
-    """A busy default stream, which writes the zeros, must not change the answers."""
+    """The default stream writes the zeros. The answers must not change if this stream is busy.
+
+    The cache is zeroed when the engine is made and, if `is_woken`, again when the engine wakes.
+    """
     answers = []
     for is_busy in (False, True):
         config = EngineConfig(8, CacheConfig(200), SchedulerConfig(max_rows=8), graph_sizes=(), phases=phases)

@@ -41,14 +41,14 @@ def test_sampled_tokens_pass_top_k_top_p_and_min_p():
     kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}]
     logits = torch.randn(200, 32000, generator=torch.Generator().manual_seed(5)) * 3
     requests = [RequestSampler(SamplingParams(seed=row, **kinds[row % len(kinds)])) for row in range(200)]
-    there = draw(logits.cuda(), requests, [0] * 200).tokens.cpu()
+    sampled = draw(logits.cuda(), requests, [0] * 200).tokens.cpu()
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
     for row, request in enumerate(requests):
         order = weights[row].argsort(descending=True, stable=True)
         kept = order[: request.params.top_k or len(order)]
         running = weights[row][kept].double().cumsum(0)
         before = running - weights[row][kept]
-        assert there[row] in kept[before < request.params.top_p * running[-1] * (1 + 1e-5)].tolist()
-        assert weights[row][there[row]] >= request.params.min_p * (1 - 1e-5)
+        assert sampled[row] in kept[before < request.params.top_p * running[-1] * (1 + 1e-5)].tolist()
+        assert weights[row][sampled[row]] >= request.params.min_p * (1 - 1e-5)
         if request.is_greedy:
-            assert there[row] == order[0]
+            assert sampled[row] == order[0]

@@ -239,7 +239,7 @@ def test_error_for_deeply_nested_json_names_the_field(server, field):
         data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
-    inside = 1 if field == "messages" else 0  # DEEP is one level below the tool call, to which the limit applies
+    inside = 1 if field == "messages" else 0  # the tool call is level 1, so DEEP begins at level 2
     for depth in (101, 300, 900):
         error = refused(send(depth))
         assert error["param"].split(".")[0] == field
@@ -316,7 +316,7 @@ def test_non_http_bytes_close_only_their_connection(server):
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass
-            except OSError as error:  # the server closed before it had read all bytes
+            except OSError as error:  # the server closed the connection before it had read all bytes
                 if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
                     raise
     assert server.get("/health").status_code == 200

@@ -51,7 +51,7 @@ def test_error_for_invalid_schema_is_not_cached(tiny_model):
     failed = compilations.get(INVALID, b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert compilations.get(INVALID, b"") is not failed
-    # if making the compiler raises an error of kvtier, this error is passed on unchanged
+    # Only other errors become an UnavailableError. The missing model is an error of kvtier, so it stays unchanged.
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get(OBJECT, b"").exception(WAIT), UnavailableError)
 

@@ -52,6 +52,6 @@ def test_server_answers_with_state_and_batch_copy(start, tmp_path: Path):
         assert answer.json()["usage"]["completion_tokens"] == num_tokens, answer.text
     assert server.stop() == 0
     calls = json.loads(counts.read_text())
-    assert calls["State.warp"] >= num_requests * num_tokens  # each step, also if no row moves
-    assert calls["State.append"] >= num_requests * (num_tokens // block_tokens)  # each new block
-    assert calls["BatchCopy.run"] >= num_requests * num_tokens  # at least one copy per step, of the sampled tokens
+    assert calls["State.warp"] >= num_requests * num_tokens  # one call per step, even if no row changes its place
+    assert calls["State.append"] >= num_requests * (num_tokens // block_tokens)  # one call per new block
+    assert calls["BatchCopy.run"] >= num_requests * num_tokens  # per step, at least the sampled tokens are copied

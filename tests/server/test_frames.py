@@ -129,7 +129,7 @@ def test_hostile_body_is_a_format_error(body):
 
 @pytest.fixture
 def served(tiny_model):
-    """Run an EngineServer on a thread. Yield the socket to it, the channel on this socket, and the thread."""
+    """Run an EngineServer on a thread. Yield a socket connected to it, the channel on this socket, and the thread."""
     ours, theirs = socket.socketpair()
     inner, channel = Channel(theirs, ENGINE_CODEC), Channel(ours, ENGINE_CODEC)
     serving = threading.Thread(target=EngineServer(LLM(str(tiny_model), EngineConfig()).engine, inner).run)

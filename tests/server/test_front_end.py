@@ -1,4 +1,4 @@
-"""The front-end process runs without torch. kvtier.engine imports names that need torch on first use."""
+"""The front-end process runs without torch. kvtier.engine loads a name that needs torch when it is first used."""
 
 from __future__ import annotations
 

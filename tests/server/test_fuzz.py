@@ -91,7 +91,7 @@ def fuzz(spec, mode: str, after: Callable[[], None] = lambda: None) -> int:
 
         try:
             send()
-        except Unsatisfiable:  # without parameters, there are no invalid calls
+        except Unsatisfiable:  # an operation without parameters has no invalid calls
             assert mode == "negative"
     return num_sent
 

@@ -53,6 +53,7 @@ def tenants(tiny_model, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tenants")
     model = shutil.copytree(tiny_model, folder / "model")
+    # The vocabulary writes byte 0, the text NAN_TEXT, as the character U+0100.
     token = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"][chr(0x100)]
     weights = safetensors.torch.load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][token] = float("nan")

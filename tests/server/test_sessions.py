@@ -44,7 +44,7 @@ def close(server, session, key):
 
 
 @pytest.mark.parametrize("field", ["session_id", "prompt_cache_key"])
-def test_close_of_session_counts_blocks_of_its_tenant_once(tenants, field):
+def test_session_close_returns_block_count_once_to_its_tenant(tenants, field):
     ask(tenants, "key-of-tenant-one", **{field: "chat"}, session_over=False, expects_return_seconds=12.5)
     assert close(tenants, "chat", "key-of-tenant-two") == 0
     assert close(tenants, "chat", "key-of-tenant-one") > 0

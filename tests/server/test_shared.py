@@ -229,7 +229,7 @@ def test_requests_to_killed_server_succeed_on_other_server(servers, start, victi
     failed, half = [], Countdown(TURNS * TALKS // 2)
 
     def send(number, messages):
-        """Send the messages to one server, and to the other server if the first does not answer."""
+        """Send the messages to one server, and to the other server if the first server fails."""
         half.count()
         for index in (number % 2, (number + 1) % 2):
             try:

@@ -102,10 +102,10 @@ def test_job_past_deadline_is_400_and_its_process_is_replaced(model):
     asyncio.run(main())
 
 
-def test_slow_load_of_schema_compiler_is_503_and_not_kept(model, monkeypatch):
+def test_timeout_of_compiler_load_is_503_and_not_cached(model, monkeypatch):
     call = _Process.call
 
-    async def call_without_load(process, message):
+    async def call_with_slow_load(process, message):
         if isinstance(message, Call) and message.name == "load_compiler":
             raise TimeoutError
         return await call(process, message)
@@ -114,7 +114,7 @@ def test_slow_load_of_schema_compiler_is_503_and_not_kept(model, monkeypatch):
         async with pool_of(model) as pool:
             checks = SchemaChecks(pool)
             with monkeypatch.context() as patch:
-                patch.setattr(_Process, "call", call_without_load)
+                patch.setattr(_Process, "call", call_with_slow_load)
                 error = await api_error(checks.check(VALID["schema"], "a"))
             assert (error.status, error.code) == (503, "worker")
             assert "longer than 60 s" in error.message

@@ -1,4 +1,4 @@
-"""The backend returns the results of SGLang's file and simulation backends, and works with SGLang's controller."""
+"""KvtierStorage returns the same results as SGLang's file and simulation backends. SGLang's controller can use it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_azure_missing_container_raises(azure_url):
         open_store(azure_url("absent"))
 
 
-def test_gcs_requests_have_prefix_token_and_write_condition(gcs, gcs_url):
+def test_gcs_requests_have_bearer_token_and_prefix(gcs, gcs_url):
     with contextlib.closing(open_store(gcs_url)) as store:
         assert put(store, 1).ok
         assert put(store, 1)[0].reason == "already stored"  # the stub checks x-goog-if-generation-match
@@ -68,7 +68,7 @@ def test_gcs_requests_have_prefix_token_and_write_condition(gcs, gcs_url):
         assert get(store, 1)[0].status is ObjectStatus.MISSING
     prefix = gcs_url.partition("?")[0].removeprefix("gs://test/")
     path = f"/test/{prefix}/{key_of(1).hex()}"
-    asked = [(method, unquote(path)) for method, path in gcs.requests]
+    asked = [(method, unquote(each)) for method, each in gcs.requests]
     assert asked[0] == ("GET", f"/test?list-type=2&prefix={prefix}/")
     assert {method for method, each in asked if each == path} == {"PUT", "GET", "HEAD", "DELETE"}
 

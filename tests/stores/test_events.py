@@ -268,7 +268,6 @@ def test_blocks_rebuilt_from_events_match_the_tree():
     For each prompt of two blocks, the tree and the rebuilt set must contain the same prefix.
     """
     from index_cases import chain_of, matched, run, tree_of
-    from kvtier.messages import KEY_BYTES as WIDTH
 
     with subscribed(int_hashes=False) as (publisher, subscriber):
         tree = tree_of(8, listener=publisher)
@@ -292,7 +291,7 @@ def test_blocks_rebuilt_from_events_match_the_tree():
         for first in range(1, 4):
             for second in range(1, 4):
                 keys = chain_of(first, second).keys()
-                known_blocks = [keys[at : at + WIDTH] in known for at in range(0, len(keys), WIDTH)]
+                known_blocks = [keys[at : at + KEY_BYTES] in known for at in range(0, len(keys), KEY_BYTES)]
                 assert (known_blocks.index(False) if False in known_blocks else len(known_blocks)) == matched(
                     tree, first, second
                 )

@@ -1,11 +1,11 @@
-"""Abort requests and reset caches while copies are in flight. No request or block may be left, and no token wrong."""
+"""Abort requests and reset caches while copies are in flight. No request or block remains, and no token is wrong."""
 
 from __future__ import annotations
 
 import pytest
 
 import vllm_scenarios as scenarios
-from vllm_support import blocks_of, connector, prompt_of
+from vllm_support import connector, prompt_of, reusable_tokens
 
 FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 
@@ -23,7 +23,7 @@ def test_abort_while_loading_releases_all_blocks(engine, oracle):
     assert engine.reset()
     assert engine.run(scenarios.abort_while_loading, prompt) == "WAITING_FOR_REMOTE_KVS"
     (answer,) = engine.ask([prompt])
-    assert (answer.num_cached, [answer.tokens]) == (blocks_of(300), oracle.tokens([prompt]))
+    assert (answer.num_cached, [answer.tokens]) == (reusable_tokens(300), oracle.tokens([prompt]))
 
 
 @pytest.mark.vllm_ci
@@ -32,7 +32,7 @@ def test_abort_while_saving_keeps_blocks_until_saved(engine, oracle):
     assert engine.run(scenarios.abort_while_saving, prompt) > 0
     assert engine.reset()
     (answer,) = engine.ask([prompt])
-    assert 0 < answer.num_cached <= blocks_of(300)
+    assert 0 < answer.num_cached <= reusable_tokens(300)
     assert [answer.tokens] == oracle.tokens([prompt])
 
 
@@ -107,5 +107,5 @@ def test_sleep_with_work_in_flight_empties_the_caches(vllm, oracle, mode):
         cold = engine.ask(prompts)
         assert engine.reset()
         warm = engine.ask(prompts)
-    assert [answer.num_cached for answer in cold + warm] == [0] * 4 + [blocks_of(300)] * 4
+    assert [answer.num_cached for answer in cold + warm] == [0] * 4 + [reusable_tokens(300)] * 4
     assert [answer.tokens for answer in cold + warm] == oracle.tokens(prompts * 2)

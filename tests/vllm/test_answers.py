@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vllm_scenarios as scenarios
-from vllm_support import BLOCK, blocks_of, connector, prompt_of
+from vllm_support import BLOCK, connector, prompt_of, reusable_tokens
 
 EXPLAIN = {"kvtier": {"explain": True}}
 HITS = "vllm:external_prefix_cache_hits"
@@ -21,7 +21,7 @@ def turns(engine, prompts, **options):
     first = engine.ask(prompts, **options)
     second = [[*prompt, *answer.tokens, *prompt_of(99, 40)] for prompt, answer in zip(prompts, first, strict=True)]
     # The KV of the last generated token is computed in the next turn, so its block is not cached yet.
-    known = [blocks_of(len(prompt) + len(answer.tokens)) for prompt, answer in zip(prompts, first, strict=True)]
+    known = [reusable_tokens(len(prompt) + len(answer.tokens)) for prompt, answer in zip(prompts, first, strict=True)]
     return prompts + second, first + engine.ask(second, **options), known
 
 
@@ -52,7 +52,7 @@ def test_prompt_near_block_boundary_computes_last_token(engine, oracle, num_toke
     assert engine.reset()
     (warm,) = engine.ask([prompt])
     assert [cold.tokens, warm.tokens] == oracle.tokens([prompt, prompt])
-    assert (cold.num_cached, warm.num_cached) == (0, blocks_of(num_tokens))
+    assert (cold.num_cached, warm.num_cached) == (0, reusable_tokens(num_tokens))
 
 
 def test_prompt_with_one_output_token_is_cached(engine, oracle):
@@ -61,7 +61,7 @@ def test_prompt_with_one_output_token_is_cached(engine, oracle):
     assert engine.reset()
     (warm,) = engine.ask([prompt], max_tokens=1)
     assert [cold.tokens, warm.tokens] == oracle.tokens([prompt, prompt], max_tokens=1)
-    assert warm.num_cached == blocks_of(200)
+    assert warm.num_cached == reusable_tokens(200)
 
 
 def test_several_samples_equal_vllm_alone(engine, oracle):
@@ -74,7 +74,7 @@ def test_several_samples_equal_vllm_alone(engine, oracle):
     (expected,) = oracle.ask([prompt], **options)
     assert len({expected.tokens, *expected.others}) == 3
     assert {(each.tokens, each.others) for each in (cold, warm)} == {(expected.tokens, expected.others)}
-    assert warm.num_cached == blocks_of(80)
+    assert warm.num_cached == reusable_tokens(80)
 
 
 def test_prompt_logprobs_compute_the_whole_prompt(engine, oracle):
@@ -94,9 +94,9 @@ def test_chunked_prefill_saves_whole_blocks_only(vllm, oracle, chunk):
         cold = engine.ask(prompts)
         assert engine.reset()
         warm = engine.ask(prompts)
-        assert engine.run(scenarios.num_compared) == 6 * (blocks_of(150) // BLOCK)
+        assert engine.run(scenarios.num_compared) == 6 * (reusable_tokens(150) // BLOCK)
     assert [answer.tokens for answer in cold + warm] == oracle.tokens(prompts + prompts)
-    assert [answer.num_cached for answer in warm] == [blocks_of(150)] * 6
+    assert [answer.num_cached for answer in warm] == [reusable_tokens(150)] * 6
 
 
 def test_preempted_requests_load_their_own_output(vllm):

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vllm_scenarios as scenarios
-from vllm_support import blocks_of, connector, prompt_of
+from vllm_support import connector, prompt_of, reusable_tokens
 
 FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 
@@ -73,4 +73,4 @@ def test_save_after_end_of_request_reads_computed_bytes(vllm, oracle, caching):
         engine.run(scenarios.check_idle)
         assert engine.reset()
         (answer,) = engine.ask([prompt])
-    assert (answer.num_cached, [answer.tokens]) == (blocks_of(300), oracle.tokens([prompt]))
+    assert (answer.num_cached, [answer.tokens]) == (reusable_tokens(300), oracle.tokens([prompt]))

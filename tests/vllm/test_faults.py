@@ -9,7 +9,7 @@ import pytest
 
 import vllm_scenarios as scenarios
 from store_proxy import Faults, Proxy
-from vllm_support import VllmError, blocks_of, connector, prompt_of
+from vllm_support import VllmError, connector, prompt_of, reusable_tokens
 
 FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 LOST = "vllm:kvtier_failed_blocks purpose=load"
@@ -40,7 +40,7 @@ def test_failed_saves_lead_to_misses(vllm, oracle):
         assert engine.reset()
         again = engine.ask(prompts)
     assert [answer.num_cached for answer in answers] == [0] * 4
-    assert [answer.num_cached for answer in again] == [blocks_of(300)] * 4
+    assert [answer.num_cached for answer in again] == [reusable_tokens(300)] * 4
     assert [answer.tokens for answer in answers + again] == oracle.tokens(prompts + prompts)
 
 
@@ -52,7 +52,7 @@ def test_failed_load_of_only_request_is_recomputed(vllm, oracle):
         engine.ask([prompt])
         assert engine.reset()
         assert engine.tokens([prompt]) == oracle.tokens([prompt])
-        engine.ask([[3]])  # vLLM sends statistics at most once per second
+        engine.ask([[3]])  # another step: vLLM sends statistics only in a step, at most once per second
         assert engine.run(scenarios.metric_after, LOST) > 0
 
 
@@ -76,13 +76,13 @@ def test_fail_policy_is_refused_at_start(vllm):
         pass
 
 
-@pytest.mark.parametrize("is_scrubbed", [True, False])
-def test_changed_host_memory_is_never_used(vllm, oracle, is_scrubbed):
+@pytest.mark.parametrize("found_by", ["scrubber", "verify_loads"])
+def test_changed_host_memory_is_never_used(vllm, oracle, found_by):
     prompts = [prompt_of(number) for number in range(440, 443)]
-    with vllm.start(connector(verify_loads=not is_scrubbed)) as engine:
+    with vllm.start(connector(verify_loads=found_by == "verify_loads")) as engine:
         engine.ask(prompts)
         assert engine.reset()
-        assert engine.run(scenarios.damage_host_memory, is_scrubbed=is_scrubbed) >= 27
+        assert engine.run(scenarios.damage_host_memory, waits_for_scrubber=found_by == "scrubber") >= 3 * 9
         assert engine.tokens(prompts) == oracle.tokens(prompts)
         engine.run(scenarios.check_idle)
 
@@ -154,7 +154,7 @@ def test_damaged_stored_object_is_a_miss(intact, oracle, damage):
     intact.engine.ask(intact.prompts)
     intact.forget()
     keys = sorted(intact.client.scan_iter("intact:*"))
-    assert len(keys) >= 36
+    assert len(keys) >= 4 * 9
     for key in keys[::3]:
         value = bytearray(intact.client.get(key))
         value[len(value) // 2] ^= 4
@@ -164,11 +164,11 @@ def test_damaged_stored_object_is_a_miss(intact, oracle, damage):
             intact.client.set(key, bytes(value) if damage == "flip" else bytes(value[:-1000]))
     answers = intact.engine.ask(intact.prompts)
     assert [answer.tokens for answer in answers] == oracle.tokens(intact.prompts)
-    assert sum(answer.num_cached for answer in answers) < 4 * blocks_of(300)
+    assert sum(answer.num_cached for answer in answers) < 4 * reusable_tokens(300)
     intact.forget()
     intact.engine.ask(intact.prompts)
     intact.forget()
-    assert [answer.num_cached for answer in intact.engine.ask(intact.prompts)] == [blocks_of(300)] * 4
+    assert [answer.num_cached for answer in intact.engine.ask(intact.prompts)] == [reusable_tokens(300)] * 4
 
 
 def test_unreachable_store_fails_no_request(stored, oracle):

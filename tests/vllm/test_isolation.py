@@ -6,7 +6,7 @@ import pytest
 
 import vllm_models
 import vllm_scenarios as scenarios
-from vllm_support import blocks_of, connector, prompt_of
+from vllm_support import connector, prompt_of, reusable_tokens
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": True}
 
@@ -42,7 +42,7 @@ def test_salts_do_not_share_blocks(engine, oracle):
     answers = {salt: ask(engine, prompt, salt=salt) for salt in (None, "a", "b", "a\0b")}
     assert [answer.num_cached for answer in answers.values()] == [0] * 4
     again = [ask(engine, prompt, salt=salt).num_cached for salt in answers]
-    assert again == [blocks_of(200)] * 4
+    assert again == [reusable_tokens(200)] * 4
     assert {answer.tokens for answer in answers.values()} == set(oracle.tokens([prompt]))
 
 
@@ -54,7 +54,7 @@ def test_adapters_do_not_share_blocks(engine, alone, adapters):
     expected = [alone.ask([prompt], lora=lora)[0].tokens for lora in loras]
     assert len(set(expected)) == 3
     assert [answer.tokens for answer in cold + warm] == expected * 2
-    assert [answer.num_cached for answer in cold + warm] == [0] * 3 + [blocks_of(200)] * 3
+    assert [answer.num_cached for answer in cold + warm] == [0] * 3 + [reusable_tokens(200)] * 3
 
 
 def test_adapter_with_changed_files_finds_no_old_blocks(engine, alone, tmp_path):
@@ -70,14 +70,14 @@ def test_prompt_embeddings_do_not_share_blocks(engine, alone):
     seeds = [1, 2, 1]
     answers = [engine.run(scenarios.ask_with_embeddings, seed, 200) for seed in seeds]
     zeros = ask(engine, [0] * 200)  # vLLM represents embeddings by token id 0
-    assert [answer.num_cached for answer in answers] == [0, 0, blocks_of(200)]
+    assert [answer.num_cached for answer in answers] == [0, 0, reusable_tokens(200)]
     assert zeros.num_cached == 0
     expected = [alone.run(scenarios.ask_with_embeddings, seed, 200).tokens for seed in seeds]
     assert expected[0] != expected[1]
     assert [answer.tokens for answer in answers] == expected
 
 
-def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
+def test_prompts_with_different_sounds_share_only_first_blocks(vllm, tmp_path):
     """The prompts have equal tokens, but the third block contains different sounds.
 
     A real audio encoder reads the sounds.
@@ -94,7 +94,7 @@ def test_sounds_share_only_the_blocks_before_them(vllm, tmp_path):
         answers = engine.run(scenarios.ask_with_audio, *asked)
     assert expected[0] != expected[1]
     assert [answer.tokens for answer in answers] == expected
-    everything = blocks_of(170 + vllm_models.AUDIO_TOKENS)
+    everything = reusable_tokens(170 + vllm_models.AUDIO_TOKENS)
     assert [answer.num_cached for answer in answers] == [0, 64, everything, everything]
 
 
@@ -109,7 +109,7 @@ def test_images_do_not_share_blocks(vllm, tmp_path):
         answers = engine.run(scenarios.ask_with_images, *asked)
     assert expected[0] != expected[1]
     assert [answer.tokens for answer in answers] == expected
-    everything = blocks_of(170 + vllm_models.IMAGE_TOKENS)
+    everything = reusable_tokens(170 + vllm_models.IMAGE_TOKENS)
     assert [answer.num_cached for answer in answers] == [0, 0, everything, everything]
 
 
@@ -119,7 +119,7 @@ def test_save_false_stores_no_blocks_and_load_false_loads_none(engine, oracle):
     assert ask(engine, prompt).num_cached == 0
     assert ask(engine, prompt, transfer={"kvtier": {"load": False}}).num_cached == 0
     answer = ask(engine, prompt, transfer={"kvtier": {"explain": True}})
-    assert (answer.num_cached, [answer.tokens]) == (blocks_of(200), oracle.tokens([prompt]))
+    assert (answer.num_cached, [answer.tokens]) == (reusable_tokens(200), oracle.tokens([prompt]))
 
 
 def test_keys_are_equal_iff_vllm_hashes_are_equal(engine, adapters):

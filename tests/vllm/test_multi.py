@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vllm_scenarios as scenarios
-from vllm_support import blocks_of, connector, prompt_of
+from vllm_support import connector, prompt_of, reusable_tokens
 
 
 def both(folder, *, first):
@@ -35,5 +35,5 @@ def test_offer_that_vllm_does_not_choose_is_released(vllm, oracle, tmp_path, fir
         engine.run(scenarios.check_idle)
         num_loaded = engine.run(scenarios.num_loaded)
     assert [answer.tokens for answer in cold + warm] == oracle.tokens(prompts * 2)
-    assert [answer.num_cached for answer in warm] == [blocks_of(300)] * 4
+    assert [answer.num_cached for answer in warm] == [reusable_tokens(300)] * 4
     assert (num_loaded > 0) == (first == "kvtier")

@@ -9,7 +9,7 @@ import pytest
 
 import vllm_models
 import vllm_scenarios as scenarios
-from vllm_support import VllmError, blocks_of, connector, prompt_of
+from vllm_support import VllmError, connector, prompt_of, reusable_tokens
 
 FROM_HOST = "vllm:prompt_tokens_cached_by_source source=host"
 FROM_DISK = "vllm:prompt_tokens_cached_by_source source=disk"
@@ -31,8 +31,8 @@ def test_restart_finds_prefix_on_disk(vllm, oracle, tmp_path):
         warm = engine.ask(PROMPTS)
         metrics = engine.metrics()
     assert [answer.tokens for answer in cold + warm] == oracle.tokens(PROMPTS * 2)
-    assert [answer.num_cached for answer in cold + warm] == [0] * 4 + [blocks_of(300)] * 4
-    assert metrics[FROM_DISK] == 4 * blocks_of(300)
+    assert [answer.num_cached for answer in cold + warm] == [0] * 4 + [reusable_tokens(300)] * 4
+    assert metrics[FROM_DISK] == 4 * reusable_tokens(300)
 
 
 @pytest.mark.parametrize("change", ["weights", "block_size", "dtype", "rope"])
@@ -66,7 +66,7 @@ def test_damaged_files_change_no_token(vllm, oracle, tmp_path):
     with vllm.start(disk_of(tmp_path)) as engine:
         answers = engine.ask(PROMPTS)
     assert [answer.tokens for answer in answers] == oracle.tokens(PROMPTS)
-    assert sum(answer.num_cached for answer in answers) < 4 * blocks_of(300)
+    assert sum(answer.num_cached for answer in answers) < 4 * reusable_tokens(300)
 
 
 def test_kills_lose_no_durable_block(vllm, oracle, tmp_path):
@@ -86,7 +86,7 @@ def test_kills_lose_no_durable_block(vllm, oracle, tmp_path):
                     engine.run(scenarios.metric_after, "vllm:kvtier_moved_blocks purpose=store", count * 9)
             assert [answer.tokens for answer in answers] == expected
             if number:
-                assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4, f"after kill {number}"
+                assert [answer.num_cached for answer in answers] == [reusable_tokens(300)] * 4, f"after kill {number}"
             if number < KILLS:
                 engine.send(scenarios.conversations, others, number, max_tokens=20)
                 engine.wait(draws.uniform(0.0, 3.0))
@@ -126,12 +126,12 @@ def test_smollm2_tokens_are_equal_with_and_without_kvtier(vllm, smollm2, tmp_pat
     with vllm.start(small_disk(tmp_path), model=smollm2, **SMALL) as engine:
         restarted = engine.ask(second)
         again = engine.metrics()
-    hits = 6 * blocks_of(200 + 8)
+    hits = 6 * reusable_tokens(200 + 8)
     assert [answer.tokens for answer in turns + restarted] == expected + expected[6:]
-    assert [answer.num_cached for answer in turns] == [0] * 6 + [blocks_of(200 + 8)] * 6
+    assert [answer.num_cached for answer in turns] == [0] * 6 + [reusable_tokens(200 + 8)] * 6
     assert metrics["vllm:external_prefix_cache_hits"] == sum(found.values()) == hits
     assert counted == found
-    assert again[FROM_DISK] == 6 * blocks_of(248) == sum(answer.num_cached for answer in restarted)
+    assert again[FROM_DISK] == 6 * reusable_tokens(200 + 8 + 40) == sum(answer.num_cached for answer in restarted)
 
 
 @pytest.mark.parametrize("change", ["weights", "block_size", "dtype"])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import vllm_scenarios as scenarios
-from vllm_support import VllmError, blocks_of, connector, prompt_of
+from vllm_support import VllmError, connector, prompt_of, reusable_tokens
 
 FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 PROMPTS = [prompt_of(number) for number in range(800, 804)]
@@ -31,8 +31,8 @@ def test_engine_finds_blocks_of_another_engine(vllm, oracle, redis_port):
             one.receive()
         later = other.ask([*PROMPTS, *(prompt_of(810 + number, 300) for number in range(8))])
     assert [answer.tokens for answer in answers] == oracle.tokens(PROMPTS)
-    assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4
-    assert found == 4 * blocks_of(300)
+    assert [answer.num_cached for answer in answers] == [reusable_tokens(300)] * 4
+    assert found == 4 * reusable_tokens(300)
     asked = [*PROMPTS, *(prompt_of(810 + number, 300) for number in range(8))]
     assert [answer.tokens for answer in later] == oracle.tokens(asked)
 
@@ -66,7 +66,7 @@ def test_smallest_host_memory_of_a_rank_limits_host_tier(vllm, two_ranks):
         (again,) = engine.ask(PROMPTS[-1:])
         assert engine.run(scenarios.metric_after, "vllm:kvtier_blocks tier=host", 12) == 12
     assert [answer.tokens for answer in [*cold, *warm, again]] == [*two_ranks * 2, two_ranks[-1]]
-    assert again.num_cached == blocks_of(300)
+    assert again.num_cached == reusable_tokens(300)
 
 
 def test_two_ranks_read_blocks_that_one_rank_stored(vllm, two_ranks, tmp_path):
@@ -76,5 +76,5 @@ def test_two_ranks_read_blocks_that_one_rank_stored(vllm, two_ranks, tmp_path):
         engine.run(scenarios.settle_stores)
     with vllm.start(settings, executor="mp", tensor_parallel_size=2) as engine:
         answers = engine.ask(PROMPTS)
-    assert [answer.num_cached for answer in answers] == [blocks_of(300)] * 4
+    assert [answer.num_cached for answer in answers] == [reusable_tokens(300)] * 4
     assert [answer.tokens for answer in answers] == two_ranks

@@ -94,7 +94,7 @@ class Environment:
         return value
 
     def at(self, key: Key[T]) -> T:
-        """Return the value of an entry. Raise StateError if the entry does not exist."""
+        """Return the value of an entry. Raise an error if the entry does not exist or has another type."""
         entry = self._entries.get(key.name)
         if entry is None:
             known = ", ".join(str(known) for known, _ in self._entries.values()) or "nothing"
@@ -125,9 +125,9 @@ _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 class BatchData:
     """One of the pipeline's slots; `phase` is its number. It holds one batch from SETUP to UPDATE and is then reused.
 
-    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine records the event
-    `ready` after enqueueing the copies of SETUP. The executor records the event `done` after enqueueing the work of the
-    device ops.
+    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine thread records the
+    event `ready` after it has enqueued the copies of SETUP. The executor records the event `done` after it has enqueued
+    the work of PREPARE, FORWARD and UNPREP.
     """
 
     def __init__(self, phase: int, path: PathName | None = None) -> None:
@@ -149,7 +149,7 @@ class BatchData:
         self.work: Any = None
         """Data that the caller of the pipeline passes to the modules for this step."""
         self.error: BaseException | None = None
-        """Error in an op of this batch, or a StateError if a device op of an earlier batch failed."""
+        """Error in an op of this batch, or a StateError if an earlier batch failed on the device."""
         self.failed_itself = False
         """True if the error occurred in this batch."""
         self._environment = Environment()

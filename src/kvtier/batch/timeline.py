@@ -78,7 +78,7 @@ class Timeline:
             recorded = tuple(self._on_streams)
         spans = []
         for span, origin, origin_time, begin, end in recorded:
-            with contextlib.suppress(Exception):  # skip failed work; Stream.synchronize raises its error
+            with contextlib.suppress(Exception):  # skip failed work; callers of Stream.synchronize get its error
                 start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
                 spans.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
         return tuple(spans)

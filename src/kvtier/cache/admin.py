@@ -63,8 +63,8 @@ class CacheAdmin:
             system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
                     └─ other prompts                     kept
 
-        Blocks that another prompt in memory continues differently are kept. A store drops only the descendants whose
-        keys are in memory. Others stay in the store, but cannot be matched until the prompt is computed again.
+        Blocks shared with a prompt in memory that branches off before the end of this prompt are kept. A store drops
+        only descendants whose keys are in memory. Other descendants cannot match until this prompt is computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -120,7 +120,7 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Return the number of leading blocks on a node's path that also belong to other chains in memory."""
+    """Count the blocks on a node's path up to the last branch. Ignore branches at the end of the node or below."""
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
     return node.start

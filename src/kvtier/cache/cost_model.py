@@ -66,7 +66,7 @@ class OnlineLeastSquares:
 
     def predict(self, amounts: Sequence[float]) -> float | None:
         """Return the expected seconds, or None before the first sample. The fit can lack the newest samples."""
-        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):  # over a fifth is new
+        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):  # over 1 new per 4 fitted samples
             self._add_samples()
         if not self._num_samples:
             return None

@@ -79,7 +79,7 @@ class ForeignDevice:
         now: float = 0.0,
         retention: Retention = _KEEP,
     ) -> dict[int, I32]:
-        """Plan saves of blocks [0, stop) of the chain that the host lacks. Leave blocks beyond a limit for later calls.
+        """Plan saves of the blocks in [0, stop) that the host lacks, as many as `max_saving` and the host slots allow.
 
         `table` contains the device block of each block of the chain. The engine has dropped the first `num_dropped`
         device blocks, because they are outside a sliding window. If the host lacks one of these blocks, nothing more is

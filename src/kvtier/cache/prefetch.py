@@ -1,7 +1,7 @@
 """Prefetcher: fetches blocks from stores to the host for waiting requests.
 
     start ──> probing ──(keys are known)──> waiting ──(there is room)──> in flight ──(results)──> over
-                └────────── nothing to fetch, no room, or computing is faster ─────────────────────^
+                └── nothing to fetch, no host slots (first attempt), or computing is faster ───────^
 
 A prefetch holds a lease on its path until its request has matched the path or was cancelled. Once it is clear that
 nothing will be fetched, the lease is released, because waiting requests must not hold memory that running requests
@@ -117,7 +117,7 @@ class Prefetcher:
         self._release(prefetch)
 
     def advance(self, now: float) -> None:
-        """Continue the prefetches that waited for a probe, for free slots or for a transfer of another request."""
+        """Continue the prefetches that waited for a probe, a busy store, host slots or another request's transfer."""
         for prefetch in self._open:
             if not prefetch.is_over and not prefetch.waiting_for:
                 before = prefetch.lease
@@ -147,7 +147,7 @@ class Prefetcher:
         prefetch.is_over = prefetch.is_over or not prefetch.waiting_for
 
     def _begin(self, prefetch: Prefetch, lease: Lease, now: float) -> None:
-        """Start the transfers if all probes are answered and there is room."""
+        """After all probes are answered, start the transfers, let the prefetch wait, or mark it as over."""
         if prefetch.waiting_for:
             return
         first = lease.num_blocks

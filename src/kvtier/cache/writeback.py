@@ -44,8 +44,8 @@ class WritebackQueue:
     """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
     `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. The manager sets
-    `max_jobs` to at least the number of slots in memory. Each job has one block or more, so most blocks of dropped jobs
-    have already been evicted.
+    `max_jobs` to at least the number of slots in memory. If so many later jobs are queued, each with one block or more,
+    most blocks of the oldest job have already been evicted.
     """
 
     def __init__(

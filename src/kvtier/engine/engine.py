@@ -65,7 +65,7 @@ class EngineConfig:
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
     """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
-    Engines can share stored blocks only if these numbers are equal. Use the highest number of ranks of an engine."""
+    Engines can share stored blocks only if they use equal numbers: set the highest number of ranks of these engines."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
     phases: int = 0
@@ -524,7 +524,7 @@ def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
         linears = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
         update_digest(digest, (weights.embedding, weights.norm, *norms, *(each.weight for each in linears)))
-        # Version 0.1.0 hashed only the tensors above. Models without the tensors below keep their stored blocks.
+        # Release 0.1.0 hashed only the tensors above. Models without the tensors below still have the same hash.
         optional = [norm for layer in weights.layers for norm in (layer.q_norm, layer.k_norm)]
         optional += [each.bias for each in linears]
         if not torch.equal(weights.inverse_frequencies.cpu(), config.rope.inverse_frequencies(config.head_dim)):

@@ -51,7 +51,7 @@ class DecodeGraphs:
     def run(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one token for each of the first `count` rows. Return the logits and the tokens.
 
-        Both tensors are valid until the next step. Rows that need the host are not sampled and not written.
+        Both tensors are valid until the next step. Rows whose sampling needs the host are not sampled and not written.
         """
         fronts = self._rows.heads.front.data_ptr(), self._rows.tables.front.data_ptr()
         control = int(fronts[0] != self._firsts[0]), int(fronts[1] != self._firsts[1]), count

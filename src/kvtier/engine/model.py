@@ -79,9 +79,9 @@ class Model:
         return normed
 
     def share_tokens(self, input_ids: Tensor, places: Sequence[int]) -> None:
-        """Send the tokens at `places` from rank 0 to the other ranks.
+        """Send the elements `places` of `input_ids` from rank 0 to the other ranks.
 
-        Every rank must call this method. The other ranks must pass 0 at `places`.
+        Every rank must call this method. The other ranks must pass 0 there, because all_reduce adds the values.
         """
         if places and self._all_reduce is not None:
             input_ids[places] = self._all_reduce(input_ids[places])

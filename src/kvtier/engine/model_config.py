@@ -26,11 +26,11 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: str = "default"
-    """default, linear (divides all frequencies by `factor`) or llama3 (divides only low frequencies by `factor`)."""
+    """default, linear (divides all frequencies by `factor`), or llama3 (low ones by `factor`, medium ones by less)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_positions: int = 8192
+    original_positions: int = 8192  # context length before the extension; only for llama3
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
         """Return the rotation angle per position for each pair of elements of a head: [head_dim / 2], float32."""

@@ -8,8 +8,8 @@ UNPREP    Sampler        copies the tokens to memory that the next step does not
 FETCH     Sampler        copies the tokens to the host
 UPDATE    Sampler        adds the tokens to the samples of the step
 
-On CUDA, a captured graph runs FORWARD if a step only decodes: it computes logits, samples, and writes to the rows.
-PREPARE, FORWARD and UNPREP run on the executor's thread, the other ops on the engine's thread.
+On CUDA, a captured graph can run FORWARD for a step that only decodes and waits for no loads. PREPARE, FORWARD and
+UNPREP run on the executor's thread, the other ops on the engine's thread.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DeviceCacheGroup:
         return self.model.logits(self.model.forward(batch, self.cache, before_layer))
 
     def replay(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Run a captured decode step for the first `count` rows. Return None if no graph is large enough."""
+        """Run a captured decode step for `count` rows. Return logits and tokens, or None if no graph fits."""
         return self._graphs.run(count) if self._graphs is not None and count <= self._graphs.max_rows else None
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class InputBuilder(Module):
-    """Sends the rows of a step to the device, in the row order of the pipeline."""
+    """Sends new and changed rows to the device, and moves the rows into the order of the batch."""
 
     def __init__(self, groups: Sequence[DeviceCacheGroup], rows: DeviceRows, ranks: Ranks | None = None) -> None:
         self._groups, self._rows, self._ranks = groups, rows, ranks

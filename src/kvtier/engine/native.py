@@ -1,4 +1,4 @@
-"""Bindings for the CPU kernels in native.c. Without a C compiler, torch computes the same results."""
+"""Bindings for the CPU kernels in native.c. If they are not available, CpuOps uses torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, load, vendor
 
 MAX_TOKENS = 16
-"""Number of tokens up to which `EngineNative.linear` is faster than torch with a float32 matrix on every processor."""
+"""Up to this number of tokens, `EngineNative.linear` is faster than torch with a float32 matrix on all processors."""
 _LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
 # No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
@@ -87,11 +87,11 @@ class EngineNative:
         self._rotate = function("rotate", *[pointer] * 6, threads)
         self._draw = function("draw", *[pointer] * 4, number, number, threads)
         library.kvtier_lanes.restype = ctypes.c_int
-        self.has_fast_long_inputs = library.kvtier_lanes() == 16 and vendor() == "AuthenticAMD"
+        self.has_fast_long_inputs = library.kvtier_lanes() == 16 and vendor() == "AuthenticAMD"  # 16: AVX-512
         """True if products and attention are faster than those of torch for any number of tokens.
 
-        On processors of AMD, torch uses MKL without AVX-512. GFLOP/s per core: MKL 107 to 116; products 214 to
-        230 with AVX-512 and 108 with AVX2; attention 135, torch 70 (EPYC, family 26, measured on 2026-11-19).
+        On processors of AMD, torch uses MKL without AVX-512. GFLOP/s per core: products 107 to 116 in torch, here 214
+        to 230 (with AVX2 108); attention 70 in torch, here 135 (EPYC, family 26, measured on 2026-11-19).
         """
         openmp = _openmp_of_torch()
         if openmp is not None:
@@ -201,7 +201,7 @@ class EngineNative:
 
 
 def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | None:
-    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if its type or size is not supported.
+    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if native code does not support it.
 
     With `integer`, products of quantised matrices use integer instructions, which round the input.
     """

@@ -1,7 +1,7 @@
 """The operations of a forward pass. TorchOps and CpuOps are in this module.
 
 TorchOps       any device: plain torch, the reference for the other classes
-CpuOps         CPU: scaled_dot_product_attention, and native code for steps of a few tokens
+CpuOps         CPU: native code where it is supported and faster, otherwise torch
 InvariantOps   CPU, float32: bit-identical results for a sequence in any batch (ops_invariant.py)
 TritonOps      CUDA: fused kernels that can be captured in a graph (ops_triton.py)
 
@@ -39,7 +39,7 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
-    """Compute attention on the CPU. Without native code, a sequence without cached tokens does not read the cache."""
+    """Compute attention on the CPU. If torch computes a sequence without cached tokens, it does not read the cache."""
     _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and a head_dim that is a multiple of 16

@@ -2,10 +2,10 @@
 
 Matrix libraries choose a kernel by the shape of the input, and kernels differ in the order of additions. A token that
 is computed alone therefore differs in the last bits from the same token in a batch. Here, all calls have equal shapes.
-Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are zeros,
-missing keys are masked: their weight is 0. The query at position p is always row p % TILE of its tile.
+Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are zeros.
+Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
 
-Results are invariant only if the library computes a row independently of the other rows and of its place in the tile.
+Results are invariant only if the library computes a row independently of other rows and of the row's place in a tile.
 `_try_out` tests this for every shape of matrix products, norms and activations before the first use of the shape.
 """
 

@@ -10,7 +10,7 @@ from kvtier.engine.forward import ForwardBatch
 def long_parts(
     batch: ForwardBatch, least_queries: int, least_scores: int
 ) -> Iterator[tuple[slice, ForwardBatch, bool]]:
-    """Split a batch into long chunks, one sequence each, and the runs of sequences between them.
+    """Split a batch into its long chunks (one sequence each) and the runs of other sequences between them.
 
     A chunk is long if it has at least `least_queries` queries, and if queries x keys is at least `least_scores`. Yield
     for each part its rows, its sequences as a batch, and True if the part is a long chunk.

@@ -30,7 +30,7 @@ _TILE = (64, 64, 4, 2)
 _TILE_SMALL_HEADS = (128, 64, 4, 3)  # head_dim up to 64
 _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 would take minutes to compile
 _SPLIT_KEYS = 64  # keys per iteration of the decode kernel
-_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum number of shares of a prefill tile, minimum keys per share
+_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum shares of the keys of a prefill tile, minimum keys per share
 
 
 @triton.jit
@@ -102,7 +102,7 @@ class TritonOps:
     """Fused Triton kernels. The default on CUDA."""
 
     def __init__(self, long_limits: tuple[int, int] = LONG_LIMITS) -> None:
-        """Chunks with at least `long_limits` (queries, queries x keys) use the kernel for long chunks."""
+        """Chunks of at least `long_limits` (queries, queries x keys) use the kernel for long chunks if supported."""
         self._long_limits = long_limits
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
@@ -294,7 +294,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. A share without keys has the largest score -inf and the weight 0."""
+    """Combine the shares of one query head. In a share without keys, `top` is -inf, so its weight is 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)
@@ -392,7 +392,7 @@ def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
     tiles, processors = max(1, rows // 128), _processors(device)  # the rules are tuned for tiles of 128 rows
     if 4 * tiles > 3 * processors:  # the tiles occupy more than three quarters of the multiprocessors
         return 1
-    most = min(_MOST_PREFILL_SPLITS, 2 * processors // tiles, max(1, most_keys // _LEAST_SHARE))  # two per SM
+    most = min(_MOST_PREFILL_SPLITS, 2 * processors // tiles, max(1, most_keys // _LEAST_SHARE))  # at most two per SM
     return 1 << most.bit_length() - 1
 
 

@@ -39,7 +39,7 @@ from kvtier.worker.layer_waits import LayerWaits
 
 _MAIN = "from kvtier.engine.rank_process import main; main({})"  # Python program of the other ranks
 _SLOW_SECONDS = 600.0
-"""Timeout for calls that allocate memory: start, wake and resize_host."""
+"""Timeout for the start and for replies to calls. The start, `wake` and `resize_host` allocate memory."""
 _CLOSE_SECONDS = 30.0
 """Timeout for `close`. Closing finishes the writes to stores."""
 _BLAME_SECONDS = 0.2
@@ -100,7 +100,7 @@ class Ranks:
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads), replies=False))
 
     def end_step(self) -> None:
-        """Wait for the other ranks to compute the oldest step. `poll` then returns the reports of that step's loads."""
+        """Wait until all other ranks computed the oldest open step. `poll` then returns the reports of its loads."""
         for rank in self._ranks:
             while not self._num_ended[rank - 1]:
                 self._next(rank, self._timeout)

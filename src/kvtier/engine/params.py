@@ -89,12 +89,12 @@ class SamplingParams:
     """End-of-text and stop tokens are not sampled before this number of output tokens. Stop strings still apply."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report the log-probabilities of each sampled token and of this number of most likely tokens. None: no report."""
+    """Report the log-probability of each sampled token, and those of this many most likely tokens. None: no report."""
     prompt_logprobs: int | None = None
-    """Report the log-probabilities of the prompt's tokens and of this number of most likely tokens. None: no report."""
+    """Report the log-probability of each prompt token, and those of this many most likely tokens. None: no report."""
     prompt_logprobs_start: int = 1
-    """Index of the first prompt token to report. The token before it, and all tokens after that, are computed, not
-    taken from the cache. Token 0 has no log-probability."""
+    """Index s of the first prompt token to report. At most the first s - 1 tokens come from the cache, because the
+    log-probability of token s is computed from token s - 1. Token 0 has no log-probability."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None

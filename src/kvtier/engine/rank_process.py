@@ -30,7 +30,7 @@ from kvtier.storage import ShardStores, StoreStats, open_shards
 _POLL_SECONDS = 0.001
 """Interval between polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""Interval between polls when no transfer is in flight. The scrubber can report damaged blocks at any time."""
+"""Interval when no transfer is in flight. Polls are still needed, because the scrubber may report damaged blocks."""
 
 
 def main(descriptor: int) -> None:

@@ -28,7 +28,7 @@ from kvtier.state import Added, Permutation, State
 _TOKEN, _POSITION = 0, 1  # columns of a head, see sampling.COLUMNS
 UNKNOWN = -1
 """Stands for a token that is not on the host yet, because the step that samples it is in flight."""
-_NO_POSITION = -1
+_STALE = -1  # the device does not have this position or count
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -75,18 +75,18 @@ class Staging:
         copy(self._there, count, self._host)
 
 
-class _Resident(NamedTuple):
+class _RowState(NamedTuple):
     """State of a row on the device after all steps in flight have ended."""
 
     position: int
-    """Position of the row's token on the device. _NO_POSITION if the device does not have the next token."""
+    """Position of the row's next token. _STALE if the device does not have this token."""
     owner: object
     """The allocation that the block table belongs to."""
     table: Any
     slot: int
     """The row's slot in the token counts, or -1."""
     num_counted: int
-    """Number of output tokens in the token counts. _NO_POSITION if the counts have to be filled again."""
+    """Number of output tokens in the token counts. _STALE if the counts have to be filled again."""
 
 
 class _PhaseRows:
@@ -114,7 +114,7 @@ class _PhaseRows:
 
 
 class DeviceRows:
-    """Rows on the device, in the order of the latest batch. The host records the state of each row (`_Resident`)."""
+    """Rows on the device, in the order of the latest batch. The host records the state of each row (`_RowState`)."""
 
     def __init__(
         self,
@@ -141,13 +141,13 @@ class DeviceRows:
         """Token counts of rows with penalties (sampling.IN_PROMPT). Rows keep their slots, because counts are large."""
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._range = torch.arange(max_rows, device=device)
-        self._resident: dict[Ticket, _Resident] = {}  # rows of the latest batch
+        self._states: dict[Ticket, _RowState] = {}  # rows of the latest batch
 
     # ---- SETUP, on the engine's thread -----------------------------------------------------------------------------
 
     def setup(self, batch: BatchData, rows: Sequence[RowInput], copy: BatchCopy) -> None:
         """Compare the rows of a batch with the rows on the device, and send the differences."""
-        phase, before, after = self._phases[batch.phase], self._resident, {}
+        phase, before, after = self._phases[batch.phase], self._states, {}
         is_new = batch.perm.is_new
         new_heads = []
         phase.added, phase.num_resident, phase.fills = Added([], [], []), 0, []
@@ -167,13 +167,13 @@ class DeviceRows:
                 self._add_blocks(phase, at, table[:0], table)
             elif old.table is not table:
                 self._add_blocks(phase, at, old.table, table)
-            position = row.stop if row.wants_token and not row.num_draft else _NO_POSITION
-            num_counted = _NO_POSITION if old is None else old.num_counted
+            position = row.stop if row.wants_token and not row.num_draft else _STALE
+            num_counted = _STALE if old is None else old.num_counted
             if slot >= 0 and row.wants_token:
                 if num_counted != each.number:
                     phase.fills.append((slot, *each.sampler.counts()))
-                num_counted = _NO_POSITION if row.num_draft else each.number + 1
-            after[ticket] = _Resident(position, owner, table, slot, num_counted)
+                num_counted = _STALE if row.num_draft else each.number + 1
+            after[ticket] = _RowState(position, owner, table, slot, num_counted)
         phase.heads_perm = _with_new(batch.perm, new_heads)
         phase.perm, phase.rows, phase.slots = batch.perm, rows, [each.slot for each in after.values()]
         phase.sizes = [] if batch.perm.is_identity else [len(each.inputs.block_table) for each in rows]
@@ -188,7 +188,7 @@ class DeviceRows:
             numbers = np.concatenate((*phase.layout.numbers, *_written(rows)))
             phase.numbers.host[: len(numbers)] = numbers
             phase.numbers.send(copy, [0], [len(numbers)])
-        self._resident = after
+        self._states = after
 
     def _add_blocks(self, phase: _PhaseRows, at: int, old: Any, table: Any) -> None:
         """Record the blocks to send: all blocks of the new table after its common prefix with the old table."""

@@ -64,7 +64,7 @@ class EngineRunner:
         deliver: Callable[[Output | None], object],
         **options: Any,
     ) -> Future[str]:
-        """Add a request. Until `leave`, the engine thread calls `deliver` with each output, then with None."""
+        """Add a request. Until `leave`, the engine thread calls `deliver` with each output, and finally with None."""
 
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)

@@ -216,8 +216,8 @@ def draw(
 ) -> Drawn:
     """Sample output token `numbers[row]` for each row of logits. May overwrite the logits.
 
-    A row fails if its constraint raises an error, or if its logits allow no token. In the second case, its token is
-    NO_TOKEN. Other rows are unaffected. With `resident`, no parameters are copied to the device.
+    A row fails if its constraint or restrictions raise an error, or if its logits allow no token. In the second case,
+    its token is NO_TOKEN. Other rows are unaffected. With `resident`, no parameters are copied to the device.
     """
     reports, errors = report_logprobs(logits, requests), {}
     if resident is None and (logits.is_cuda or not all(each.is_greedy and not each.is_penalized for each in requests)):

@@ -2,10 +2,10 @@
 
 One program samples one row. It reads the row several times, but in one kernel, and the row stays in the L2 cache. The
 threshold for top-k or top-p is searched among all float32 numbers in order: each pass compares all scores with three
-numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, those
-with lower ids are kept. The sampled token is found by its place in the running sum of the kept weights, by token id.
+numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, the
+lowest ids are kept first. The sampled token is found in the running sum of the kept weights, in order of token id.
 
-Sums of the weights of one chunk, or of one weight from each chunk, are float32. All other sums of weights are float64.
+Total weights of one chunk, and sums of one weight from each chunk, are float32. All other sums of weights are float64.
 The order of all additions depends only on the size of the vocabulary.
 """
 
@@ -194,7 +194,7 @@ def _sample_rows(
     if is_mine:
         slot, temperature = tl.load(head + _SLOT), _number(head, _TEMPERATURE).to(tl.float32)
         counts = counts_ptr + tl.maximum(slot, 0) * vocab
-        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # the host has penalized the other rows
+        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # if a row needs the host, the host has penalized it
             _penalize(logits, counts, head, vocab, CHUNK)
         highest, token, is_wrong = _highest(logits, vocab, CHUNK)
         position = tl.load(head + _POSITION) + 1
@@ -202,7 +202,7 @@ def _sample_rows(
             position = tl.load(positions_ptr + row)
         if (temperature > 0) & (is_wrong == 0):
             top_k, top_p = tl.load(head + _TOP_K), _number(head, _TOP_P)
-            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite: infinity times 0 is NaN
+            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite, because inf * 0 is NaN
             cut, ties = highest * 0 - float("inf"), tl.full((), vocab, tl.float64)
             one, count = tl.zeros((), tl.float64), tl.zeros((), tl.int32)
             if (top_k > 0) & (top_k < vocab):

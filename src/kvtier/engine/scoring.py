@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed in the same steps as the KV of the prompt.
 
-logits of token    0  1  2  3          A token that comes from the cache has no logits. Therefore the token before the
-score token        1  2  3  4 ..       first scored token, and all tokens after it, are computed.
+logits of token    0  1  2  3          A token from the cache has no logits. If s is the first scored token, token s - 1
+score token        1  2  3  4 ..       and all later tokens are therefore computed.
 """
 
 from __future__ import annotations

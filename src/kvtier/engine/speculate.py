@@ -26,14 +26,14 @@ class Proposer(Protocol):
     models: tuple[Model, ...]
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return at most `num_tokens` draft tokens per request.
+        """Return at most `num_tokens` draft tokens per request. `groups` are the cache groups of `models`.
 
-        The caches contain the KV of every token of a request except the last one.
+        Their caches contain the KV of every token of a request except the last one.
         """
 
 
 class NgramProposer:
-    """Proposes the tokens after the latest earlier occurrence of the last tokens, because outputs often quote prompts.
+    """Proposes what followed the latest earlier occurrence of the last tokens, because outputs often quote prompts.
 
     ... the cat sat on the mat. Then the cat          the last 2 tokens "the cat" occurred before
         ^^^^^^^ --------------                        draft of 4 tokens: "sat on the mat"
@@ -73,7 +73,7 @@ class DraftProposer:
         self.num_tokens = num_tokens
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Run the small model on the newest token of each request, then on the token that it drafted last."""
+        """Run the small model on the newest token of each request, then repeatedly on its latest draft token."""
         (group,) = groups
         tables = [each.allocation.table for each in requests if each.allocation is not None]
         limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)

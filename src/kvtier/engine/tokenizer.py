@@ -115,7 +115,7 @@ class Tokenizer:
 
         add_special: add the tokens that the model expects around a text (often a bos token).
         parse_special: encode the text of a special token ("<|im_end|>") as that token, not as plain text.
-        max_tokens: raise RangeError before encoding if the text is far too long. The caller checks the token count.
+        max_tokens: raise RangeError early if the text is far too long. The caller checks the exact token count.
         """
         try:
             size = len(text.encode())

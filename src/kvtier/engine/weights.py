@@ -27,7 +27,7 @@ class Linear:
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
     packed: PackedWeight | None = None
-    """The same matrix in fewer bytes, for CpuOps. Steps of few tokens are faster with it, as they wait for memory."""
+    """The same matrix in fewer bytes, for CpuOps. Faster for few tokens, because memory bandwidth limits such steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class EventConfig:
     max_queued: int = 100_000
     """Maximum number of queued events. Further events are dropped, and an AllBlocksCleared replaces them."""
     shared_tiers: tuple[str, ...] = ("shared",)
-    """Names of the stores outside this machine. The locality of their blocks is REMOTE, that of all others LOCAL."""
+    """Names of the stores outside this machine. Their blocks have the locality REMOTE, all other blocks LOCAL."""
 
     def __post_init__(self) -> None:
         if not self.endpoint or self.rank < 0 or min(self.num_kept, self.max_queued) < 1:

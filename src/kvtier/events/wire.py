@@ -22,7 +22,7 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
     hashes = list(_hashes(event.keys, config))
     place: dict[str, object] = {
         "medium": _MEDIA.get(event.tier, _STORAGE),
-        "group_idx": 0,  # a block holds the layers of all groups
+        "group_idx": 0,  # one index serves all cache groups
         "locality": "REMOTE" if event.tier in config.shared_tiers else "LOCAL",
     }
     if event.tier not in _MEDIA:
@@ -45,7 +45,7 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 
 
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
-    """Return for each block the adapter, and for the first block also the salt, if given. Block keys depend on both.
+    """Return the adapter for each block, if any, and the salt for the first block, if any. Block keys depend on both.
 
     The salt is the request's `cache_salt`. If there are tenants, it begins with the tenant's name and a NUL.
     """

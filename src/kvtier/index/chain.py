@@ -82,7 +82,7 @@ def as_ids(labels: bytes | bytearray | memoryview) -> np.ndarray[Any, np.dtype[n
     return ids if sys.byteorder == "little" else ids.astype(np.int32)
 
 
-_DOMAIN = b"kvtier block key 1\0"
+_ROOT_PREFIX = b"kvtier block key 1\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Namespace:
 
     def root_key(self, salt: bytes = b"", adapter: bytes = b"") -> bytes:
         """Return the key that precedes block 0, for one tenant's salt and one LoRA adapter."""
-        return hashlib.sha256(_DOMAIN + self.fingerprint + _framed((salt, adapter))).digest()
+        return hashlib.sha256(_ROOT_PREFIX + self.fingerprint + _framed((salt, adapter))).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ A class is a combination of features. The features describe a block and the last
     tenant   tenant of the salt                                 none, one of 7 frequent tenants, or another one
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
-All other tenants share one label. Their hints are ignored, because false hints of one of them would affect the others.
+Less frequent tenants share one label. Their hints are ignored, because false hints of one would affect all of them.
 
 The limits between the values come from a prototype. Other limits have not been measured.
 """
@@ -156,7 +156,7 @@ class Cells:
         return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. If a new class would exceed MAX_CELLS, return that of a similar plain class."""
+        """Return the number of a class. For a new class beyond MAX_CELLS, return that of a similar plain class."""
         key = (USES_BIN[uses] if uses < len(USES_BIN) else 3, *labels)
         number = self.numbers.get(key)
         if number is None:

@@ -230,8 +230,8 @@ class Learned:
     def _tidy(self) -> None:
         """Drop entries that `victim` does not need.
 
-        Keep the lowest _SINGLE entry of each candidate. Of those whose candidates were withdrawn, keep the lowest
-        of each class: when `victim` removes it, it adds the common entry of the class again.
+        Keep the lowest _SINGLE entry of each candidate. Of the entries whose candidates were withdrawn, keep the lowest
+        of each class: `victim` adds the common entry of the class again when it removes this entry.
         """
         queues = self._queues
         entries = [item for queue in queues.values() for item in (queue.item, queue.floor) if item is not None]

@@ -145,7 +145,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of at most `size` marks. Each class has a heap of marks, oldest first. It may contain evicted marks."""
+    """A cache of at most `size` marks. A class has a heap of marks, oldest first. Heaps may contain evicted marks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

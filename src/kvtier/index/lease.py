@@ -36,7 +36,7 @@ class Lease:
     retention: Retention
     stopped: MissReason | None
     """Reason for the end of the match, or None if the tree lacks the next block."""
-    matched_at: int
+    matched_at: int  # logical time
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
     """Slots with this request's own copies of blocks that another request published first."""

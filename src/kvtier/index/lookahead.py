@@ -60,7 +60,7 @@ class Lookahead:
 
     def pull(self, num_blocks: int) -> list[Node]:
         """Move victims of the policy to the queue until it has at least `num_blocks` blocks. Return the new nodes."""
-        for node in self.queue:  # blocks are evicted only from the first node of the queue
+        for node in self.queue:  # only the first node loses blocks by eviction, so count it again
             self._count(node)
             break
         pulled: list[Node] = []

@@ -76,7 +76,7 @@ class MissList:
     ) -> None:
         """Record the removal of a node's blocks from index `block` on."""
         removed = self._removed
-        mark = (node.start + block, _mark_of(node, block), node.domain)
+        mark = (node.start + block, _crc_of(node, block), node.domain)
         removed[mark] = (reason, time, policy, cell, value)
         removed.move_to_end(mark)
         if len(removed) > self.capacity:
@@ -84,24 +84,24 @@ class MissList:
 
     def explain(self, chain: Chain, block: int, time: int) -> Miss:
         """Return the reason for a miss at block number `block` of a chain, at logical time `time`."""
-        mark = _mark(memoryview(chain.label(block)), chain.extras.get(block))
-        removed = self._removed.get((block, mark, (chain.salt, chain.adapter)))
+        crc = _crc(memoryview(chain.label(block)), chain.extras.get(block))
+        removed = self._removed.get((block, crc, (chain.salt, chain.adapter)))
         if removed is not None and removed[1] <= time:
             return Miss(block, *removed)
-        if block == 0 and self._heads.get(mark, set()) - {(chain.salt, chain.adapter)}:
+        if block == 0 and self._heads.get(crc, set()) - {(chain.salt, chain.adapter)}:
             return Miss(block, MissReason.OTHER_SALT)
         return Miss(block, MissReason.NEVER_SEEN)
 
     def add_head(self, node: Node) -> None:
         """Record the first block of a prompt under the node's salt and adapter."""
-        self._heads.setdefault(_mark_of(node, 0), set()).add(node.domain)
+        self._heads.setdefault(_crc_of(node, 0), set()).add(node.domain)
 
     def remove_head(self, node: Node) -> None:
-        mark = _mark_of(node, 0)
-        domains = self._heads.get(mark, set())
+        crc = _crc_of(node, 0)
+        domains = self._heads.get(crc, set())
         domains.discard(node.domain)
         if not domains:
-            self._heads.pop(mark, None)
+            self._heads.pop(crc, None)
 
     def other_layout(self) -> None:
         """Change the reason of all entries to OTHER_LAYOUT, after a change of the namespace."""
@@ -111,11 +111,11 @@ class MissList:
         self._heads.clear()
 
 
-def _mark_of(node: Node, block: int) -> int:
-    return _mark(node.label(block), node.extras.get(node.start + block) if node.extras else None)
+def _crc_of(node: Node, block: int) -> int:
+    return _crc(node.label(block), node.extras.get(node.start + block) if node.extras else None)
 
 
-def _mark(label: memoryview, extra: bytes | None) -> int:
-    """Return a CRC of the extras and of the first and last 16 tokens. This is precise enough for an explanation."""
-    mark = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
-    return zlib.crc32(extra, mark) if extra else mark
+def _crc(label: memoryview, extra: bytes | None) -> int:
+    """Return a CRC of a block: its extras, and its first and last 16 tokens. Precise enough to explain misses."""
+    crc = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
+    return zlib.crc32(extra, crc) if extra else crc

@@ -35,7 +35,7 @@ class TrackerState(ctypes.Structure):
     version: int
     """Changes whenever the values change."""
     is_lru: int
-    """1 if the order is LRU: before the first fit, and after an alarm of the guard."""
+    """1 if the order is LRU: before the first fit, and for a while after an alarm of the guard."""
     capacity: int
     """Size of the LRU cache to compare with, in blocks."""
     next: int

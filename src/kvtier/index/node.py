@@ -142,7 +142,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks that are readable in a tier (`table` is READABLE) or held by a tier (IS_HELD)."""
+        """Count the leading blocks that at least one tier can read (`table` is READABLE) or holds (IS_HELD)."""
         union = 0
         for held in self.held:
             if held is not None:

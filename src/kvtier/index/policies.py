@@ -97,7 +97,7 @@ class ARC:
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add the node to frequent if it was used or has a ghost, otherwise to recent. A ghost adjusts the target."""
+        """Add the node to frequent if it was used or ever had a ghost, else to recent. A ghost adjusts the target."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
@@ -122,7 +122,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the oldest node of recent if this exceeds its target or frequent is empty, otherwise of frequent."""
+        """Return the oldest node of recent if recent exceeds its target or frequent is empty, otherwise of frequent."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()

@@ -10,9 +10,9 @@ This is the Gittins index. It does not depend on a capacity, a horizon or a thre
 class, and the value falls with age, the order of the values is LRU.
 
 The hazard at an age is the expected number of hits per second at that age, given that the block has not been used
-again before. It is a product: a common curve over age, a factor for each feature, a factor for the class, and two
-shapes over age: one for `uses`, one for the class. Each factor is shrunk towards 1 by the weight of PRIOR typical
-observations (twice as many for the shape of the class), so that classes with few observations resemble the others.
+again before. It is the product of a common curve over age, a factor for each feature, a factor for the class, a shape
+over age for `uses`, and a shape over age for the class. Each factor is shrunk towards 1 by the weight of PRIOR typical
+observations (twice as many for the shape of the class), so that classes with few observations resemble other classes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
 ENDS = [*LIMITS, math.inf]
 NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # arrays for native code
-# PRIOR and ENOUGH count typical observations. Their weight is the weighted mean of the weights (at least 1).
+# PRIOR and ENOUGH count observations of typical weight, which is the weighted mean of all weights (at least 1).
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, as in the prototype
@@ -93,7 +93,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values, if there are ENOUGH events. The arguments describe blocks that are still unused."""
+        """Compute the values, if there are ENOUGH events. The arguments describe blocks that are still observed."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return

@@ -305,7 +305,7 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """List a node in `duplicates` if both tiers have blocks of it and it is neither leased nor a next victim."""
+        """List a node in `duplicates` if `faster` holds it too, unless it is leased or a next victim of `faster`."""
         above = self.faster
         if above is not None:
             may_be = not node.leases and node.attached and node.held[self.number] is not None

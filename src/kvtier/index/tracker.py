@@ -96,8 +96,8 @@ class TouchLog:
     def use(self, runs: list[int], limit: int) -> int:
         """Record that a request used blocks of earlier touches again. Return the number of hits with LRU.
 
-        `runs` contains the number of a touch and the number of its used blocks, then the same for the next touch, and
-        so on, in the order of the request's blocks. Runs that begin at block `limit` or later do not count as hits.
+        `runs` contains pairs in the order of the request's blocks: number of a touch, number of its used blocks. The
+        hits end at the first run that LRU lacks, or that begins at block `limit` or later.
         """
         hits = at = 0
         state, left, ended = self.state, self.left, self.ended
@@ -350,7 +350,7 @@ class ReuseTracker:
     def close(self, session: Session, now: float) -> list[Node]:
         """Return the nodes whose last use was the last request of a session. Set the hint in their class to "over".
 
-        The caller withdraws and offers these nodes again. Then the session is unknown until its next request.
+        The caller withdraws and offers these nodes again. The session is then unknown until its next request.
         """
         self.see(now)
         found = self._sessions.pop(session, None)

@@ -98,7 +98,7 @@ class RadixTree:
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """After a leased path, find the block on the device that begins with most of the next tokens of the chain.
+        """After a leased path, find the device block that shares the most leading tokens with the rest of the chain.
 
         Compare at most `max_tokens` tokens of at most `max_children` blocks (see `closest_child`). Return a lease that
         ends with the found block, and the number of shared tokens. Return None if no token is shared.

@@ -15,7 +15,7 @@ from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.messages import I32, KEY_BYTES
 
-# Extending a leaf copies its labels. If a leaf has at least this many bytes, new blocks form a new node instead.
+# Extending a leaf copies its labels. If the labels have at least this many bytes, new blocks form a new node instead.
 GROW_BYTES = 64 * 1024
 
 
@@ -146,7 +146,7 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True for a short leaf on the device with one lease, whose priority and expiry do not exceed those in `usage`."""
+    """True if `node` is a short leaf with one lease and device blocks, and not above `usage` in priority and expiry."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority

@@ -1,4 +1,4 @@
-"""Allocator: allocates and frees memory at one placement with two given functions, and counts the allocations."""
+"""Allocator: allocates and frees memory at one placement with given functions, and counts the allocations."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def _decide(
         return usable[0], why or "compiled copier", {}
     if len(usable) == 1:
         return usable[0], why, {}
-    if costs is None:  # during a capture, or because another path was forced
+    if costs is None:  # during a capture, or because an unusable path was forced
         return usable[0], f"{why}no costs known", {}
     estimates = costs.estimate_us(job, num_pieces, nbytes)
     return min(usable, key=lambda path: estimates.get(path, math.inf)), why, estimates

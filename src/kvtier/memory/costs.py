@@ -1,4 +1,4 @@
-"""CostTable: the time of every copy path, the time that a running model loses to copies, and the rate of the link. The
+"""CostTable: the time of every copy path, the share of time that a model loses to copies, and the rate of the link. The
 table is measured once per GPU and driver, saved in a file, and used to choose copy paths and transfer strategies.
 
 The time of a path for n pieces of one size is fixed + n * per_piece. Both values are measured at a few sizes and
@@ -176,7 +176,7 @@ def cost_table(placement: Placement) -> CostTable:
 
 
 def saved_costs(placement: Placement) -> CostTable | None:
-    """Return the saved costs of this GPU and driver, or None if they cannot be read."""
+    """Return the saved costs of this GPU and driver, or None if there are none or they cannot be read."""
     try:
         path = _file(placement)
         return CostTable.from_json(path.read_text()) if path.exists() else None

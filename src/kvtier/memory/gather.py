@@ -85,7 +85,7 @@ def fill_rows(table: I64, capacity: int, block: U32) -> int:
         return 0
     bases = np.minimum.reduce(at, axis=1)
     offsets = at - bases[:, None]
-    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # bits that are set in any offset; 16 limits the unit
+    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # bits set in any offset; 16 limits the unit to 16 bytes
     shift = (used & -used).bit_length() - 1
     if used >> shift >= 1 << 32:
         return 0

@@ -5,7 +5,7 @@ The memory is one mapping of exactly the requested size (torch's pinned pool rou
     [ piece 0 | piece 1 | piece 2 | ... ]      each piece is touched, and then pinned
       ready     ready     pinning   mapped
 
-The whole mapping is first bound to the NUMA node, by its address. The affinity and memory policy of threads stay.
+The whole mapping is first bound to the NUMA node, by its address. Affinity and memory policy of threads do not change.
 """
 
 from __future__ import annotations

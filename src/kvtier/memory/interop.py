@@ -55,7 +55,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
 
 
 def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
-    """Return a reference to a contiguous tensor. `pooled`: its GPU memory comes from torch's caching allocator."""
+    """Return a reference to a contiguous tensor. `pooled` is True for GPU memory from torch's caching allocator."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "

@@ -294,7 +294,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Wait for the event, without raising host errors. Polling a `blocking` event is faster, but takes the GIL."""
+        """Wait for the event without raising host errors. Polling a `blocking` event ends sooner, but takes the GIL."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:

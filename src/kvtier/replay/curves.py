@@ -5,7 +5,7 @@ The cache has one tier of blocks and serves one request at a time. The full bloc
 lru       Stack distances yield the hits of all capacities that hold the longest request, because a cache of C blocks
           holds the C most recently used blocks. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
-          A running request takes slots for all its blocks, as in any engine. A request above the capacity adds none.
+          A running request takes slots for all its blocks, as in any engine. A request above capacity adds no block.
 others    The real index is run once per capacity. Runs are spread over processes.
 """
 
@@ -158,7 +158,7 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
 
     A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
     slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
-    evicted. A shared prefix is thus evicted from its end.
+    evicted. The next use of a shared prefix ends with its last block, so the prefix is evicted from its end.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)  # by position of the next use

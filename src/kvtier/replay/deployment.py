@@ -107,7 +107,7 @@ class Deployment:
     disk: DiskSpec | None = None
     policy: str = "lru"
     inclusive: bool = False
-    """If False, a full host evicts blocks that device memory has too before other blocks (HostConfig.exclusive)."""
+    """If False, a full host first evicts blocks that are also in device memory (HostConfig.exclusive)."""
     replicas: int = 1
     routing: Routing = Routing.PREFIX
     max_rows: int = 256
@@ -195,7 +195,7 @@ class Summary:
     hit_rates: dict[str, float]
     ttft: dict[str, float]
     """Percentiles over the requests that generated a token; 0 if there are none."""
-    queue: dict[str, float]
+    queue: dict[str, float]  # percentiles of the time from arrival to admission
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
     utilisation: float

@@ -47,7 +47,7 @@ class PlanResult:
     more_host: PlanPoint
     """The chosen or nearest setup with 100 GiB more host memory."""
     more_disk: PlanPoint | None
-    """The chosen or nearest setup with 100 GiB more disk; None without `setup.disk` or host memory."""
+    """The chosen or nearest setup with 100 GiB more disk; None if there is no disk or that setup has no host memory."""
 
 
 def plan(

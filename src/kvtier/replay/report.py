@@ -253,7 +253,7 @@ def _refused(result: Json) -> list[int]:
 
 
 def _widest(result: Json) -> list[Json]:
-    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])
+    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])  # a run may have no disk
     return links
 
 

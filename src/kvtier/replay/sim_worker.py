@@ -136,7 +136,7 @@ class SimulatedWorker:
         stores: Mapping[str, SimulatedStore] | None = None,
         latency_seconds: float = 20e-6,
     ) -> None:
-        """`latency_seconds` is the fixed time of a transfer over the host link."""
+        """`latency_seconds` is the fixed time of a transfer between host and device."""
         self.stores = dict(stores or {})
         if self.stores and disk is None:
             raise ArgumentError(f"the stores {', '.join(self.stores)} need a disk")

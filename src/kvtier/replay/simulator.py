@@ -34,8 +34,8 @@ _DRAFT = (0,) * (_MAX_STEPS - 1)
 class StepCoalescer:
     """Simulates several steps as one, so that an hour of serving is simulated in a minute.
 
-    Up to 64 steps that together take about `quantum` seconds become one step. In this step, answers grow by several
-    tokens, as with accepted drafts, and prompts grow by several chunks. Events during the step take effect at its end.
+    Up to 64 steps that together take about `quantum` seconds become one step. Answers then grow by several tokens,
+    as with accepted drafts, and prompts advance by several chunks. Events during the step take effect at its end.
     If no prompt is left to compute, the step may extend to the next event. With `quantum` 0, no steps are merged.
 
     `host_cost` returns the part of a step's time in which the host prepares the step. This part overlaps with the
@@ -230,7 +230,7 @@ class Simulator:
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
             num_before, step = len(self._in_flight), self._step()
             num_idle = 0 if num_before or step is None or step.rows or self._has_reports else num_idle + 1
-            if step is not None and num_idle > 1:  # planning the first one may end a prefetch; its request can then run
+            if step is not None and num_idle > 1:  # the first idle step may end a prefetch, whose request can then run
                 following = min(self._next_arrival, self._worker.next_end)
                 if not self._can_go_on(step, following):
                     break
@@ -255,7 +255,7 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # An engine learns of a stop only with the result, so it may run a row too many. One more token allows this.
+        # With two steps in flight, the next row is scheduled before a stop is known. One more token allows this row.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
@@ -264,7 +264,7 @@ class Simulator:
 
     def _step(self) -> Step | None:
         """Run one step as the engine does: apply reports, schedule, compute, update the oldest step if all phases are
-        in use. If the next steps can be merged, but steps are in flight, only end those and return None."""
+        in use. If steps can be merged, but some are in flight, only end the steps in flight and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:
@@ -335,7 +335,7 @@ class Simulator:
 
     def _settle(self, step: Step, began: float) -> None:
         """Set first-token times, as if the step computed one prompt after the other, and end finished requests."""
-        rows = [row for row in step.rows if row.request.id in self._live]  # others ended while in flight
+        rows = [row for row in step.rows if row.request.id in self._live]  # without requests that ended in flight
         prompts = sum(row.num_tokens for row in rows if self._live[row.request.id].first_token_at is None)
         done = 0
         for row in rows:

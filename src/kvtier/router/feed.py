@@ -25,7 +25,7 @@ import numpy as np
 from kvtier.errors import ArgumentError
 from kvtier.router.placement import U64, PlacementIndex, as_hashes
 
-# Numbers of the tiers in the index, from the fastest to the slowest.
+# Numbers of the tiers in the index, fastest first. EXPECTED: blocks that the replica will compute (see Router).
 DEVICE, HOST, STORE, EXPECTED = range(4)
 TIERS = ("device", "host", "store", "expected")
 _MEDIA = {"GPU": DEVICE, "CPU": HOST}  # every other medium is a store
@@ -83,7 +83,7 @@ class ReplicaFeed:
         return self.state
 
     def restart(self) -> FeedState:
-        """Forget the replica and continue with the next batch. Call this method if a replay lacks the missing batches.
+        """Forget the replica's blocks and continue with the next batch. Used if no replay has the missing batches.
 
         The index then lacks the replica's blocks until later events report them again.
         """

@@ -35,7 +35,7 @@ class ForeignKeys:
         return len(self._blocks)
 
     def convert(self, batch: EventBatch) -> EventBatch:
-        """Return the batch with the hashes of kvtier."""
+        """Return the batch with kvtier's keys in place of the engine's hashes. Omit blocks that cannot be converted."""
         return replace(batch, events=tuple(self._converted(batch.events)))
 
     def _converted(self, events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

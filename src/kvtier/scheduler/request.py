@@ -75,7 +75,7 @@ class Request:
     """Rows of the request in steps without results, at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the last admission before any preemption."""
+    """Number of cached prompt tokens at the last admission before the first preemption."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached prompt tokens at the same admission."""
     why_loaded: str = field(init=False, default="")
@@ -83,7 +83,7 @@ class Request:
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
     """Number of tokens of the request when it last restarted because there was no free slot and no other request could
-    free one. 0 before the first such restart. If this happens again at the same number, the request is refused."""
+    free one. 0 before that. If this happens again at the same number of tokens, the request is refused."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())

@@ -214,14 +214,14 @@ class Scheduler:
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
         """Add a row with the next tokens of a running request. If slots are short, preempt requests, maybe this one."""
-        if request in builder.held or not self._may_continue(request, now):
+        if request in builder.to_preempt or not self._may_continue(request, now):
             return
         first = request.num_scheduled
         known = request.num_known - first
         count = min(known, builder.budget)
         if not count:
             return
-        # Drafts are optional, so no request is preempted to make room for drafts. They follow the last known token.
+        # Only a row that computes just the last known token has drafts. No request is preempted for drafts.
         drafts = min(len(request.draft), builder.budget - count) if known == 1 and not request.in_flight else 0
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
         if ahead and self.manager.allocate(_held(request), first + count + ahead) is None:
@@ -237,7 +237,7 @@ class Scheduler:
                 return
             victim = self._victim(request, shortage)
             if victim.in_flight:
-                builder.hold(victim)
+                builder.preempt_later(victim)
                 return
             if victim is request and self._is_alone(request, shortage):
                 if self._end_prefetches(request, shortage):
@@ -246,7 +246,7 @@ class Scheduler:
                     builder.is_full = True
                     return
                 # The request already holds all available blocks. A restart can help, because it releases copies of
-                # blocks that others have published. After a restart without progress, refuse the request.
+                # blocks that other requests published. After a restart without progress, refuse the request.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage))
@@ -544,7 +544,7 @@ class _StepBuilder:
         self.rows: list[Row] = []
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
-        self.held: list[Request] = []
+        self.to_preempt: list[Request] = []
         """Requests to be preempted, which have a row in flight. Without a new row, the next step can preempt them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight free room."""
@@ -558,9 +558,9 @@ class _StepBuilder:
         self.preempted.append(request)
         self._remove_row(request)
 
-    def hold(self, request: Request) -> None:
+    def preempt_later(self, request: Request) -> None:
         """Remove the new row of a request that has a row in flight, so that the next step can preempt the request."""
-        self.held.append(request)
+        self.to_preempt.append(request)
         self.is_full = True
         self._remove_row(request)
 

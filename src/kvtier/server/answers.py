@@ -25,7 +25,7 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write "arguments", Llama 3 writes "parameters"
 _MAX_NAME = 256  # limit in characters for each key and value of a call, except for its arguments
-CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
+CallForm = Literal["none", "tagged", "bare", "list", "arguments"]  # tagged: in <tool_call>; bare: without tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class AnswerParser:
         if text:
             self._parts.append(TextDelta(kind, text))
 
-    # Each state processes text. It returns True if the next state can process the rest, False if more text is needed.
+    # A state method returns True if the next state can process the rest of the text, False if more text is needed.
 
     def _start(self) -> bool:
         text = self._text.lstrip(_SPACE)

@@ -253,7 +253,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's schema without status 422, which this server never sends."""
+    """Return FastAPI's schema with schemas of the bodies, and without status 422, which this server never sends."""
     if app.openapi_schema is None:
         schema = FastAPI.openapi(app)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())

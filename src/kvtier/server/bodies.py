@@ -49,7 +49,7 @@ class Bodies:
     pool: WorkerPool
     limits: Limits
     admission: Admission
-    _num_bytes: Counter[str] = field(default_factory=Counter)  # counted bytes of unfinished bodies, by tenant
+    _num_bytes: Counter[str] = field(default_factory=Counter)  # bytes of each body above _FREE_BYTES, by tenant
 
     async def read(self, request: Request, model: type[Body]) -> Prepared[Body]:
         """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects."""

@@ -34,7 +34,7 @@ class TierOptions:
 
     block_tokens: int = option(16, "tokens per block")
     blocks: int = option(1024, "number of blocks in device memory")
-    host_blocks: int = option(0, "blocks in host memory; 0: none, with a store as many as --blocks")
+    host_blocks: int = option(0, "blocks in host memory; 0: --blocks if there is a store, else none")
     disk: str = option("", "folder of the disk tier, whose contents survive restarts", metavar="FOLDER")
     disk_bytes: str = option("8GiB", "size of the disk tier", metavar="SIZE")
     disk_bytes_per_day: str = option("", "limit of the bytes written to the disk tier in 24 hours", metavar="SIZE")

@@ -135,7 +135,7 @@ def is_asleep(admission: Admission) -> bool:
 
 
 async def _call_by_name(engine: Heartbeat, function: str, /, **arguments: Any) -> dict[str, Any]:
-    """Call a control function for a pin. Raises 400 for a name that is unknown or taken."""
+    """Call `pin` or `unpin`. Raises 400 if the name is taken (pin) or unknown (unpin)."""
     try:
         return await engine.call(function, **arguments)
     except ArgumentError as error:

@@ -84,7 +84,7 @@ def _transfers(engine: Engine) -> list[dict[str, Any]]:
 
 
 def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
-    """Return the speed of the GPU's link in GB/s, by direction; empty if `kvtier doctor` has not measured it."""
+    """Return the GPU link's speed in GB/s, by direction; empty without a GPU or a measurement by `kvtier doctor`."""
     device = Placement.parse(str(engine.model.weights.device))
     costs = saved_costs(device) if device.kind == "cuda" else None
     if costs is None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # needs the extra `events`
     from kvtier.events.publisher import EventPublisher
 
 _log = logging.getLogger("kvtier.server")
-_GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # estimate hit rates for these multiples of the device tier
+_GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # multiples of the device tier's size, for estimates of hit rates
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
@@ -170,7 +170,7 @@ def make_llm(options: EngineOptions, listener: Listener | None = None) -> LLM:
 class EngineServer:
     """Passes commands to an EngineRunner, and sends the outputs of each step in one message.
 
-    The main thread reads commands. A low-priority thread compiles schemas. The runner's thread does everything else.
+    The main thread reads commands. A low-priority thread compiles schemas. The runner's thread runs the engine.
     """
 
     def __init__(self, engine: Engine, channel: Channel, publisher: EventPublisher | None = None) -> None:
@@ -238,11 +238,11 @@ class EngineServer:
             return
         with self._lock:
             self._compiling.add(command.id)
-        tenant, _, _ = command.salt.partition(b"\0")  # compile times must not reveal schemas of other tenants
+        tenant, _, _ = command.salt.partition(b"\0")  # has its own cache: compile times must not reveal others' schemas
         self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
     def _add_constrained(self, command: Submit, compiled: Future[Callable[[], GrammarConstraint]]) -> None:
-        """Add a request whose schema was compiled, unless the request was aborted in the meantime."""
+        """Add a request after its schema was compiled, or report the error. Do nothing if the request was aborted."""
         with self._lock, contextlib.suppress(OSError, ClosedError):  # raised if the process is exiting
             if command.id not in self._compiling:
                 return

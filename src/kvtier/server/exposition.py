@@ -19,10 +19,10 @@ _OPEN_METRICS = "application/openmetrics-text"
 
 
 class Exposition:
-    """The metrics page of a server.
+    """Formats the metrics page of a server.
 
-    The page has the collected metrics, metrics of the front end's garbage collector, and metrics of both processes. The
-    metrics of the front-end process are named `process_*`, those of the engine process `kvtier_engine_process_*`.
+    The page has the collected metrics and those of the front end's garbage collector. Metrics about the front-end
+    process itself are named `process_*`, and metrics about the engine process `kvtier_engine_process_*`.
     """
 
     def __init__(self, engine_pid: Callable[[], int]) -> None:
@@ -43,7 +43,7 @@ class Exposition:
         """Return the page and its content type. Between two updates, each format is encoded once.
 
         `accept` is the value of the header Accept. The format is OpenMetrics if the header lists it, and Prometheus'
-        text format otherwise. Parameters are ignored, so that clients without a key cannot request more formats.
+        text format otherwise. Parameters are ignored, so clients without a key can cause only two encodings per update.
         """
         media_types = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
         content_type = openmetrics.CONTENT_TYPE_LATEST if _OPEN_METRICS in media_types else CONTENT_TYPE_PLAIN_0_0_4

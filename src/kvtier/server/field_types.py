@@ -38,7 +38,7 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
 MAX_FIELDS = 64  # limit for objects with known fields; the largest request has 57 fields
-_MAX_PROMPTS = 128  # maximum number of prompts in a body; `Limits.answers` is checked later
+_MAX_PROMPTS = 128  # maximum number of prompts in a body; prompts times n are checked later (`Limits.answers`)
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
 
@@ -107,7 +107,7 @@ def _one_prompt(value: Any) -> str | list[int]:
 
 
 def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
-    """Check one or several prompts. The first item of a list determines its type."""
+    """Check one or several prompts. The first item of a list determines which type all items must have."""
     if not isinstance(value, list) or not value or type(value[0]) is int:
         return _one_prompt(value)
     if len(value) > _MAX_PROMPTS:

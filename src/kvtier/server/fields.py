@@ -5,7 +5,8 @@
 - refused: the field would change the answer and is not supported. It gets 400, unless its value has no effect.
 
 A field that is in no class gets 400 too, because it is either misspelled or unknown to this version.
-docs/make_reference.py generates the tables in docs/api.md from this module and agent_fields.py.
+docs/make_reference.py generates the tables in docs/api.md from this module and agent_fields.py. In a note, "see below"
+refers to the text below these tables.
 """
 
 from __future__ import annotations

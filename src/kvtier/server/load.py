@@ -1,4 +1,4 @@
-"""Fast load generator for `kvtier bench`: streaming clients without an HTTP library. Some of them disconnect early."""
+"""Fast load generator for `kvtier bench`: streaming clients without an HTTP library, which can disconnect early."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LoadReport:
     statuses: Counter[int] = field(default_factory=Counter)
     """Number of responses by status. Status 0 stands for requests without a response."""
     num_disconnected: int = 0
-    num_tokens: int = 0
+    num_tokens: int = 0  # one per event, although an event can contain several tokens
     num_incomplete: int = 0
     """Streams that the server ended without [DONE]."""
     ttfts: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
     deadline = began + options.seconds if options.seconds else float("inf")
 
     async def client(number: int) -> None:
-        rng = random.Random(options.seed * 1009 + number)  # unique for up to 1,009 clients per seed
+        rng = random.Random(options.seed * 1009 + number)  # different for each client and seed, for up to 1,009 clients
         while time.monotonic() < deadline and next(numbers, None) is not None:
             await _send_request(options, rng, report)
             progress(report)

@@ -1,13 +1,13 @@
 """Messages between the front end and its child processes, and the framing of messages.
 
     front end --Submit, Abort, Call--> engine process
-    front end <--Reply(0, Started) | EngineFailed, StepOutputs, Reply-- engine process
+    front end <--Reply(0, Started), then StepOutputs, Reply; EngineFailed at any time-- engine process
     front end --PrepareConfig, then Call--> worker process
     front end <--Reply(0), then Reply-- worker process
 
 A frame is a length (four bytes, big-endian) and a body. To and from the engine process, a body is one byte for the type
 of the message, followed by MessagePack. A body can contain only the types declared here, so that neither process can
-make the other one run code. An invalid body raises FormatError and is skipped. To and from workers, a body is a pickle.
+make the other one run code. The receiver skips an invalid body (FormatError). To and from workers, a body is a pickle.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ PING, SHUTDOWN = "ping", "shutdown"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Result of a `Call`, or rejection of a `Submit`."""
+    """Result of a `Call`, or rejection of a `Submit`. The first reply means that the child process is ready."""
 
     id: int | str
     value: Any = None

@@ -162,7 +162,7 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 class AgentTool(Loose):
-    """A tool of the client. Tools of a type other than `custom`, which Anthropic defines or runs, are skipped."""
+    """A tool. It is used if its type is `custom` or None. Other tools, which Anthropic defines or runs, are skipped."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")] | None = None
     name: ToolName
@@ -228,7 +228,7 @@ class CountTokensRequest(Strict):
     chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
-    def _has_text(self) -> Self:
+    def _has_text_to_continue(self) -> Self:
         message = self.messages[-1].chat_messages()[-1]
         if message["role"] == "assistant" and not message.get("tool_calls") and not message["content"].strip():
             raise ValueError("messages: the final message of the assistant is empty, so it cannot be continued")

@@ -106,7 +106,7 @@ class GuardMiddleware:
     def __init__(
         self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog, origins: Sequence[str] = ()
     ) -> None:
-        """Pages of the sites in `origins` may send requests too."""
+        """`origins` are other sites whose pages may send requests even if there are no keys."""
         self._app = app
         self._origins = frozenset(origins)
         self._keys = [(hashlib.sha256(tenant.key.encode()).digest(), tenant) for tenant in tenants]

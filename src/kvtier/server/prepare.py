@@ -60,7 +60,7 @@ class Prepared(Generic[Body]):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the answer must not contain."""
     ignored: tuple[str, ...] = ()
-    """Fields of the request that have no effect."""
+    """Fields and tools of the request that have no effect."""
     source: AgentRequest | None = None
     """The request that `body` was translated from, without its prompt."""
     notes: tuple[str, ...] = ()
@@ -265,7 +265,7 @@ class Preparation:
         variables: Mapping[str, Any] | None = None,
         ends: Mapping[str, bool] | None = None,
     ) -> list[int]:
-        """`variables` are passed to the template. `ends`: options of Tokenizer.chat_text for the end of the prompt."""
+        """`variables` are passed to the template. `ends` are options of Tokenizer.chat_text for the prompt's end."""
         rendered = [message.for_template() for message in messages]
         self._check_sizes(["".join(message["content"] for message in rendered)], "messages", max_tokens)
         options: dict[str, Any] = {

@@ -109,7 +109,7 @@ class MessageItem(Loose):
     content: _Parts
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Append the message. All instructions at the start become one system message, as chat templates expect."""
+        """Append the message. Join all system and developer messages at the start, as chat templates expect."""
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and not last.get("tool_calls"):
@@ -182,7 +182,7 @@ def _as_items(value: Any) -> Any:
 
 
 class ResponseTool(Loose):
-    """A function of the client. Tools of other types, which OpenAI runs or defines, are skipped."""
+    """A tool. It is used if its type is `function`. Other tools, which OpenAI runs or defines, are skipped."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     name: ToolName | None = None
@@ -288,7 +288,7 @@ class ResponsesRequest(Strict):
         return [f"tools.{tool.type}" for tool in self.tools or () if tool.type != "function"]
 
     def without_prompt(self) -> Self:
-        """Return the request without its input. The response repeats the other fields."""
+        """Return the request without its input. The response repeats some of the other fields."""
         return self.model_copy(update={"input": []})
 
     def to_chat(self) -> ChatRequest:

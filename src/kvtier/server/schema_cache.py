@@ -1,4 +1,4 @@
-"""Checks and compiles the grammars of structured answers, most of which are JSON schemas.
+"""Checks and compiles the grammars of structured answers. Most are JSON schemas; here, all are called schemas.
 
     front end: SchemaChecks --Call--> worker process, which compiles the schema with a time limit
     engine process: SchemaCompilations --thread of low priority--> constraint

@@ -1,4 +1,4 @@
-"""Runs a server: starts the engine process and listens. On SIGTERM, finishes the requests and saves the cache."""
+"""Runs a server: starts the engine process and listens. On SIGTERM or SIGINT, finishes requests and saves the cache."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _phases(explanation: Explanation, began: float, record: RequestRecord) -> It
 
 
 def _usage(record: RequestRecord, model: str) -> dict[str, AttributeValue]:
-    """Return the attributes of a server span. Attributes that OpenTelemetry defines have its names."""
+    """Return the attributes of a server span. Standard attributes have the names that OpenTelemetry defines."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "text_completion" if record.endpoint == "completion" else "chat",
         "gen_ai.request.model": model,

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from kvtier.server.request_log import RequestRecord
 
 _LABELS = ("model_name", "engine")
-_TOKENS = tuple(float(digit * 10**decade) for decade in range(6) for digit in (1, 2, 5))
-# Finish reason of a RequestRecord -> finish reason of vLLM. All others are "error".
+_TOKENS = tuple(float(digit * 10**decade) for decade in range(6) for digit in (1, 2, 5))  # histogram bounds
+# Finish reason of a RequestRecord -> finish reason of vLLM. All other reasons become "error".
 _REASONS = {"stop": "stop", "length": "length", "disconnected": "abort", "timeout": "abort"}
 
 

@@ -132,7 +132,7 @@ class WorkerPool:
             raise ApiError(429, message, code="overloaded")
         task = _Task(Call(0, name, arguments), tenant, asyncio.get_running_loop().create_future())
         self._waiting.append(task)
-        if self._size > len(self._serving) == self.num_running and self._may_run(task):
+        if self._size > len(self._serving) == self.num_running and self._may_run(task):  # all processes are busy
             self.start()
         self._changed.set()
         try:

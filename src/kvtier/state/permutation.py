@@ -18,7 +18,7 @@ Runs = tuple[I64, I64, I64]
 
 
 class Permutation:
-    """The old row number of each row in the new order. An index of `size0` or more stands for a new row.
+    """The old number of each row in the new order. A number of `size0` (number of old rows) or more means a new row.
 
         Permutation([2, 0, 5], size0=3)     row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 

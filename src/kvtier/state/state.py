@@ -53,7 +53,7 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Add copies of the rows from front to back, in the new order, to `copy`, and call `swap`.
+        """Make `copy` copy the rows from front to back in the new order (new rows: from `new`, if given). Call `swap`.
 
         Return False and do nothing if `perm` is the identity.
         """

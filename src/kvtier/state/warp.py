@@ -245,7 +245,7 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
         src_placement=sources[0].placement,
         dst_placement=out.placement,
         keep=[rows.holding for rows in (*sources, out)],
-        nbytes=num_rows * out.row_bytes or None,  # the copies are sorted by destination and do not overlap
+        nbytes=num_rows * out.row_bytes or None,  # the copies are sorted and independent, as `nbytes` requires
     )
 
 

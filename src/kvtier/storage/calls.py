@@ -1,7 +1,7 @@
 """Calls to a store: threads, deadline, results and the circuit breaker.
 
-A store that hangs delays a call by at most its deadline: the Batch ends then, and the Breaker refuses further calls as
-long as a job of the call hangs.
+A call returns at its deadline even if the store hangs. The Breaker then refuses further calls as long as a job of the
+late call hangs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Batch:
     A thread that hangs in the kernel cannot be stopped. Each thread therefore works on its own memory, and accesses the
     caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned.
 
-        running --settle(all)--> settled --wait()--> returned
-        running --deadline-----> expired: open objects are FAILED --> returned; `settle` returns False
+        running --all objects are settled--> returned
+        running --deadline-----------------> returned; objects without a result are FAILED
     """
 
     def __init__(self, num_objects: int) -> None:

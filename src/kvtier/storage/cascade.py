@@ -38,7 +38,7 @@ class Cascade:
 
     `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. Lookups
     and reads divide the remaining time equally among the stores that were not tried yet, so that a hanging store leaves
-    time for the others.
+    time for the next stores.
     """
 
     def __init__(

@@ -81,9 +81,9 @@ def encode(
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
 
-    `known` is the checksum for the record, if the caller has already computed it. For an object that is not
-    encrypted, pass it only without compression and token ids, because the checksum covers the stored bytes and the
-    token ids. The checksum of an encrypted object covers only its first bytes; encryption authenticates the rest.
+    `known` is the checksum for the record, if the caller has computed it. This checksum covers the stored bytes and the
+    token ids. The checksum of the payload is therefore wrong if there are token ids or the payload is compressed. An
+    encrypted DiskStore passes the checksum of the first 4096 bytes of the payload instead (sealing.py).
     """
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:

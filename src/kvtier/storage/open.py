@@ -66,7 +66,7 @@ def open_store(
 
 
 def _open_all(openers: Sequence[Callable[[], Store]]) -> list[Store]:
-    """Open all stores. If one fails to open, close the others."""
+    """Open all stores. If one fails to open, close those that are already open."""
     stores: list[Store] = []
     with contextlib.ExitStack() as opened:
         for opener in openers:
@@ -348,7 +348,7 @@ class ShardStores:
     first: int = 0
 
     def of(self, shard: int | None) -> Store:
-        """Return the store of a shard. None stands for replicated data, which is stored with the first shard."""
+        """Return the store of a shard. Replicated data (None) is in the store of the rank's first shard."""
         if len(self.stores) == 1:
             return self.stores[0]
         return self.stores[0 if shard is None else shard - self.first]

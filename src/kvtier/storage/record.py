@@ -33,7 +33,7 @@ from typing import NamedTuple
 from kvtier.errors import FormatError, VersionError
 from kvtier.storage.store import Label, StoredObject
 
-MAGIC = b"\x89KVOBJ\r\n"  # a non-text byte, and line ends that a text-mode transfer would change
+MAGIC = b"\x89KVOBJ\r\n"  # a non-text byte, and a line end that a text-mode transfer would change
 VERSION = 1
 RECORD_BYTES = 256
 BLANK = bytes(RECORD_BYTES)
@@ -93,7 +93,7 @@ class Record:
         return Record(self.key, self.namespace, self.token_digest, *sizes, *place)
 
     def is_same_object(self, other: Record) -> bool:
-        """True if checksum, sizes, flags, keys and label are equal. Slot, sequence and expiry may differ."""
+        """True if key, label, sizes, checksum, flags and encryption key agree. Slot, sequence and expiry may differ."""
         if self.checksum != other.checksum or (self.seal and self.seal.key_id) != (other.seal and other.seal.key_id):
             return False
         mine, theirs = (replace(record.at(0, 0, 0), expires_s=0, seal=None) for record in (self, other))

@@ -89,7 +89,7 @@ class ObjectStatus(Enum):
     MISSING = "missing"
     """The object is absent, or its namespace, tokens or length differ from the expected ones (see `reason`)."""
     CORRUPT = "corrupt"
-    """The object's bytes have changed since they were stored. The object is quarantined, and missing from now on."""
+    """The object's bytes have changed since they were stored. The store quarantines or deletes the object."""
     FAILED = "failed"
     """Caused by an error, a missed deadline, a full store, or an open breaker."""
 

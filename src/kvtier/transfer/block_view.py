@@ -47,8 +47,7 @@ class BlockView:
     num_blocks: int
     holding: MemoryRef
     run_blocks: int = 0
-    """Number of blocks per piece, if the memory is pinned in pieces. A copy must not span two pieces. 0 if the memory
-    is a single piece."""
+    """Blocks per piece, if the memory is pinned in pieces; 0 if it is one piece. A copy must not span two pieces."""
 
     @property
     def placement(self) -> Placement:

@@ -28,7 +28,7 @@ from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Strategy, StrategyChoice
 
 @dataclass(slots=True, eq=False)
 class SortedBlockIds:
-    """Ids of the blocks to move, in the caller's order and sorted by destination."""
+    """Ids of the blocks to move, first in the caller's order, then (`sorted_*`) sorted by destination."""
 
     device_ids: I64
     host_ids: I64
@@ -68,8 +68,8 @@ def block_copies(
     if code is not None and len(device_ids):
         to_host = direction is Direction.D2H
         return code.block_copies(device_ids, host_ids, device, host, nbytes, run_blocks, to_host=to_host)
-    near, far = device[0] + device_ids * device[1], host[0] + host_ids * host[1]
-    table = copy_table(near, far, np.array([nbytes]), direction)
+    device_side, host_side = device[0] + device_ids * device[1], host[0] + host_ids * host[1]
+    table = copy_table(device_side, host_side, np.array([nbytes]), direction)
     starts = scan(table, host_ids // run_blocks if run_blocks else None).starts
     if starts is None:
         return table
@@ -81,9 +81,9 @@ def block_copies(
 def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Direction) -> I64:
     """Return copies (rows SRC, DST, NBYTES) between addresses. `host_side` may be in staging memory on the device."""
     table = np.empty((3, device_side.size), np.int64)
-    near, far = (SRC, DST) if direction is Direction.D2H else (DST, SRC)
-    table[near] = device_side.reshape(-1)
-    table[far] = host_side.reshape(-1)
+    device_row, host_row = (SRC, DST) if direction is Direction.D2H else (DST, SRC)
+    table[device_row] = device_side.reshape(-1)
+    table[host_row] = host_side.reshape(-1)
     table[NBYTES].reshape(device_side.shape)[:] = nbytes
     return table
 
@@ -100,8 +100,7 @@ relative to the start of a slot of the staging ring."""
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """Blocks that are submitted together. The tables are built on first use, usually while an earlier slice is
-    copied."""
+    """Blocks submitted together. The tables are built on first use, usually while an earlier slice is copied."""
 
     blocks: I64
     """Positions of the blocks in the ids of the transfer."""
@@ -170,8 +169,8 @@ def compile_transfer(
     for index, part in enumerate(parts):
         num_bytes = part.span.nbytes
         if choice.strategy == "staged":
-            at_end = index == (0 if direction is Direction.D2H else len(layer_groups) - 1)
-            sizes = _staged_chunks(count, num_bytes, config.chunk_bytes, ramp=at_end)
+            has_ramp = index == (0 if direction is Direction.D2H else len(layer_groups) - 1)
+            sizes = _staged_chunks(count, num_bytes, config.chunk_bytes, ramp=has_ramp)
             tables, limits = _staged_tables, _limits(sizes if direction is Direction.D2H else sizes[::-1])
         else:
             step = max(1, slice_bytes // num_bytes)
@@ -191,7 +190,8 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
     """Return the number of blocks in each chunk. A chunk is copied through one slot of the staging ring.
 
-    With `ramp`, the first chunk is small: the link is idle while it is gathered (or, in a reversed list, scattered).
+    With `ramp`, the first chunk is small, because the link is idle while this chunk is gathered. For H2D, the caller
+    reverses the list. The small chunk is then the last one, and the link is idle while it is scattered.
     """
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride
@@ -211,8 +211,8 @@ def _direct_tables(
     on_device, on_host = moves.sorted_device[chosen], moves.sorted_host[chosen]
     if len(part) == 1:
         device = (int(part.pointer[0]), int(part.stride[0]))
-        near = (host.pointer + int(part.offset[0]), host.slot_bytes)
-        return block_copies(on_device, on_host, device, near, part.span.nbytes, host.piece_slots, direction), None
+        slots = (host.pointer + int(part.offset[0]), host.slot_bytes)
+        return block_copies(on_device, on_host, device, slots, part.span.nbytes, host.piece_slots, direction), None
     device_side = part.pointer + on_device[:, None] * part.stride  # [block, segment]
     host_side = (host.pointer + on_host * host.slot_bytes)[:, None] + part.offset
     return copy_table(device_side, host_side, part.nbytes, direction), None
@@ -227,8 +227,8 @@ def _staged_tables(
     device_side = part.pointer + on_device[:, None] * part.stride
     stage_side = (places * stride)[:, None] + (part.offset - span.offset)
     inside = copy_table(device_side, stage_side, part.nbytes, direction)
-    near = (host.pointer + span.offset, host.slot_bytes)
-    return block_copies(places, on_host, (0, stride), near, span.nbytes, host.piece_slots, direction), inside
+    slots = (host.pointer + span.offset, host.slot_bytes)
+    return block_copies(places, on_host, (0, stride), slots, span.nbytes, host.piece_slots, direction), inside
 
 
 def _stage_stride(span_bytes: int) -> int:

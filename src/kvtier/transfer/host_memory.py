@@ -28,7 +28,7 @@ from kvtier.memory.native import native
 from kvtier.memory.region import MemoryRef
 from kvtier.transfer.block_view import BlockView, Ids, check_ids
 
-# Touching 1 GiB takes 0.8 s and pinning it 0.06 s (H200, 2026-11-15), so the first slots are usable after 0.2 s.
+# Touching 1 GiB takes 0.8 s and pinning it 0.06 s (H200, 2026-11-15), so a piece (1/4 GiB) is usable after 0.2 s.
 PIECE_BYTES = 256 << 20
 
 

@@ -39,7 +39,7 @@ class Lane:
         self._streams = {urgent: Stream(placement, priority=_URGENT if urgent else 0) for urgent in (True, False)}
         self._changed = threading.Condition()
         self._queue: list[TransferHandle] = []
-        self._in_flight: dict[bool, deque[tuple[int, Event]]] = {True: deque(), False: deque()}
+        self._in_flight: dict[bool, deque[tuple[int, Event]]] = {True: deque(), False: deque()}  # by `urgent`
         self._thread: threading.Thread | None = None
         self._closed = False
 

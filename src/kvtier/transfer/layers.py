@@ -2,7 +2,7 @@
 
 Layers are copied in groups. A group has these states:
 
-    PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> done
+    PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> DONE
        └─(failed, cancelled, late)─> FAILED <─(failed)─┘     `wait` without a stream raises TransferError
 """
 
@@ -27,8 +27,8 @@ class LayerDoneCounter:
             counter.wait(layer, stream)      # the stream waits, the host does not
             compute(layer)
 
-    An urgent load is normally submitted before the caller gets the counter, so wait() does not block. For a load that
-    is still queued, wait() blocks until the layer is submitted.
+    An urgent load is normally submitted before the caller gets the counter, so wait(layer, stream) does not block the
+    host. For a load that is still queued, it blocks the host until the layer is submitted.
     """
 
     def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:

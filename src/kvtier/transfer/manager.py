@@ -132,7 +132,7 @@ class TransferManager:
         number = next(self._numbers)
         transfer = TransferHandle(number, compiled, urgent=urgent, after=after, deadline=deadline, keep=keep)
         with self._lock:
-            self._live = {k: each for k, each in self._live.items() if not each.was_waited_for}
+            self._live = {k: each for k, each in self._live.items() if not each.was_waited_for}  # wait() reported it
             self._live[number] = transfer
         self._lanes[compiled.direction].submit(transfer)
         return transfer

@@ -35,8 +35,8 @@ class TransferConfig:
     slice_bytes: int = 64 << 20
     """Approximate size of a slice of a bulk transfer. 64 MiB take 1.2 ms on the link."""
     max_in_flight_bytes: int = 192 << 20
-    """Maximum bulk bytes in flight per direction. The default keeps the link busy, and delays an urgent transfer by at
-    most 3.5 ms."""
+    """Maximum bulk bytes in flight per direction. The default (three slices) keeps the link busy, and delays an urgent
+    transfer by about 3.5 ms at most."""
     max_urgent_bytes: int = 8 << 30
     """Maximum urgent bytes in flight per direction. Further urgent transfers are queued ahead of bulk transfers."""
     group_piece_bytes: int = 512 << 10
@@ -46,11 +46,11 @@ class TransferConfig:
     chunk_bytes: int = 64 << 20
     """Size of a slot of the staging ring. While the gather kernel of one slot waits for a busy GPU, the two slots that
     are already full are copied, and this copy should take longer than the wait. Small slots cost more host time,
-    because each slot needs a launch and a batch call (0.1 ms)."""
+    because filling and emptying a slot takes a kernel launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     """Number of slots of the staging ring."""
     gather_blocks: int = 264
-    """Number of thread blocks of the kernel that gathers into staging memory. The default is two per multiprocessor."""
+    """Number of thread blocks of a gather or scatter kernel. The default is two per multiprocessor of an H200 (132)."""
 
     def __post_init__(self) -> None:
         if self.strategy is not None and self.strategy not in STRATEGIES:
@@ -62,9 +62,9 @@ class TransferConfig:
 
 # Size of the first chunk of a save, and of the last chunk of a load. A small size is good, because the link is idle
 # while the chunk is gathered or scattered. A large size is good, because the gather of the next chunk should end during
-# the copy of this chunk, even if it has to wait for a busy GPU. On an idle GPU, transfers of 64 MiB in the worst shape
-# reach 0.969 of the link rate with 4 MiB, 0.963 with 8 MiB, and 0.962 with 12 MiB. During matrix products, there is no
-# difference (H200, 2026-11-15).
+# the copy of this chunk, even if it has to wait for a busy GPU. On an idle GPU, staged transfers of 64 MiB reach
+# 0.969 of the link rate if this chunk has 4 MiB, 0.963 with 8 MiB, and 0.962 with 12 MiB. During matrix products, there
+# is no difference (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 

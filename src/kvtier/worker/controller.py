@@ -255,7 +255,7 @@ class CacheController:
     def _take(self, report: TransferReport) -> None:
         job = self._by_copy.pop(report.id, None)
         if job is None:
-            return  # already reported as failed in `_copy`, because the copy of another cache group could not start
+            return  # the copy of another cache group could not start; `_copy` retried or reported the transfers
         job.reports.append(report)
         if len(job.reports) < len(job.copies):
             return

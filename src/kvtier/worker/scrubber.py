@@ -35,7 +35,7 @@ class Scrubber:
         self._thread.start()
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Stop verifying slots that are about to be written or freed."""
+        """Stop verifying slots that are about to be written."""
         with self._lock:
             for slot in slots:
                 self._stamps[slot] = self._stamps.get(slot, 0) + 1

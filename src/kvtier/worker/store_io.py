@@ -284,5 +284,5 @@ def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarra
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # a failed drop leaves blocks that are still valid
+        with contextlib.suppress(Exception):  # if a drop fails, the blocks that it leaves are valid
             task()

@@ -254,7 +254,7 @@ def test_resize_host_while_asleep_raises(caches):
 
 def test_store_errors_cause_misses_but_no_failed_requests(caches):
     memory = MemoryStore(1 << 22)
-    faults = [Fault(), *[Fault("an error")] * 6]  # the first call succeeds, the next six fail, all others succeed
+    faults = [Fault(), *[Fault("an error")] * 6]  # the first call succeeds, the next six fail, all later calls succeed
     cache = caches(store=FaultyStore(memory, faults))
     for number in range(4):
         assert cache.serve(cache.chain(number)).state is RequestState.FINISHED
@@ -270,7 +270,18 @@ def test_store_errors_cause_misses_but_no_failed_requests(caches):
 def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
     """Regression: a resize request from the fuzzer killed the server."""
     machine = TiersMachine()
-    machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(
+        num_blocks=12,
+        num_host=10,
+        saving=WritebackConfig(),
+        wait=WaitPolicy.WAIT,
+        is_shared=False,
+        always_load=True,
+        free_share=0.0,
+        store_bytes=1 << 20,
+        seed=1,
+        share=0.0,  # no faults
+    )
     with pytest.raises(RangeError, match="GiB are free"):
         machine.tiers.resize(tier, 1 << 40)
     assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]

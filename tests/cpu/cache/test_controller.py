@@ -71,8 +71,7 @@ def test_fetch_of_block_without_draft_object_is_a_miss(rigs):
     rig.run(rig.save([0, 1], [0, 1]))
     rig.run(rig.store([0, 1], [0, 1]))
     assert len(store.objects) == 4
-    (draft,) = [key for key in store.objects if key != KEYS[0] and key not in KEYS and draft_of(KEYS[0]) == key]
-    del store.objects[draft]
+    del store.objects[draft_of(KEYS[0])]
     (outcome,) = rig.run(rig.fetch([0, 1], [4, 5]))
     assert (outcome.ok, outcome.arrived) == (False, b"\0\1")
     assert rig.lookups == [StoreLookup("disk", absent=KEYS[0])]
@@ -261,6 +260,7 @@ def test_drop_of_keys_removes_objects_of_all_groups(rigs):
         (Label(NAMESPACE, digest_tokens(KEYS[0])), False),
         (Label(hashlib.sha256(b"another model").digest(), digest_tokens(KEYS[0], SECRET)), False),
     ],
+    ids=["right label", "other tokens", "no secret", "other model"],
 )
 def test_read_with_wrong_label_is_a_miss(rigs, label, ok):
     """A read must compare the label of an object, and not only its key."""

@@ -72,7 +72,7 @@ class ForeignMachine(RuleBasedStateMachine):
     steps: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.sampled_from([12, 16, 30]),  # the longest request has 40 tokens
+        num_blocks=st.sampled_from([12, 16, 30]),  # the longest request has 40 tokens (10 blocks)
         num_host=st.sampled_from([3, 10, 60]),
         max_saving=st.sampled_from([1, 4, 100]),
         write=st.sampled_from(WritePolicy),
@@ -329,7 +329,7 @@ class ForeignMachine(RuleBasedStateMachine):
 
 
 def test_foreign_machine_never_reads_wrong_bytes():
-    """Run at least 4,000 steps. KVTIER_SOAK=200 runs 200 times as many examples."""
+    """Run at least 4,000 steps (40 per example). KVTIER_SOAK=200 runs 200 times as many examples."""
     examples = 100 * SOAK
     run_state_machine_as_test(
         ForeignMachine,

@@ -18,7 +18,18 @@ def sampled(registry: Registry) -> dict[tuple[str, ...], object]:
 
 def test_cache_metrics_count_transferred_blocks_and_bytes():
     machine = TiersMachine()
-    machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(
+        num_blocks=12,
+        num_host=40,
+        saving=WritebackConfig(),
+        wait=WaitPolicy.WAIT,
+        is_shared=False,
+        always_load=True,
+        free_share=0.0,
+        store_bytes=1 << 20,
+        seed=1,
+        share=0.0,  # no faults
+    )
     tokens = [1] * 33
     for turn in range(3):
         machine.add(tokens, 1, b"")

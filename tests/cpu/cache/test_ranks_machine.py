@@ -112,8 +112,8 @@ class RanksMachine(TiersMachine):
             self.break_copies(random.Random(seed + 10 + rank), share / 2)
             controllers.append(self.controller)
         self.together = AllControllers(controllers, self.groups)
-        store = StoreConfig("disk", saving, wait, 3.0, is_shared=is_shared, max_fetching_blocks=6)
-        config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(store,), always_load=True)
+        disk = StoreConfig("disk", saving, wait, 3.0, is_shared=is_shared, max_fetching_blocks=6)
+        config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(disk,), always_load=True)
         self.manager = CacheManager(namespace, config, num_ranks=RANKS, num_host_ready=num_host)
         limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
         self.scheduler = Scheduler(self.manager, limits)
@@ -157,5 +157,5 @@ class RanksMachine(TiersMachine):
 
 
 def test_ranks_machine_never_reads_wrong_bytes():
-    """Run at least 6,000 steps. KVTIER_SOAK=200 runs 200 times as many examples."""
+    """Run at least 6,000 steps (40 per example). KVTIER_SOAK=200 runs 200 times as many examples."""
     run(RanksMachine, 150)

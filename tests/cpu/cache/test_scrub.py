@@ -130,6 +130,7 @@ BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
 # a round verifies at least one block, even if the limit is lower
 @pytest.mark.parametrize(("num_blocks", "num_verified"), [(2, 2), (3, 3), (0, 1)])
 def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_blocks, num_verified):
+    # a round of `quiet` may verify the bytes of 3600 s, which are num_blocks blocks and one byte
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3)
     quiet.scrubber._verify_some()
@@ -141,7 +142,7 @@ def test_scrubber_without_pause_has_a_byte_limit_per_round(monkeypatch):
     # without a pause, the limit of a round is that of 0.1 s
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     memory = ScrubbedMemory()
-    memory.scrubber.close()  # stops the thread, so that the test calls `_verify_some` itself
+    memory.scrubber.close()  # stops the thread, so that only the test calls `_verify_some`
     memory.write(0, 1, 2)
     memory.scrubber._verify_some()
     assert list(memory.scrubber._sums) == [0, 1]

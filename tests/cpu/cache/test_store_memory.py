@@ -18,7 +18,10 @@ KEY = bytes(range(32))
 
 
 class RecordingStore(MemoryStore):
-    """Records calls of `register`, `unregister` and `close`, and if each written object is in registered memory."""
+    """Records calls of `register`, `unregister` and `close`.
+
+    `is_registered` records for each written object whether it was in registered memory.
+    """
 
     def __init__(self) -> None:
         super().__init__(1 << 20)

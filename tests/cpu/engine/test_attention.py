@@ -47,6 +47,7 @@ def masked_attention(q, keys, values):
     return scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0].transpose(0, 1)
 
 
+# numbers of computed and new tokens of each sequence
 LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.just(1) | st.integers(1, 20)), min_size=1, max_size=4)
 DECODING = st.lists(st.tuples(st.integers(0, 90), st.just(1)), min_size=1, max_size=5)
 HEADS = st.sampled_from([(6, 2), (4, 4), (3, 1), (32, 1)])

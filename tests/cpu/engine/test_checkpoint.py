@@ -192,9 +192,9 @@ def test_namespace_depends_on_rope_factors_of_gguf(checkpoint, tmp_path):
     paths = [
         write_gguf(tmp_path / f"{number}.gguf", "llama", oracle, factors=each) for number, each in enumerate(factors)
     ]
-    none, ones, some, others = (fingerprint_of(load_model(path)) for path in paths)
+    none, ones, ramp, fours = (fingerprint_of(load_model(path)) for path in paths)
     assert none == ones
-    assert len({none, some, others}) == 3
+    assert len({none, ramp, fours}) == 3
 
 
 def test_namespace_without_biases_equals_that_of_0_1_0():
@@ -212,7 +212,7 @@ def test_namespace_without_biases_equals_that_of_0_1_0():
 # ---- invalid checkpoints -------------------------------------------------------------------------------------------
 
 
-def test_error_for_damaged_gguf_names_the_cause(checkpoint, tmp_path):
+def test_damaged_gguf_error_states_the_cause(checkpoint, tmp_path):
     _, oracle = checkpoint("llama")
     data = write_gguf(tmp_path / "m.gguf", "llama", oracle).read_bytes()
     broken = tmp_path / "broken.gguf"
@@ -298,7 +298,7 @@ def test_generation_config_adds_eos_tokens(checkpoint, tmp_path):
     assert ModelConfig.from_folder(folder).eos_token_ids == (2, 7)
 
 
-def test_error_for_incomplete_folder_names_the_file(checkpoint, tmp_path):
+def test_incomplete_folder_error_states_the_file(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama", max_shard_size="60KB")[0], tmp_path)
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
@@ -328,7 +328,7 @@ def test_load_model_with_unknown_path_or_dtype_raises(checkpoint, tmp_path):
         load_model(checkpoint("llama")[0], "i32")
 
 
-def test_error_for_missing_package_names_install_command(checkpoint, tmp_path, monkeypatch):
+def test_missing_package_error_states_the_install_command(checkpoint, tmp_path, monkeypatch):
     _, oracle = checkpoint("llama")
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle)
     monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)

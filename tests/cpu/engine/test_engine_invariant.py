@@ -37,7 +37,7 @@ def test_logits_are_bit_identical_in_any_batch(model):
     @given(
         seed=st.integers(0, 10**6),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([48, 64, 256]),
+        room=st.sampled_from([48, 64, 256]),  # tokens that fit into the cache
         max_step_tokens=st.sampled_from([2, 7, 32, 256]),
         prefix_caching=st.booleans(),
     )
@@ -105,7 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         block_tokens=st.sampled_from([1, 4]),
-        room=st.sampled_from([24, 36, 60, 200]),
+        room=st.sampled_from([24, 36, 60, 200]),  # tokens that fit into the cache
         max_step_tokens=st.sampled_from([3, 8, 40]),
         max_rows=st.integers(1, 4),
         prefix_caching=st.booleans(),

@@ -1,4 +1,4 @@
-"""A closed engine frees its tensors at once, without a garbage collection."""
+"""A closed engine frees its tensors without a garbage collection. An engine that is too large raises with advice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_closed_engine_frees_its_tensors(tiny_model, drafts, host_blocks, ending
     assert [tuple(tensor.shape) for tensor in (ref() for ref in owned) if tensor is not None] == []
 
 
-def test_engine_without_enough_memory_names_the_option_to_lower(tiny_model, monkeypatch):
+def test_engine_memory_error_states_the_option_to_lower(tiny_model, monkeypatch):
     def new_cache(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -25,7 +25,7 @@ def test_engine_equals_transformers_in_any_order_and_cache_size(checkpoint, kind
     @given(
         seed=st.integers(0, 10**6),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([64, 80, 128, 1024]),
+        room=st.sampled_from([64, 80, 128, 1024]),  # tokens that fit into the cache
         max_step_tokens=st.sampled_from([3, 16, 64]),
         prefix_caching=st.booleans(),
     )

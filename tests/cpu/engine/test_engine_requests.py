@@ -25,12 +25,15 @@ def model(checkpoint):
 def byte_tokenizer():
     """Return a tokenizer with one token per byte, so that a character may need several tokens.
 
-    The vocabulary of the tiny model has only 199 tokens, so only 198 of the 256 byte values have a token.
+    The tiny model has only 199 token ids. The tokenizer uses ids 0 to 197, so it covers 198 of the 256 byte values. Id
+    198 has no text.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
-    kept = letters[:128] + letters[160:230]  # the 128 bytes of ASCII, and 70 of the other bytes
+    kept = (
+        letters[:128] + letters[160:230]
+    )  # together: all 128 ASCII bytes and 70 other bytes (`letters` is not in byte order)
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -106,7 +109,7 @@ def test_eos_ends_the_answer_unless_ignored(checkpoint, model):
         answer = alone(model, prompt, greedy(6, ignore_eos=False))
         if answer.reason is FinishReason.STOP:
             break
-    assert answer.tokens[-1] == 2
+    assert answer.tokens[-1] == 2  # the EOS token of the tiny model
     assert is_greedy(oracle, prompt, answer.tokens)
     ignored = alone(model, prompt, greedy(6))
     assert ignored.tokens[: len(answer.tokens)] == answer.tokens
@@ -200,7 +203,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """If the engine accepted the token, a step would index outside the logits, and every request in it would fail."""
+    """If the engine accepted the token, a step would index outside the logits, and all its requests would fail."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"in \[0, 199\), got {min(5, token)} .. {max(5, token)}"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
@@ -314,14 +317,14 @@ class Faulty(Model):
         return hidden
 
 
-@pytest.mark.parametrize("at", range(5))
-def test_step_error_ends_only_requests_in_the_step(model, at):
+@pytest.mark.parametrize("num_steps_before", range(5))
+def test_step_error_ends_only_requests_in_the_step(model, num_steps_before):
     faulty = Faulty(model)
     engine = make_engine(faulty, 32, 4, max_step_tokens=24, max_rows=2)
     given = prompts(12, 30, 12, 20, 12, shared=[0, 0, 10, 10])
     names = [engine.add(prompt, sampled(6, n=2) if i == 0 else greedy(6)) for i, prompt in enumerate(given)]
     answers = Answers()
-    for _ in range(at):
+    for _ in range(num_steps_before):
         answers.take(engine.step())
     faulty.raise_next = RuntimeError("the device failed")
     answers.take(engine.step())

@@ -70,7 +70,7 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
 
 
 def poll_while_collecting(engine: Engine) -> None:
-    """Poll transfers before each step is collected, until no copy is in flight, like an engine that waits for a GPU."""
+    """Before the results of each step are collected, poll transfers until no copy is in flight, as with a GPU."""
     collect = engine._pipeline.collect
 
     def polled():

@@ -1,4 +1,7 @@
-"""Splitting a batch into its long chunks and the sequences between them does not change the results of attention."""
+"""A batch is split into its long prompt chunks (one sequence each) and the runs of other sequences between them.
+
+The split does not change the results of attention.
+"""
 
 import numpy as np
 import pytest
@@ -60,7 +63,7 @@ def test_parts_of_a_batch_keep_inputs_of_their_sequences():
     assert [part.is_decode for _, part, _ in parts] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("least", [(31, 1), (1, 1051)])  # the longer chunk has 30 queries and 30 x 35 scores
-def test_batch_without_long_chunks_is_one_part(least):
+@pytest.mark.parametrize("limits", [(31, 1), (1, 1051)])  # the longer chunk has 30 queries and 30 x 35 scores
+def test_batch_without_long_chunks_is_one_part(limits):
     _, _, batch = paged(0, [(3, 1), (5, 30)], (2, 1), 4)
-    assert list(long_parts(batch, *least)) == [(slice(0, 31), batch, False)]
+    assert list(long_parts(batch, *limits)) == [(slice(0, 31), batch, False)]

@@ -48,9 +48,9 @@ def model_of(config: ModelConfig, seed: int = 1) -> Model:
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=seed)
     random = torch.Generator().manual_seed(seed)
     for layer in weights.layers:
-        for bias in (layer.qkv.bias, layer.output.bias, layer.q_norm, layer.k_norm):
-            if bias is not None:
-                bias.normal_(0.5, 0.5, generator=random)
+        for vector in (layer.qkv.bias, layer.output.bias, layer.q_norm, layer.k_norm):
+            if vector is not None:
+                vector.normal_(0.5, 0.5, generator=random)
     return Model(config, weights)
 
 
@@ -491,7 +491,7 @@ def test_interrupt_in_a_step_raises_keyboard_interrupt(requests, monkeypatch):
     assert not children()
 
 
-def test_rank_start_failure_names_reason_and_leaves_no_process(tmp_path):
+def test_rank_start_error_states_reason_and_leaves_no_process(tmp_path):
     (tmp_path / "shard-3-of-4").write_text("not a folder")
     with pytest.raises(EngineError, match=r"rank 1 failed: .*shard-3-of-4"):
         engine_of(2, tmp_path)
@@ -513,12 +513,12 @@ def test_engine_init_failure_leaves_no_process_or_thread(num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_close_without_prefix_caching_closes_open_stores(tmp_path, num_ranks):
-    """Such an engine does not use its stores. It closes open stores, and does not open the stores of URLs."""
+    """The engine uses no stores. It closes a store that was passed open, and does not open a store given by its URL."""
     store = DiskStore(tmp_path / "open", 1 << 20, segment_bytes=1 << 18, min_free_bytes=0)
     cache = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(StoreConfig("a"), StoreConfig("b")))
     stores = {"a": store, "b": f"disk:{tmp_path}/unopened?bytes=1MiB&free=0"}
     engine = Engine(MODEL, config=EngineConfig(BLOCK, cache, tensor_parallel=num_ranks), stores=stores)
-    assert not store.contains([bytes(32)])[0].ok  # open, as the engine is
+    assert not store.contains([bytes(32)])[0].ok  # the store is still open (otherwise `contains` raises)
     for _ in range(2):
         engine.close()
         with pytest.raises(ClosedError):

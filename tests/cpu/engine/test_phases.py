@@ -25,6 +25,8 @@ def test_steps_in_flight_do_not_change_the_answers(phases):
 
 @pytest.mark.parametrize("phases", [1, 2])
 def test_faults_in_copies_and_stores_do_not_change_answers(phases):
-    seen = check_lives(CacheReader(), phases, range(12), 60, below=True)
-    assert seen["tokens from host"] + seen["tokens from disk"] > 0, seen  # how many depends on the threads
+    seen = check_lives(CacheReader(), phases, range(12), 60, lower_tiers=True)
+    assert seen["tokens from host"] + seen["tokens from disk"] > 0, (
+        seen
+    )  # the numbers depend on the timing of the threads
     assert seen["answers"] > 50, seen

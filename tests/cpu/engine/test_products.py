@@ -68,7 +68,7 @@ def test_packed_product_equals_dequantised_product(code, kind, shape, threads):
     for count in range(1, 17):
         unit = wide[:count].double().norm(dim=1, keepdim=True) * exact.double().norm(dim=1)
         error = (code.linear(wide[:count], packed) - right[:count]).abs() / unit
-        assert error.max() < 2e-6  # a few units in the last place of float32
+        assert error.max() < 2e-6  # 17 units in the last place (2^-23) of float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +109,7 @@ def test_long_products_are_native_only_where_torch_is_slower(monkeypatch, vendor
 
 
 @pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", *AVX512), ("AMX_BF16", *AVX512, "AVXVNNI", "AVX2")])
-def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undefined):
+def test_packed_product_without_amx_or_avx_is_close_to_best_isa(monkeypatch, tmp_path, undefined):
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     flags = (*module.SOURCE.local_flags, *(f"-U__{name}__" for name in undefined))
     monkeypatch.setattr(module, "SOURCE", replace(module.SOURCE, local_flags=flags))
@@ -120,7 +120,7 @@ def test_packed_product_is_equal_without_amx_or_avx(monkeypatch, tmp_path, undef
         together = code.linear(rows, packed)
         torch.testing.assert_close(together, native().code.linear(rows, packed), rtol=1e-5, atol=1e-5)
         one_by_one = torch.cat([code.linear(row[None], packed) for row in rows])
-        assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of tokens
+        assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of rows
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -147,14 +147,17 @@ def test_integer_product_equals_product_of_rounded_input(code, kind, shape, thre
     unit = lengths * np.linalg.norm(weight, axis=1)
     for count in range(1, 17):
         actual = code.linear(wide[:count], packed).numpy()
-        assert (np.abs(actual - right[:count]) / unit[:count]).max() < 2e-6  # a few units in the last place
+        assert (
+            np.abs(actual - right[:count]) / unit[:count]
+        ).max() < 2e-6  # 17 units in the last place (2^-23) of float32
         assert (np.abs(actual - (wide.double().numpy() @ weight.T)[:count]) / unit[:count]).max() < 1e-4
 
 
 def test_integer_product_of_extreme_bytes_is_exact(code):
     """Sums of the largest products of bytes must not saturate.
 
-    Each row of the matrices has 32 elements: 15 in Q4_1, and -128 and 127 in turn in Q8_0. The inputs are +-MOST.
+    Each row of a matrix has 32 elements. In Q4_1, every element has the value 15. In Q8_0, the values -128 and 127
+    alternate. Every input is MOST or -MOST.
     """
     elements = np.array([-128, 127] * 16, np.int8)
     one = np.float16(1).tobytes()
@@ -191,7 +194,7 @@ def test_integer_product_of_nonfinite_row_is_nan(code, value):
 
 
 def test_concurrent_products_equal_single_products(code):
-    """A second caller finds the threads in use and computes alone."""
+    """While one caller uses the threads, any other caller computes on its own thread only."""
     torch.set_num_threads(2)
     raw, _ = stored_as("Q8_0", torch.randn(512, 576))
     packed, rows = pack("Q8_0", raw), torch.randn(4, 576)

@@ -136,7 +136,7 @@ def test_max_tokens_0_scores_prompt_and_generates_nothing(llama):
     assert "every full block was found" in engine.explain(again).miss
 
 
-def test_explanation_names_logprobs_as_reason_of_the_miss(llama):
+def test_explanation_gives_logprobs_as_reason_of_the_miss(llama):
     model, _ = llama
     (prompt,) = prompts(6, 21)
     engine = make_engine(model)

@@ -15,7 +15,7 @@ from kvtier.engine.sampling import RequestSampler, sample
 from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, RangeError
 
-SMALL = 12
+SMALL = 12  # number of token ids
 token = st.integers(0, SMALL - 1)
 
 
@@ -30,7 +30,7 @@ def test_adjusted_logits_equal_transformers_processors(bias, bad_words, allowed,
     import transformers
 
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, SMALL).astype(np.float32))
-    expected, ids = logits.clone()[None], torch.tensor([[0, *output]])  # the processors need one token
+    expected, ids = logits.clone()[None], torch.tensor([[0, *output]])  # the processors need at least one token
     if bias:
         expected = transformers.SequenceBiasLogitsProcessor({(key,): value for key, value in bias.items()})(
             ids, expected
@@ -69,7 +69,7 @@ def test_extreme_logits_stay_finite_with_biases():
         {"logit_bias": ((1, float("nan")),)},
         {"logit_bias": tuple((1, 0.0) for _ in range(MAX_BIASES + 1))},
         {"allowed_token_ids": (1,) * (MAX_ALLOWED_TOKENS + 1)},
-        {"bad_words": ((1,),) * 257},
+        {"bad_words": ((1,),) * 257},  # the maximum is 256
         {"bad_words": ((),)},
     ],
     ids=str,

@@ -57,7 +57,7 @@ def conversation(content, name=""):
 @given(content=PLAIN, name=PLAIN)
 @settings(max_examples=60, deadline=None)
 @example(content="a <", name="|im_end|")
-def test_encode_chat_parse_special_has_no_effect_on_plain_text(kind, content, name):
+def test_encode_chat_ignores_parse_special_for_plain_text(kind, content, name):
     tokenizer = make(TEMPLATES[kind])
     messages, options = conversation(content, name)
     text = tokenizer.chat_text(messages, **options).lower()
@@ -108,7 +108,7 @@ def test_encode_without_parse_special_encodes_all_as_text():
     ids = tokenizer.encode(text, parse_special=False)
     assert control_tokens(tokenizer, ids) == []
     assert tokenizer.decode(ids) == text
-    assert control_tokens(tokenizer, tokenizer.encode(text))  # by default, special tokens are parsed again
+    assert control_tokens(tokenizer, tokenizer.encode(text))  # parse_special=False affects only its own call
 
 
 @given(text=st.text(max_size=50) | HOSTILE, max_tokens=st.integers(1, 30))

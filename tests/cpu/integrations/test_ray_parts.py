@@ -165,7 +165,7 @@ def test_subscriber_receives_early_and_late_events(publisher):
     asyncio.run(run())
 
 
-def test_serve_on_cluster_without_ray_names_the_extra(monkeypatch, capsys):
+def test_serve_on_cluster_without_ray_prints_extra_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "kvtier.integrations.ray.launch", raising=False)
     assert main(["serve", "--cluster", "ray"]) == 1

@@ -18,6 +18,8 @@ from storage_support import Clock, Fault, FaultyStore, SimulatedDisk
 HASHES = [f"{number:064x}" for number in range(8)]
 PAGES = list(range(8))
 TIMEOUT = 2.0
+PAGE_BYTES = 800
+"""Size of a page in a PlainPool: two pieces of 400 bytes."""
 
 
 def make_pages(store=None, pool=None, rank=None, clock=time.monotonic, **settings):
@@ -30,7 +32,7 @@ def make_pages(store=None, pool=None, rank=None, clock=time.monotonic, **setting
 
 def call_all(pages: PageStore, hashes=HASHES, count=8) -> list[object]:
     """Call each method that SGLang's threads use. Return the results."""
-    indices, flat = indices_of(PAGES[:count]), [torch.zeros(800, dtype=torch.uint8) for _ in hashes]
+    indices, flat = indices_of(PAGES[:count]), [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in hashes]
     return [
         pages.exists(hashes),
         pages.num_leading(hashes),
@@ -76,7 +78,7 @@ def test_pages_calls_to_hanging_store_end_before_deadline():
     clock = Clock()
     hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
     pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)
-    deadline = TIMEOUT + 1000.0 * 8 * 800 / (1 << 30)
+    deadline = TIMEOUT + 1000.0 * 8 * PAGE_BYTES / (1 << 30)
     indices = indices_of(PAGES)
     for call in (lambda: pages.exists(HASHES), lambda: pages.set(HASHES, indices), lambda: pages.get(HASHES, indices)):
         begin = clock.now

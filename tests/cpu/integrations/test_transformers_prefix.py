@@ -201,7 +201,10 @@ def test_forward_repeated_prefix_is_refused():
 
 
 def test_forward_assisted_decoding_after_a_hit_is_refused():
-    """transformers 5.23 sends the whole prompt to a filled cache if prompt_lookup_num_tokens is set."""
+    """transformers 5.23 sends the whole prompt to a filled cache if prompt_lookup_num_tokens is set.
+
+    Without a hit, the answer is correct.
+    """
     model, ids = shared_model("llama"), prompt(6).repeat(1, 5)
     with open_prefix(model) as prefix:
         expected = greedy(model, {"input_ids": ids}, 20)
@@ -271,7 +274,7 @@ SMALL_TENSORS = {
 
 @pytest.mark.parametrize("kind", SMALL_TENSORS)
 def test_prefix_cache_other_small_tensor_never_hits(tmp_path, kind):
-    """Blocks are misses for a model in which one bias, norm or buffer differs, whether it is loaded or changed."""
+    """Blocks are misses if one bias, norm or buffer changes in use, or differs when the prefix cache is opened."""
     save(make_model(kind), tmp_path)
     for ending in SMALL_TENSORS[kind]:
         model = make_model(kind)

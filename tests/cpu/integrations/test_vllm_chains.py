@@ -106,7 +106,7 @@ REQUESTS = st.builds(
 
 
 @given(REQUESTS, REQUESTS)
-def test_chains_share_blocks_only_if_vllm_hashes_agree(one, other):
+def test_chains_share_blocks_exactly_if_vllm_hashes_agree(one, other):
     """vLLM's hash of a block covers the hash of its parent, its tokens and its extra keys."""
 
     def hashes(request):
@@ -139,7 +139,7 @@ VECTORS = ("input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.q_norm.
 
 
 def write_weights(path, changed=None):
-    """Write a model with 4 layers of 2 MiB, and return the digest of its folder. The tensor `changed` has 1 added."""
+    """Write a model with 4 layers of 2 MiB, and return the digest of its folder. Add 1 to the tensor `changed`."""
     tensors = {}
     for layer in range(4):
         own = {"mlp.up_proj.weight": (512, 1024), "mlp.experts.up_proj_bias": (8, 25), **dict.fromkeys(VECTORS, (100,))}

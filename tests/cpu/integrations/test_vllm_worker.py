@@ -139,7 +139,7 @@ def test_worker_concurrent_large_transfers_are_exact(layout, device):
         view[second] = 0
     run(worker, step_of(3, transfer_of(4, Route.HOST_TO_DEVICE, blocks[count:], slots[count:])))
     for view, (one, other) in zip(views.values(), expected, strict=True):
-        # Random bytes contain NaN, which differs from itself.
+        # Compare integers, because random bytes contain NaN, which is not equal to itself.
         assert torch.equal(view[first].view(torch.int16), one.view(torch.int16))
         assert torch.equal(view[second].view(torch.int16), other.view(torch.int16))
     worker.close()
@@ -190,7 +190,7 @@ def test_worker_load_runs_during_the_forward_pass(layout, device):
     assert not forward.query()
     torch.cuda.synchronize()
     for name, view in views.items():
-        # Random bytes contain NaN, which differs from itself.
+        # Compare integers, because random bytes contain NaN, which is not equal to itself.
         assert torch.equal(read[name].view(torch.int32), old[name].view(torch.int32))
         assert torch.equal(view[5].view(torch.int32), saved[name].view(torch.int32))
     worker.close()
@@ -216,7 +216,7 @@ def poll_until_idle(worker: WorkerSide) -> list[TransferResult]:
     return results
 
 
-def test_worker_failed_copy_names_blocks_and_does_not_raise():
+def test_worker_reports_blocks_of_failed_copy_without_raising():
     is_broken = True
 
     def mover(*arguments):

@@ -118,7 +118,8 @@ def test_compile_fills_bulk_slices_up_to_slice_bytes(count, sixths):
     assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
     assert [each.nbytes for each in compiled.slices] == [size * SMALL.block_bytes for size in sizes]
     assert compiled.nbytes == count * SMALL.block_bytes
-    assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()  # sorted by destination
+    # `blocks` has positions in `ids`, sorted by destination; they equal `ids`, because `ids` counts down to 0
+    assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()
     assert compiled.num_copies == 0  # a table is made when its slice is submitted
     assert [each.made for each in compiled.slices] == [None] * len(sizes)
     assert compiled.slices[0].tables is compiled.slices[0].tables is compiled.slices[0].made

@@ -130,7 +130,7 @@ def test_sort_moves_copies_the_ids():
     st.integers(0, 1),
     st.sampled_from(Direction),
 )
-def test_native_and_numpy_block_copies_are_equal(host, random, run, near_gap, far_gap, direction):
+def test_native_and_numpy_block_copies_are_equal(host, random, run_blocks, device_gap, host_gap, direction):
     device = (
         sorted(random.sample(range(40), len(host))) if random.random() < 0.5 else random.sample(range(40), len(host))
     )
@@ -138,30 +138,34 @@ def test_native_and_numpy_block_copies_are_equal(host, random, run, near_gap, fa
     arguments = (
         np.array(device),
         np.array(host),
-        (1 << 40, 64 + near_gap),
-        (1 << 20, 64 + far_gap),
+        (1 << 40, 64 + device_gap),
+        (1 << 20, 64 + host_gap),
         64,
-        run,
+        run_blocks,
         direction,
     )
     actual, twin = block_copies(*arguments), in_numpy(block_copies, *arguments)
     assert actual.tolist() == twin.tolist()
-    near, far = (0, 1) if direction is Direction.D2H else (1, 0)
-    moved = {(int(copy[near]) + k, int(copy[far]) + k) for copy in actual.T for k in range(0, int(copy[2]), 64)}
+    device_row, host_row = (0, 1) if direction is Direction.D2H else (1, 0)
+    moved = {
+        (int(copy[device_row]) + k, int(copy[host_row]) + k) for copy in actual.T for k in range(0, int(copy[2]), 64)
+    }
     places = zip(device, host, strict=True)
-    assert moved == {((1 << 40) + a * (64 + near_gap), (1 << 20) + b * (64 + far_gap)) for a, b in places}
-    if run:
+    assert moved == {((1 << 40) + a * (64 + device_gap), (1 << 20) + b * (64 + host_gap)) for a, b in places}
+    if run_blocks:  # blocks per piece of the host memory; 0 means a single piece
         for copy in actual.T:
-            first = (int(copy[far]) - (1 << 20)) // (64 + far_gap)
-            # no copy crosses a host id that is a multiple of `run`
-            assert first // run == (first + int(copy[2]) // 64 - 1) // run
+            first = (int(copy[host_row]) - (1 << 20)) // (64 + host_gap)
+            last = first + int(copy[2]) // 64 - 1
+            assert first // run_blocks == last // run_blocks, "a copy spans two pieces of the host memory"
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize(("run", "sizes"), [(0, [10]), (1, [1] * 10), (4, [2, 4, 4]), (5, [3, 5, 2]), (20, [10])])
-def test_block_copies_join_adjacent_blocks_within_a_run(run, sizes, direction):
+@pytest.mark.parametrize(
+    ("run_blocks", "sizes"), [(0, [10]), (1, [1] * 10), (4, [2, 4, 4]), (5, [3, 5, 2]), (20, [10])]
+)
+def test_block_copies_join_adjacent_blocks_within_a_piece(run_blocks, sizes, direction):
     ids = np.arange(10)
     for call in (block_copies, lambda *arguments: in_numpy(block_copies, *arguments)):
-        # the blocks have the ids 2 to 11 on the host
-        table = call(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)
+        # on the host, the blocks have the ids 2 to 11; a piece of the host memory has `run_blocks` blocks
+        table = call(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run_blocks, direction)
         assert (table[2] // 64).tolist() == sizes

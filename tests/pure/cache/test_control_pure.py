@@ -28,6 +28,7 @@ def lab_with_two_prompts() -> Lab:
 
 
 def in_tiers(lab: Lab, chain: Chain) -> list[int]:
+    """Return how many blocks of a prompt the device, the host and the disk hold."""
     return [lab.num_in(tier, chain) for tier in ("device", "host", "disk")]
 
 

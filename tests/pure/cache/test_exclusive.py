@@ -15,8 +15,8 @@ from kvtier.messages import Route
 def full_lab(**options) -> Lab:
     """Return a lab that has served 14 prompts of four blocks.
 
-    The device holds the last four prompts and three older blocks, so one slot is free. The host is full, unless
-    `options` prevent early saves.
+    The device holds the last four prompts and three older blocks, so one of its 20 slots is free. The host is full,
+    unless `options` prevent early saves.
     """
     lab = Lab(20, host=HostConfig(32, ahead_share=0.5, **options))
     for number in range(14):

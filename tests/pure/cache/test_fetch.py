@@ -76,7 +76,7 @@ def test_prefetch_of_unknown_blocks_ends_immediately():
     lab = lab_with_stored(prompt(1, 4))
     assert lab.manager.prefetch(prompt(2, 4)).is_over
     assert lab.manager.prefetch(chain_of(1, 1)).is_over  # a prompt without a full block
-    assert Lab(20).manager.prefetch(prompt(2, 4)) is None
+    assert Lab(20).manager.prefetch(prompt(2, 4)) is None  # without stores, there is no prefetch
 
 
 def test_prefetch_does_not_fetch_block_with_last_prompt_token():
@@ -185,10 +185,10 @@ def test_retried_prefetch_waits_for_free_host_slots():
 # ---- concurrent prefetches -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("longer", [0, 3])
-def test_concurrent_prefetches_of_same_blocks_share_transfer(longer):
-    lab = lab_with_stored(prompt(1, 4 + longer))
-    first, second = prompt(1, 4), prompt(1, 4 + longer)
+@pytest.mark.parametrize("num_more", [0, 3])
+def test_concurrent_prefetches_of_same_blocks_share_transfer(num_more):
+    lab = lab_with_stored(prompt(1, 4 + num_more))
+    first, second = prompt(1, 4), prompt(1, 4 + num_more)
     one, two = lab.manager.prefetch(first), lab.manager.prefetch(second)
     lab.plan()
     assert not two.is_over
@@ -198,9 +198,9 @@ def test_concurrent_prefetches_of_same_blocks_share_transfer(longer):
     lab.run_workers()
     lab.plan()
     assert two.is_over
-    assert fetches(lab) == [4] + [longer] * bool(longer)
-    assert lab.start(second, two).num_cached_tokens == (4 + longer) * BLOCK
-    assert two.num_fetched == ({"disk": longer} if longer else {})
+    assert fetches(lab) == ([4, num_more] if num_more else [4])
+    assert lab.start(second, two).num_cached_tokens == (4 + num_more) * BLOCK
+    assert two.num_fetched == ({"disk": num_more} if num_more else {})
 
 
 def test_prefetch_that_waits_for_another_evicts_no_block():
@@ -218,7 +218,7 @@ def test_prefetch_that_waits_for_another_evicts_no_block():
 
 
 def test_prefetch_ends_if_another_prefetch_of_its_blocks_fails():
-    """The first prefetch found no block, but still has a lease. The second prefetch must not wait for the first."""
+    """The first prefetch fetched no block, but still has a lease. The second prefetch must not wait for the first."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
     lab.worker.stores["disk"].clear()
@@ -248,19 +248,19 @@ def test_prefetch_does_not_wait_for_pinned_block_in_no_tier():
 
 
 @pytest.mark.parametrize(
-    ("wait", "ready_at"),
+    ("wait", "expected"),
     [
         (WaitPolicy.BEST_EFFORT, [True, True, True]),
         (WaitPolicy.DEADLINE, [False, False, True]),
         (WaitPolicy.WAIT, [False] * 3),
     ],
 )
-def test_wait_policy_sets_maximum_wait_for_prefetch(wait, ready_at):
+def test_wait_policy_sets_maximum_wait_for_prefetch(wait, expected):
     lab = lab_with_stored(prompt(1, 4), config=disk(wait=wait, wait_seconds=2.0))
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
     lab.plan()
-    assert [lab.manager.is_prefetched(fetch, now=lab.now + seconds) for seconds in (0.0, 1.9, 2.0)] == ready_at
+    assert [lab.manager.is_prefetched(fetch, now=lab.now + seconds) for seconds in (0.0, 1.9, 2.0)] == expected
     lab.run_workers()
     assert lab.manager.is_prefetched(fetch, now=lab.now)
 

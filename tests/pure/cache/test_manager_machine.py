@@ -92,7 +92,9 @@ class Mirror:
         for tier in manager.tree.tiers:
             assert self.tiers.get(tier.name, set()) == held.get(tier.name, set()), tier.name
         for name, store in manager.stores.items():
-            assert all(store.num_leading([key]) for key in self.tiers.get(name, ())), "a lost block is still reported"
+            assert all(store.num_leading([key]) for key in self.tiers.get(name, ())), (
+                "the events report a block that the manager does not know"
+            )
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -132,7 +134,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents: dict[bytes, object] = {}
 
     def chain(self, which) -> Chain:
-        """Return a prompt. Prompts share prefixes and differ in tenant, adapter and image."""
+        """Return a prompt: 8 * `system` times token 1, then 5 * `length` times token 2 + `tail`, then token 7.
+
+        `kind` "t" sets a tenant, "a" an adapter and "m" an image (not in a prompt of only a few tokens).
+        """
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]
         media = [MediaItem(min(3, len(tokens) - 1), 2, b"%d" % tail)] if kind == "m" and len(tokens) > 5 else []

@@ -91,7 +91,7 @@ def test_extended_request_publishes_only_new_blocks():
     assert router.take() == [BlocksStored("device", one, two, token_bytes(2))]
 
 
-def test_lookup_or_duplicate_block_publishes_no_event():
+def test_matched_or_duplicate_block_publishes_no_event():
     tree, router = tree_and_router()
     first, second = begin(tree, 1, 2, 3), begin(tree, 1, 2, 3)
     tree.publish(first, 3 * BLOCK)
@@ -213,7 +213,7 @@ def test_router_that_applies_events_matches_tree(actions):
             tree.reset()
         for each in seen:
             found = max(router.matched(chain_of(*each), tier) for tier in ("device", "host"))
-            assert found <= matched(tree, *each)
+            assert found <= matched(tree, *each)  # the tree also matches paths with blocks in both tiers
         held = {
             name: sum(n.held[t] is not None and n.held[t].num_held for n in tree.nodes())
             for t, name in enumerate(["device", "host"])

@@ -145,12 +145,13 @@ def test_learned_heaps_stay_small_under_repeated_use():
 @pytest.mark.parametrize(
     ("cell", "value", "age"),
     [(1, 0.1, 0.0), (0, 0.3, 600.0), (0, 0.05, 0.0)],
-    ids=["youngest stays", "youngest leaves", "class not reached"],
+    ids=["victim in class 1", "class 0, above lowest value of class 1", "class 0, below all values of class 1"],
 )
 def test_learned_heaps_stay_small_while_victim_stays(cell, value, age):
-    """A large node remains the victim, while younger nodes of class 1, whose values rise, come and go.
+    """One node remains the victim, while younger nodes of class 1, whose values rise, come and go.
 
-    The node has the class `cell`. Class 0 has a constant value. `age` is the age of a younger node when it is offered.
+    The victim has the class `cell`. Class 0 has the constant value `value`. `age` is the age of each younger node when
+    it is offered.
     """
     tracker = ReuseTracker(100)
     values = np.array([np.full(NUM_BUCKETS, value), np.linspace(0.1, 0.9, NUM_BUCKETS)])
@@ -164,14 +165,14 @@ def test_learned_heaps_stay_small_while_victim_stays(cell, value, age):
         return node
 
     offer(1, 1, -600.0)
-    large = offer(0, cell, 0.0)
+    victim = offer(0, cell, 0.0)
     for time in range(2, 2_000):
         tracker.see(float(time))
         younger = offer(time, 1, time - age)
         if cell == 0:
-            assert policy.victim() is large
+            assert policy.victim() is victim
         policy.withdraw(younger)
-        assert policy.victim() is large
+        assert policy.victim() is victim
     # the limits in learned.py for 2 classes, and 2 or 3 candidates
     assert max(len(policy._by_value), len(policy._timers)) <= 64 + 4 * 2 + 2 * 2
     assert all(len(queue.young) <= 64 + 2 * 3 for queue in policy._queues.values())

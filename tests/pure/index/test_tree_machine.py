@@ -215,8 +215,8 @@ class Machine(RuleBasedStateMachine):
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
         # Tree and model can differ in the TTL and priority of new blocks until the path of their request counts as
-        # used. In an engine, this is the case for every request that publishes blocks.
-        used = used or (pair.holder.unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
+        # used. In an engine, the path of every request that publishes blocks counts as used.
+        used = used or (pair.holder.has_unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
         self.open.remove(pair)
@@ -242,11 +242,11 @@ class Machine(RuleBasedStateMachine):
     @rule(spec=SPECS, first=ANY, second=ANY)
     def two_equal_requests(self, spec, first, second):
         """Let two requests compute the same blocks in different slots. The requests publish blocks alternately."""
-        leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
-        if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in leases):
-            for pair, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
+        pairs = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
+        if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in pairs):
+            for pair, part in zip([*pairs, *pairs], [first, second, 99, 99], strict=True):
                 self.do_publish(pair, part, 0)
-        for pair in leases:
+        for pair in pairs:
             self.do_release(pair, True)
 
     @precondition(lambda self: self.open)
@@ -369,11 +369,11 @@ class Machine(RuleBasedStateMachine):
     def advance_clock(self, seconds):
         self.now += seconds
 
-    @rule(other=st.booleans(), really=st.integers(0, 3))
-    def reset(self, other, really):
-        if really:  # reset rarely so that blocks can grow old
+    @rule(new_revision=st.booleans(), skip=st.integers(0, 3))
+    def reset(self, new_revision, skip):
+        if skip:  # most resets are skipped, so that blocks can grow old
             return
-        if other:
+        if new_revision:
             old = self.chain(Spec((0, 0)))
             self.revision = REVISIONS[self.revision == REVISIONS[0]]
             self.tree.reset(self.namespace)
@@ -533,7 +533,7 @@ class TieredMachine(Machine):
         self.note_next_victims()
         after = self.model.next_victims[tier]
         if not self.model.quotas[tier]:
-            self.model.check_pulled(tier, {name for name in after[None] - before if tier in content[name]})
+            self.model.check_new_victims(tier, {name for name in after[None] - before if tier in content[name]})
             wanted = n - self.tiers[tier].pool.num_free
             # a node that was split after it was chosen still counts with its former number of blocks
             chosen = sum(policy.num_blocks for policy in self.tiers[tier].everyone._in_order)

@@ -37,7 +37,8 @@ def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
     if not model.kv_elements:
-        # a model with KV heads: this product is a (loose) lower bound for the parameters of its attention layers
+        # Sanity check for models with KV heads: the left side leaves out the hidden size, so it is far below the number
+        # of attention parameters, and therefore below params.
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
 
 
@@ -83,13 +84,13 @@ def test_preset_reads_toml_and_json_files(tmp_path):
         ("read_bandwidth = 1\nwrite_bandwidth = 1\nlatency_seconds = -1", "latency_seconds must be 0 or more, got -1"),
     ],
 )
-def test_error_for_invalid_preset_file_names_the_problem(tmp_path, text, message):
+def test_invalid_preset_file_raises_error_with_reason(tmp_path, text, message):
     (tmp_path / "d.toml").write_text(text)
     with pytest.raises(ArgumentError, match=message):
         preset(DiskSpec, str(tmp_path / "d.toml"))
 
 
-def test_error_for_unknown_preset_lists_known_names(tmp_path):
+def test_unknown_or_unreadable_preset_raises(tmp_path):
     with pytest.raises(ArgumentError, match="unknown gpu 'h300'; use one of 4090, a100, "):
         preset(GpuSpec, "h300")
     with pytest.raises(ArgumentError, match=r"cannot read .*none.toml: No such file"):

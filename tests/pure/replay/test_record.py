@@ -266,7 +266,7 @@ def test_follow_with_invalid_or_incomplete_log_raises(tmp_path):
         follow(read_log(tmp_path / "cut"), CONFIGS["host"], LIMITS)
 
 
-def test_record_file_is_readable_by_owner_only(tmp_path):
+def test_log_file_is_readable_by_owner_only(tmp_path):
     before = os.umask(0)
     try:
         Recorder(tmp_path / "log.jsonl").close()

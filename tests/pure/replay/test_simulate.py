@@ -136,7 +136,7 @@ def test_measured_transfer_times_exclude_wait_for_link():
         assert speeds.compute_seconds(512, count * 512) == pytest.approx(count * 512)
 
 
-# ---- two steps in flight ----
+# ---- two steps in flight: phases=2 ----
 
 
 def overhead(_: Work) -> float:
@@ -151,10 +151,10 @@ def with_overhead(work: Work) -> float:
 
 def test_two_phases_overlap_host_time_with_previous_step():
     traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
-    for phases, ttft, token in ((1, 1 + 1124, 1 + 1), (2, 1 + 1124, 1)):
+    for phases, ttft, token_seconds in ((1, 1 + 1124, 1 + 1), (2, 1 + 1124, 1)):
         run = simulator(100, cost=with_overhead, host_cost=overhead, phases=phases).run([traced])
         assert run.requests[0].ttft == ttft
-        assert run.requests[0].finished_at == ttft + 3 * token
+        assert run.requests[0].finished_at == ttft + 3 * token_seconds
         assert run.num_steps == 4
 
 

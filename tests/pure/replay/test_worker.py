@@ -79,8 +79,8 @@ def test_disk_link_runs_reads_before_writes(jobs, polls):
     ours.stores["disk"].write([key(i) for i in range(6)])
     found: dict[int, float] = {}
     # DISK reads one block per second and writes one block in two seconds.
-    seconds = [(time, route, count * (1 if route is Route.STORE_TO_HOST else 2)) for time, route, count in jobs]
-    expected = simulate_in_ticks(seconds)
+    timed = [(time, route, count * (1 if route is Route.STORE_TO_HOST else 2)) for time, route, count in jobs]
+    expected = simulate_in_ticks(timed)
     events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in polls] + [(900, 1, 0)]
     for now, is_poll, i in sorted(events):
         for report in ours.poll(now):
@@ -89,7 +89,7 @@ def test_disk_link_runs_reads_before_writes(jobs, polls):
         if not is_poll:
             ours.submit(Plan(i, 0, (transfer(i, jobs[i][1], jobs[i][2]),)), now)
     assert found == pytest.approx({i: end - begin for i, (begin, end) in expected.items()})
-    busy = sum(second for _, _, second in seconds)
+    busy = sum(seconds for _, _, seconds in timed)
     assert ours.links["disk"].busy_seconds == pytest.approx(busy)
     assert ours.links["disk"].num_bytes == sum(count for _, _, count in jobs)
     assert ours.next_end == math.inf

@@ -164,7 +164,8 @@ def test_store_with_an_outdated_lookup_adds_a_block_once():
 def test_blocks_of_full_bucket_move_to_next_bucket():
     index = PlacementIndex(1, 1)
     many = np.arange(1, 100_000, dtype=np.uint64)
-    hashes = many[index._buckets(many) == 127][:30]  # all belong to the last bucket; most go into the first ones
+    # All hashes belong to the last bucket, 127. It is too small, so most of them move to the first buckets.
+    hashes = many[index._buckets(many) == 127][:30]
     index.store(0, 0, hashes)
     index.check()
     index.remove(0, 0, hashes[:8])

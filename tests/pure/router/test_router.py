@@ -14,7 +14,7 @@ from kvtier.messages import Route
 from kvtier.router import EventBatch, ReplicaCosts, Router, RouterConfig, median_costs
 
 SIZE = 16  # tokens per block
-PROMPT = np.arange(1, 33, dtype=np.uint64) << np.uint64(40)
+PROMPT = np.arange(1, 33, dtype=np.uint64) << np.uint64(40)  # the hashes of 32 blocks
 TOKENS = 32 * SIZE + 8
 # 10 ms per step, 1 ms per token, nothing for attention, 2 ms per block on the host and 20 ms per block in a store
 COSTS = ReplicaCosts(0.01, 0.001, 0.0, 0.002, 0.02)

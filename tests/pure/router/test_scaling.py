@@ -14,7 +14,7 @@ LOADS = st.lists(st.builds(ReplicaLoad, st.floats(0, 20), st.floats(0, 1)), min_
 
 @pytest.mark.parametrize(
     ("loads", "expected"),
-    [
+    [  # a load is (requests, pressure)
         ([(0.0, 0.0)] * 3, 1),
         ([(0.7, 0.1)] * 3, 3),
         ([(0.8, 0.1)] * 3, 4),

@@ -234,7 +234,7 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_prompt_beyond_rest_of_tenant_quota_is_not_started(caching):
+def test_prompt_is_not_started_if_tenant_quota_has_no_room(caching):
     """The pool has free blocks, but the quota of tenant t has no room for prompt c. Therefore c waits while d runs."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
@@ -467,7 +467,7 @@ def test_manager_leaves_given_config_unchanged():
 
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
-    """Run request a, then request b, which evicts a's blocks from the device. Their host copies remain."""
+    """Run request a, then request b, which evicts a's blocks from the device. The host keeps copies of a's blocks."""
     scheduler, device = make(4, host=HostConfig(20, saving=WritebackConfig(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)

@@ -43,7 +43,7 @@ def answer(created: Request) -> tuple[int, ...]:
 
 @dataclass
 class Expected:
-    """The expected progress of a request."""
+    """The expected progress of a request: tokens known, computed, and left to be generated."""
 
     id: str
     known: int
@@ -668,7 +668,7 @@ def run_step(scheduler: Scheduler, lab: Lab, now: float) -> Step:
 
 
 def with_stored_prompt(num_device: int, **limits) -> tuple[Lab, Scheduler]:
-    """Return a scheduler whose store holds three blocks of prompt 1. Two of these blocks are also in memory."""
+    """Return a lab and its scheduler. The store holds three blocks of prompt 1, and memory holds two of the three."""
     lab = Lab(num_device, stores=[disk()])
     lab.serve(stored_prompt(1, 3))
     lab.evict("device")

@@ -169,14 +169,14 @@ def _two_steps(scheduler, device, names="a", new=4, **options):
     return created, [(step, device.submit(step)) for step in steps]
 
 
-def test_schedule_third_step_without_results_raises_error():
+def test_third_schedule_without_results_raises():
     scheduler = make()
     _two_steps(scheduler, Device())
     with pytest.raises(StateError, match="2 steps have no results"):
         scheduler.schedule(2.0)
 
 
-def test_update_newer_step_first_raises_error():
+def test_update_of_newer_step_first_raises():
     scheduler, device = make(), Device()
     _, ((first, sent), (second, _)) = _two_steps(scheduler, device)
     with pytest.raises(StateError, match="in the order of schedule"):
@@ -255,7 +255,7 @@ def test_failed_step_spares_requests_of_the_next_step():
     assert tuple(spared.chain.tokens.tolist())[6:] == alone((1,) * 6, 4)
 
 
-def test_discard_step_with_later_step_raises_error():
+def test_discard_of_step_that_is_not_last_raises():
     scheduler, device = make(), Device()
     _, ((first, _), _) = _two_steps(scheduler, device)
     with pytest.raises(StateError, match="only the last step"):

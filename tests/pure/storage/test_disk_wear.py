@@ -46,7 +46,7 @@ def test_writes_beyond_bytes_per_day_fail_and_evict_nothing(tmp_path):
     assert put(store, 2)[0].reason == "already stored"
     assert [get(store, n)[1] == payload_of(n) for n in (1, 2, 3)] == [True] * 3
     assert store.stats.num_refused == 0  # the breaker is closed
-    clock.now += 24 * HOUR
+    clock.now += 24 * HOUR  # the limit applies to the current hour and the 24 hours before it
     assert not put(store, 4).ok
     clock.now += HOUR
     assert put(store, 4).ok

@@ -45,7 +45,7 @@ class RayConfig:
             raise ArgumentError(f"--cluster must be ray, got {self.cluster!r}")
         if self.num_replicas < 1 or (self.max_replicas and self.max_replicas < self.num_replicas):
             raise RangeError(
-                f"a fleet needs at least one replica, and max_replicas of 0 or at least num_replicas, "
+                f"a fleet needs at least one replica, and max_replicas must be 0 or at least num_replicas, "
                 f"got {self.num_replicas} and {self.max_replicas}"
             )
         if self.cluster and (self.server.metrics_port or self.server.engine.record or self.server.engine.events):

@@ -30,7 +30,7 @@ class FleetApp:
             return
 
         async def without_id(message: Message) -> None:
-            if message["type"] == "http.response.start":  # the proxy adds it
+            if message["type"] == "http.response.start":
                 headers = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
                 message = {**message, "headers": headers}
             await send(message)

@@ -41,7 +41,7 @@ def _merged_value(key: str, values: Sequence[Any]) -> Any:
 
 
 def labelled(metrics: Sequence[Mapping[str, Any]], replica: str) -> list[dict[str, Any]]:
-    """Add the label `replica` to encoded CollectedMetrics. A sum over replicas would decrease if one is replaced."""
+    """Add the label `replica` to encoded CollectedMetrics. Sums over replicas would decrease if one is replaced."""
     return [
         {
             **metric,

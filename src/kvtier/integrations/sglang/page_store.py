@@ -2,7 +2,7 @@
 
 SGLang does not catch exceptions of a backend. An exception would end a thread of the server. After an error, a method
 therefore returns "not found" or "not stored". PageStore counts all errors and logs the first error of each kind. The
-deadline of a call grows with the number of bytes. After a call has returned, the store does not write to its pages.
+deadline of a call grows with the number of bytes. After a call, the store writes to none of the call's pages.
 
     object key   SHA-256( fingerprint of the namespace | page hash [ | "." | pool name, except for the KV pool ] )
     label        the fingerprint, and a digest of the page hash and the element type
@@ -77,7 +77,7 @@ class PageStore:
 
     def num_leading(self, hashes: Sequence[str]) -> int:
         """Return how many leading pages of the KV pool are stored."""
-        return _num_true(self.exists(hashes))
+        return _num_leading_true(self.exists(hashes))
 
     def _contains(self, hashes: Sequence[str], name: str, begin: float) -> list[bool]:
         pool = self._pool(name)
@@ -259,5 +259,5 @@ def _size(memory: Sequence[Views]) -> int:
     return sum(map(num_bytes, memory))
 
 
-def _num_true(values: Sequence[bool]) -> int:
+def _num_leading_true(values: Sequence[bool]) -> int:
     return next((index for index, value in enumerate(values) if not value), len(values))

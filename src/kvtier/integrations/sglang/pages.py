@@ -36,7 +36,7 @@ _ATTRIBUTES = (
 )
 KV = "kv"
 _SHARDED_WITH_MLA = ("mamba",)
-"""Pools with different data in each tensor-parallel rank, even with MLA. Other pools are then the same in all ranks."""
+"""Pools that differ between tensor-parallel ranks even with MLA. With MLA, all other pools are equal in all ranks."""
 
 
 class HostPool:

@@ -15,8 +15,8 @@ from kvtier.integrations.sglang.page_store import PageStore
 class KvtierStorage(HiCacheStorage):
     """A HiCache storage backend over a store of kvtier.
 
-    If the constructor or the registration of a pool raises an error, SGLang refuses to attach the backend. All other
-    methods never raise errors: they return "not found" or "not stored".
+    If the constructor or the registration of a pool raises an error, SGLang refuses to attach the backend. No other
+    method raises an error: after an error, it returns "not found" or "not stored".
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Identity of a model's KV: models share blocks only if it is equal. Rejects models whose KV cannot be cached."""
+"""Identity of a model's KV. Models with equal identities share blocks. Rejects models whose KV cannot be cached."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class PrefixCache:
     ) -> PrefixKV:
         """Return a cache for these prompts that is filled with their longest cached prefix.
 
-        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the same column, in
-        which the first of these prefixes ends. With `max_length`, return a StaticCache of this length, otherwise a
+        The last token of a prompt is never in the cache. In a batch, all rows are filled only up to the column in which
+        the first cached prefix ends. With `max_length`, return a StaticCache of this length, otherwise a
         DynamicCache. Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)

@@ -118,7 +118,7 @@ class PrefixTiers:
         return self._manager.foreign
 
     def use_namespace(self, namespace: Namespace) -> None:
-        """Change the namespace, because the weights have changed. Blocks of the old namespace are no longer used."""
+        """Change the namespace, because the model has changed. Blocks of the old namespace are no longer used."""
         self.flush(0.0)
         self._manager.reset(namespace)
         self._controller.use_namespace(namespace.fingerprint)

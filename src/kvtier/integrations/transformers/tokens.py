@@ -3,10 +3,10 @@
     column        0 1 2 3 4 5 6 7 ..
     row 0         - - a b c d e f          2 columns of padding; token 0 of the row is in column 2
     row 1         g h i j k l m n
-                  |-- filled --|-- computed by the model
+                  |-- loaded --|-- computed by the model
 
 transformers does not compare the tokens in a cache with the input of the model. RecordedRows compares them before every
-forward pass that computes prompt tokens. Input that does not continue the cache is rejected: the output would be wrong.
+forward pass that computes prompt tokens. If tokens differ, the input is rejected, because the output would be wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RecordedRows:
     def check(self, past: int, ids: torch.Tensor | None, positions: torch.Tensor | None, mask: Any) -> bool:
         """Check the input of a forward pass. Return False if its tokens cannot be recorded.
 
-        Raise ArgumentError if the cache and the input do not belong together.
+        The cache holds `past` columns. Raise ArgumentError if the cache and the input do not belong together.
         """
         num_rows, length = self._prompts.shape
         if ids is not None and ids.shape[0] != num_rows:
@@ -112,7 +112,7 @@ class RecordedRows:
         """Forget the tokens after the first `num_columns` columns."""
         self.record()
         self.num_columns = self._num_recorded = num_columns
-        self._prompts = self._prompts[:, :num_columns]  # other tokens may follow now
+        self._prompts = self._prompts[:, :num_columns]  # the next tokens may differ from the prompts
         for row in self.rows:
             tokens = row.chain.tokens[: max(0, num_columns - row.padding)]
             row.chain = Chain(row.chain.namespace, tokens, salt=row.chain.salt, adapter=row.chain.adapter)

@@ -90,7 +90,7 @@ class ConnectorConfig:
     allow_fail_policy: bool = False
     """Start even if vLLM fails requests whose load failed (kv_load_failure_policy=fail)."""
     verify_loads: bool = False
-    """For debugging: compare checksums of loaded blocks with those of the saved blocks. Skip blocks from stores."""
+    """For debugging: compare checksums of loaded and saved blocks. Blocks from stores are not compared."""
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep") or self.on_reset not in ("memory", "weights"):

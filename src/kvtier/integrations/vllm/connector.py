@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MIN_VERSION = (0, 32)
-_STATS_SECONDS = 1.0
-"""Interval of the statistics that EngineCore sends to the front end."""
+_STATS_SECONDS = 1.0  # interval of the statistics that EngineCore sends to the front end
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST}
+"""Name of a memory tier, or URL scheme of a store -> vLLM's name for the place of a hit."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class KvtierConnector(KVConnectorBase_V1):
         _check_supported(vllm_config, kv_cache_config, self._config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        # After a failed load, vLLM continues behind the last loaded block. If the model has attention windows, the
+        # After a failed load, vLLM continues after the last loaded block. If the model has attention windows, the
         # window before that position may contain blocks that vLLM has dropped. Such a request must start again.
         self._drops_blocks = drops_blocks(kv_cache_config)
         self._failed_blocks: set[int] = set()
@@ -326,7 +326,7 @@ class KvtierConnector(KVConnectorBase_V1):
 
 
 def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Raise an error that names the setting if kvtier does not support this configuration of vLLM."""
+    """Raise an error if kvtier does not support this version or configuration of vLLM, or the attention layers."""
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if version < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
@@ -352,7 +352,7 @@ def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorCo
 
 
 def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
-    """Describe the form of a page: platform, attention backends, layout, quantization, instruction set."""
+    """Describe the form of a page (one layer of a block): platform, backends, layout, quantization, CPU features."""
     layers = vllm_config.compilation_config.static_forward_context
     backends = sorted({layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers})
     specs = _specs_of(group)

@@ -1,4 +1,4 @@
-"""Namespace of vLLM's KV: blocks are shared only between engines whose KV has the same meaning and the same bytes."""
+"""Namespace of vLLM's KV: engines share blocks only if their KV has the same meaning and the same byte layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def namespace_of(
 
 
 def _of_all_ranks(group: CacheGroup, num_shards: int) -> CacheGroup:
-    """Extend a rank's cache group to the heads of all ranks, so that the namespace does not depend on their number."""
+    """Extend a rank's cache group to the heads of all ranks. The namespace then does not depend on the rank count."""
 
     def whole(spec: TensorSpec) -> TensorSpec:
         axis = spec.head_axis
@@ -61,7 +61,7 @@ def _of_all_ranks(group: CacheGroup, num_shards: int) -> CacheGroup:
 
 
 def _revision_of(vllm_config: Any) -> str:
-    """Return a digest of local weight files, or the commit of a hub model; empty if unknown or for dummy weights."""
+    """Return a digest of local model files, or name@commit of a hub model; empty if unknown or for dummy weights."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) in ("dummy", "LoadFormat.DUMMY"):
         return ""

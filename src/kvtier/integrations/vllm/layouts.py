@@ -3,8 +3,8 @@
 vLLM passes one view per layer with the axes [block, head, token, content]. All views share one allocation. Layouts
 differ in the order of the axes in memory (Layer, Block, Head, N for token, Content):
 
-    LBHNC, LBNHC    one piece per layer and block            BLHNC, BLNHC    one piece per block
-    LHBNC, BHLNC    one piece per head: not supported        MLA             [block, 1, token, latent]
+    LBHNC, LBNHC    one run of bytes per layer and block     BLHNC, BLNHC    one run of bytes per block
+    LHBNC, BHLNC    one run per head: not supported          MLA             [block, 1, token, latent]
 
 A page is one layer of a block. The code derives the order from the strides of the views. It finds the axis of the
 heads, but does not interpret the bytes of a page.

@@ -27,7 +27,7 @@ METRICS = {
     "hit_tokens": Metric("vllm:kvtier_hit_tokens", "Prompt tokens loaded, by tier.", "tier"),
     "moved_blocks": Metric("vllm:kvtier_moved_blocks", "Blocks moved.", "purpose"),
     "moved_bytes": Metric("vllm:kvtier_moved_bytes", "Bytes moved.", "purpose"),
-    "failed_blocks": Metric("vllm:kvtier_failed_blocks", "Blocks that did not arrive.", "purpose"),
+    "failed_blocks": Metric("vllm:kvtier_failed_blocks", "Blocks that did not arrive or were damaged.", "purpose"),
     "skipped_blocks": Metric("vllm:kvtier_skipped_blocks", "Full blocks not saved for lack of room.", "purpose"),
     "evicted_blocks": Metric("vllm:kvtier_evicted_blocks", "Blocks evicted to make room.", "tier"),
     "moving_blocks": Metric("vllm:kvtier_moving_blocks", "Blocks in flight.", "purpose", is_counter=False),
@@ -56,7 +56,7 @@ def totals_of(manager: CacheManager, num_held: int, num_skipped: int) -> Samples
 
 
 def added(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Samples:
-    """Combine the samples of two intervals. Counters are added, and gauges have the newer value."""
+    """Combine the samples of two intervals. Counters are added, and gauges take the newer value."""
     combined: Samples = {name: dict(values) for name, values in older.items()}
     for name, values in newer.items():
         known = combined.setdefault(name, {})

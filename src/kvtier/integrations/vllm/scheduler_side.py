@@ -71,7 +71,7 @@ class SchedulerSide:
         drops_last_block: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `drops_last_block`, offer one block less. vLLM does the same if a draft model needs the next token."""
+        """With `drops_last_block`, offer one block less, because EAGLE needs hidden states of the last hit block."""
         self._config, self._extra_keys, self._clock = config, extra_keys, clock
         self._num_device_blocks = num_device_blocks
         self._drops_last_block = drops_last_block
@@ -86,7 +86,7 @@ class SchedulerSide:
         """Saves in flight whose request has released its own references to the device blocks."""
         self._new_namespace = b""
         self.num_skipped_blocks = 0
-        """Full blocks of finished requests that were not saved, because host memory or a limit had no room."""
+        """Full blocks of finished requests that were not saved, because host memory was full or a limit was reached."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """True if vLLM should run steps even without requests, because transfers are in flight or due."""
+        """True if vLLM should run steps without requests: transfers are in flight or due, or the namespace is new."""
         transfers = self.manager.transfers
         return bool(
             transfers.has_plan
@@ -294,7 +294,7 @@ class SchedulerSide:
         if request.request_id not in self._requests:
             self.on_new_request(request)
         tracked = self._requests[request.request_id]
-        if getattr(request, "resumable", False):  # a session may replace its tokens
+        if getattr(request, "resumable", False):  # a streaming session may replace earlier tokens
             tracked.chain = self._chains.build(request)
             tracked.saved = SavePoint()
         else:
@@ -366,7 +366,7 @@ class SchedulerSide:
             tracked.may_load = False  # the same blocks would fail again if vLLM asked for them again
 
     def _on_preempted(self, tracked: TrackedRequest, now: float) -> None:
-        """Handle the loss of a request's device blocks. Its saves in flight continue."""
+        """Handle the loss of a request's device blocks, and begin a new prefetch. Its saves in flight continue."""
         tracked.has_run = False
         tracked.saved = SavePoint()
         self._orphans |= tracked.saves
@@ -376,7 +376,7 @@ class SchedulerSide:
             tracked.prefetch = self.manager.prefetch(tracked.chain, now=now, retention=tracked.options.retention)
 
     def _count_use(self, tracked: TrackedRequest, now: float) -> None:
-        """Count the host blocks of a request as used. vLLM had the blocks on the device, so they were not loaded."""
+        """Count a use of a request's host blocks. It loaded none of them, but used the same blocks on the device."""
         allocation = self.manager.match(tracked.chain, now=now, retention=tracked.options.retention)
         self.manager.on_scheduled(allocation, now=now)
         self.manager.finish(allocation, now=now)

@@ -141,7 +141,7 @@ class WorkerSide:
         self._verifier = LoadVerifier(self.controller, layers)
 
     def begin_step(self, step: StepPlan) -> None:
-        """Record an event after the work that is already queued. The loads of this step wait for the event."""
+        """Use the new namespace, if any. Record an event after the queued work. The loads of this step wait for it."""
         if step.namespace:
             self.controller.use_namespace(step.namespace)
         self._before = self.controller.record_event() if step.loads else None

@@ -1,6 +1,6 @@
 """Catalog: the metadata of a disk store (objects, slots, holds, eviction order). It does no I/O and has no lock.
 
-A slot is in one of these states. Only free slots are allocated, so the bytes of a held object do not change:
+Only free slots are allocated, so the bytes of a held object do not change. A slot is in one of these states:
 
     free --take()--> held by a writer --publish()--> published --discard(), evict() or replaced--> gone
      ^                    |                                                                          |
@@ -8,10 +8,10 @@ A slot is in one of these states. Only free slots are allocated, so the bytes of
      +-----------------------------------------------------------------------------------------------+
 
 "Gone" means that the object is no longer in the index, but its slot cannot be reused yet. "Blanked" means that the
-record in the table was overwritten with zeros.
+record in the table was overwritten with zeros. If that fails, the slot is never reused.
 
 Eviction removes the least recently used object of the needed slot size, or a whole segment with another slot size if
-it was last used even earlier. In this way, the slot sizes that are used most get the space. Held objects stay.
+that segment was last used earlier. In this way, the slot sizes that are used most get the space. Held objects stay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Size:
     """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Free slots: first those given back, then the others, oldest first. Objects of one write thus stay together."""
+    """Free slots: first those given back, then those free for longest. Objects of one write thus stay together."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
     """Free slots of corrupt objects. They are reused last, so that their bytes can be examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
@@ -188,7 +188,7 @@ class Catalog:
         return own
 
     def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
-        """Return the number of the least recently used segment without holds."""
+        """Return the number of the least recently used segment with no holds and no slots of `except_slot_bytes`."""
         candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
         coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
         return coldest.shape.number if coldest else None

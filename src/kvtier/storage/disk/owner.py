@@ -52,8 +52,8 @@ class SlotServer:
     """The socket of the owner. One thread accepts connections, and one thread per connection answers requests.
 
     The constructor creates the socket in the folder, before the owner looks for slots that clients of the previous
-    owner still write to. From then on these clients start no new writes, because they find another socket in the
-    folder. `start` begins to accept connections.
+    owner still write to. Once the socket exists, these clients start no new writes, because they find another socket
+    in the folder. `start` begins to accept connections.
     """
 
     def __init__(self, folder: str) -> None:

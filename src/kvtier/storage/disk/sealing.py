@@ -102,7 +102,7 @@ def seal_record(record: Record, key: TenantKey) -> bytes:
 
 
 def unpack_record(data: bytes, keys: TenantKeys | None) -> Record | Unreadable:
-    """Decode the 256 bytes of a record, which is sealed if there are `keys`. Raise FormatError if they are invalid."""
+    """Decode the 256 bytes of a record, which is sealed if there are `keys`. Raise FormatError for invalid data."""
     if keys is None:
         return Record.unpack(data)
     if len(data) != RECORD_BYTES or data[:8] != MAGIC or data[8:10] != _VERSION.pack(VERSION):

@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return `nbytes`, rounded up by less than 4096 bytes or a sixteenth (if this is more), so that few sizes occur."""
+    """Return `nbytes`, rounded up by less than 4096 bytes, or a sixteenth if that is more, so that few sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 

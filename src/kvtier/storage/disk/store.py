@@ -79,7 +79,7 @@ class Sync(Enum):
 
 
 def default_threads() -> int:
-    """Return two threads per core, at least 8 and at most 16. Some threads verify while others wait for the disk.
+    """Return the number of threads: two per core, from 8 to 16. Some threads verify while others wait for the disk.
 
     On 2 cores, 8 threads reach 89 % of the rate that is possible without verification, and 4 threads reach 71 %
     (virtual disk, 2026-11-15).
@@ -230,9 +230,9 @@ class DiskStore:
             raise StoreError(f"flushing the store in {self._folder!r} failed at close: {errors[0]}")
 
     def _flush(self) -> list[OSError]:
-        """Flush everything twice and end the connections. Return the errors of both. Hangs if the disk hangs."""
+        """Flush, end the connections and, in the owner, flush again. Return all errors. Hangs if the disk hangs."""
         slots = self._participant.owned or self._participant.client
-        errors = [] if slots is None else slots.sync_all()  # most bytes, before `leave` makes other processes wait
+        errors = [] if slots is None else slots.sync_all()  # most bytes, while other processes can still use the slots
         while not self._participant.leave(self._timeout_s):
             pass  # a request of another process hangs
         owned = self._participant.owned

@@ -208,7 +208,7 @@ class MooncakeBucket:
         return int(counts[0][0][0])
 
     def _pieces(self, values: Sequence[Parts], scratch: Scratch) -> list[list[memoryview]]:
-        """Return the parts of values. Parts that the device cannot read in place are copied to scratch memory."""
+        """Return the parts of values. Copy parts that the network device cannot read in place to scratch memory."""
         if self._is_tcp:
             return [[part for part in parts if len(part)] for parts in values]
         others = [part for parts in values for part in parts if not self._is_registered(part)]

@@ -1,4 +1,4 @@
-"""ObjectBucket: blocks in S3, Google Cloud Storage, Azure Blob Storage or a compatible server (extra `s3`).
+"""ObjectBucket: blocks in S3 or a compatible server, Google Cloud or Azure Blob Storage (extra `s3`, `gcs` or `azure`).
 
 A request to these servers handles one object, so requests run in parallel, one per thread. A put without `replace`
 fails if the name exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again
@@ -100,14 +100,14 @@ def _no_retries(timeout_s: float) -> RetryConfig:
 
 
 class ObjectBucket:
-    """Objects of one bucket, at `prefix`/name (without a prefix: name). Raises BucketError if it cannot be read."""
+    """Objects of one bucket. The path of an object is `prefix`/name, or just the name if `prefix` is empty."""
 
     request_size = RequestSize(max_names=1)
 
     def __init__(self, connect: Callable[[], ObjectStore], prefix: str = "") -> None:
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._store = _translate(connect)
-        self.list_names("", 1)
+        self.list_names("", 1)  # raises BucketError if the bucket cannot be read
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [self._find(lambda n=name: obstore.head(self._store, self._prefix + n)) is not None for name in names]  # type: ignore[misc]

@@ -39,7 +39,7 @@ _READ_BYTES = 1 << 18  # per recv; 576 MiB/s with 256 KiB, 493 MiB/s with 64 KiB
 
 # A server runs one command at a time, so parallel puts cost CPU time. On two cores, one of them used by the server, a
 # write of 32 objects of 1 MiB in one request reaches 0.87 to 0.97 of the raw client's rate, and eight requests on four
-# threads reach 0.78 to 0.87 (cluster: 0.76 and 0.86; 2026-11-15). From four cores on, a batch has several requests.
+# threads 0.78 to 0.87 (cluster: one 0.76, eight 0.86; 2026-11-15). From four cores on, a batch has several requests.
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
