@@ -119,11 +119,11 @@ class Ledger:
         return checksum
 
 
-def start_ledger(driver: Driver) -> None:
+def start_comparing_loads(driver: Driver) -> None:
     driver.kept["ledger"] = Ledger(driver)
 
 
-def num_compared(driver: Driver) -> int:
+def num_compared_blocks(driver: Driver) -> int:
     """Return the number of loaded blocks whose bytes were compared."""
     return driver.kept["ledger"].num_compared
 

@@ -31,7 +31,7 @@ def soak(template: Template, folder: Path, seconds: float) -> None:
     alone = template.start(None, enable_prefix_caching=False, num_gpu_blocks_override=64)
     with alone as engine, template.start(settings, num_gpu_blocks_override=40) as tested:
         oracle = Oracle(engine)
-        tested.run(scenarios.start_ledger)
+        tested.run(scenarios.start_comparing_loads)
         tested.run(scenarios.poison_free_blocks)
         memory: list[int] = []
         end = time.monotonic() + seconds

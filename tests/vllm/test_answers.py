@@ -27,7 +27,7 @@ def turns(engine, prompts, **options):
 
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-def test_turns_beyond_device_cache_equal_vllm_alone(vllm, oracle, executor):
+def test_turns_larger_than_device_cache_get_tokens_of_vllm_alone(vllm, oracle, executor):
     prompts = [prompt_of(number, 290 + number) for number in range(6)]
     with vllm.start(connector(verify_loads=True), executor=executor) as engine:
         asked, answers, known = turns(engine, prompts, max_tokens=20, transfer=EXPLAIN)
@@ -90,21 +90,21 @@ def test_prompt_logprobs_compute_the_whole_prompt(engine, oracle):
 def test_chunked_prefill_saves_whole_blocks_only(vllm, oracle, chunk):
     prompts = [prompt_of(number, 150) for number in range(50, 56)]
     with vllm.start(connector(verify_loads=True), max_num_batched_tokens=chunk) as engine:
-        engine.run(scenarios.start_ledger)
+        engine.run(scenarios.start_comparing_loads)
         cold = engine.ask(prompts)
         assert engine.reset()
         warm = engine.ask(prompts)
-        assert engine.run(scenarios.num_compared) == 6 * (reusable_tokens(150) // BLOCK)
+        assert engine.run(scenarios.num_compared_blocks) == 6 * (reusable_tokens(150) // BLOCK)
     assert [answer.tokens for answer in cold + warm] == oracle.tokens(prompts + prompts)
     assert [answer.num_cached for answer in warm] == [reusable_tokens(150)] * 6
 
 
 def test_preempted_requests_load_their_own_output(vllm):
     with vllm.start(connector(verify_loads=True, max_saving_blocks=0), num_gpu_blocks_override=30) as engine:
-        engine.run(scenarios.start_ledger)
+        engine.run(scenarios.start_comparing_loads)
         answers = engine.ask_together([prompt_of(number, 150) for number in range(60, 66)], max_tokens=120)
         assert engine.metrics()["vllm:num_preemptions"] > 0
-        assert engine.run(scenarios.num_compared) > 0  # blocks that preempted requests have loaded again
+        assert engine.run(scenarios.num_compared_blocks) > 0  # blocks that preempted requests have loaded again
         engine.run(scenarios.check_idle)
     assert {len(answer.tokens) for answer in answers} == {120}
 
@@ -114,10 +114,10 @@ def test_rejected_drafts_are_not_saved(vllm, oracle):
     pattern = prompt_of(70, 20)
     prompts = [[*prompt_of(70 + number, 30), *pattern * 6] for number in range(4)]
     with vllm.start(connector(verify_loads=True), speculative_config=drafts) as engine:
-        engine.run(scenarios.start_ledger)
+        engine.run(scenarios.start_comparing_loads)
         asked, answers, known = turns(engine, prompts, max_tokens=70)
         metrics = engine.metrics()
-        assert engine.run(scenarios.num_compared) > 0
+        assert engine.run(scenarios.num_compared_blocks) > 0
     accepted, drafted = (metrics[f"vllm:spec_decode_num_{each}_tokens"] for each in ("accepted", "draft"))
     assert drafted - accepted > 0
     assert [answer.tokens for answer in answers] == oracle.tokens(asked, max_tokens=70)

@@ -17,7 +17,7 @@ def checked(vllm):
     """An engine that compares the bytes of every loaded block. Its host memory has 40 blocks."""
     settings = connector(verify_loads=True, host_bytes=40 << 16, max_saving_blocks=0)
     with vllm.start(settings, num_gpu_blocks_override=30) as engine:
-        engine.run(scenarios.start_ledger)
+        engine.run(scenarios.start_comparing_loads)
         engine.run(scenarios.check_offers)
         yield engine
 
@@ -37,7 +37,7 @@ def test_repeated_prompts_load_and_evict_blocks(checked):
     """The engine of the test above must load and evict blocks. Otherwise, that test would compare no bytes."""
     prompts = [prompt_of(310 + number % 7, 350) for number in range(21)]
     checked.run(scenarios.conversations, prompts, 1, max_tokens=10)
-    assert checked.run(scenarios.num_compared) > 20
+    assert checked.run(scenarios.num_compared_blocks) > 20
     metrics = checked.metrics()
     assert metrics["vllm:kvtier_evicted_blocks tier=host"] > 0
     assert metrics["vllm:kvtier_failed_blocks purpose=load"] == 0
@@ -51,11 +51,11 @@ def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
     arguments = {"num_gpu_blocks_override": 30, "enable_prefix_caching": caching}
     with vllm.start(connector(**FAULTY, max_saving_blocks=0), **arguments) as engine:
         engine.run(scenarios.poison_free_blocks)
-        engine.run(scenarios.start_ledger)
+        engine.run(scenarios.start_comparing_loads)
         engine.run(scenarios.slow_copies, 12)
         engine.run(scenarios.conversations, prompts, 3, max_tokens=40)
         answers = engine.ask(prompts)
-        assert engine.run(scenarios.num_compared) > 20
+        assert engine.run(scenarios.num_compared_blocks) > 20
         assert engine.metrics()["vllm:num_preemptions"] > 0
         engine.run(scenarios.check_idle)
     assert [answer.tokens for answer in answers] == oracle.tokens(prompts)

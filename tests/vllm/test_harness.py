@@ -10,7 +10,7 @@ from vllm_support import VllmError, prompt_of
 PROMPTS = [prompt_of(number, 200) for number in range(900, 903)]
 
 
-def test_engine_processes_without_connector_equal_oracle(vllm, oracle):
+def test_multiprocess_engine_alone_returns_tokens_of_oracle(vllm, oracle):
     with vllm.start(None, executor="mp") as engine:
         assert engine.tokens(PROMPTS) == oracle.tokens(PROMPTS)
         assert len(engine.processes()) >= 3

@@ -80,7 +80,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, answer: Any, row: dict[str, str]) -> bool:
-    """Print an answer as JSON, or with --verbose only its token counts. Print its error. Return True if it failed."""
+    """Print an answer with --json, its token counts with --verbose, and its error. Return True if the answer failed."""
     from kvtier.engine.params import FinishReason
 
     reason, num_prompt, num_cached = answer.finish_reason, answer.num_prompt_tokens, answer.num_cached_tokens

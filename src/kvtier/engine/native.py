@@ -19,7 +19,7 @@ from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, load, vendor
 
 MAX_TOKENS = 16
-"""Up to this number of tokens, `EngineNative.linear` is faster than torch with a float32 matrix on all processors."""
+"""On every type of processor, `EngineNative.linear` is faster than torch for up to this number of tokens."""
 _LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
 # No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Proposer(Protocol):
     """Drafts tokens. `models` lists the draft models, if the proposer uses any.
 
-    The engine keeps a cache group for each draft model. In every step, the draft models compute the new tokens too.
+    The engine keeps a cache group for each draft model. In every step, each draft model computes its KV of the tokens.
     """
 
     num_tokens: int

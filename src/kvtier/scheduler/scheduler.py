@@ -7,7 +7,7 @@ Two steps can be in flight. The second step is scheduled as if each generating r
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
-    A request with a row in flight is not preempted at once. It gets no further row, and a later step preempts it.
+    A request that must be preempted while it has a row in flight gets no further row. A later step preempts it.
     If a request ends, its row in the later step is computed, but the result is ignored. Its KV is freed after that.
     If step t has loads, step t+1 has no rows. A step has loads only if there is nothing else to compute.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
-        self._updated_at = -math.inf  # time of the last results, when the device begins the next step
+        self._updated_at = -math.inf  # time of the last `update`, at which the device began a second step in flight
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -92,8 +92,8 @@ class Scheduler:
         if len(self._steps) == MAX_IN_FLIGHT:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
-        # Add no rows while a step with loads is in flight. If one of its loads fails, the result of its row must be
-        # ignored. A new load of the same blocks for another request would hide the failure.
+        # Add no rows while a step with loads is in flight. If a load fails, `update` finds its blocks absent and
+        # ignores the row. A new load of these blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         rows = tuple([row for row in builder.rows if row.request.state is RequestState.RUNNING])
@@ -233,7 +233,7 @@ class Scheduler:
                 builder.take(Row.of(request, count))
                 return
             if any(_may_help(other.chain, request, shortage) for other in self._leaving):
-                builder.is_full = True  # the results of the step in flight free blocks
+                builder.is_full = True  # `update` of the step in flight releases the blocks of ended requests
                 return
             victim = self._victim(request, shortage)
             if victim.in_flight:
@@ -245,8 +245,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already holds all available blocks. A restart can help, because it releases copies of
-                # blocks that other requests published. After a restart without progress, refuse the request.
+                # The request already holds all available blocks. Some may be its own copies of blocks that others have
+                # published as well: a restart uses those instead. After a restart without progress, refuse the request.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage))
@@ -545,9 +545,9 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.to_preempt: list[Request] = []
-        """Requests to be preempted, which have a row in flight. Without a new row, the next step can preempt them."""
+        """Requests to preempt that have a row in flight. They get no row, so that the next step can preempt them."""
         self.is_full = False
-        """True if a running request has to wait until transfers or a step in flight free room."""
+        """True if a running request has to wait for transfers, or for a step in flight, to release blocks."""
 
     def take(self, row: Row) -> None:
         self.rows.append(row)

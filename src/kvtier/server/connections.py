@@ -31,8 +31,8 @@ class ConnectionTable(Generic[Connection]):
         idle --request head complete--> busy --response complete--> idle
 
     At the limit of its address, a new connection replaces the oldest idle one of the address. At the total limit, it
-    replaces the oldest one of the address with the most idle connections. Busy connections are not closed. An attacker
-    without a key can hold only idle connections, so that a health check always finds one to replace.
+    replaces the oldest one of the address with the most idle connections. Busy connections are not closed. A request
+    without a key is answered at once, so an attacker without a key has idle connections, which health checks replace.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:

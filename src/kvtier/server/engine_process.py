@@ -238,7 +238,8 @@ class EngineServer:
             return
         with self._lock:
             self._compiling.add(command.id)
-        tenant, _, _ = command.salt.partition(b"\0")  # has its own cache: compile times must not reveal others' schemas
+        # Each tenant has its own cache of compiled schemas: compile times must not reveal schemas of other tenants.
+        tenant = command.salt.partition(b"\0")[0]
         self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
     def _add_constrained(self, command: Submit, compiled: Future[Callable[[], GrammarConstraint]]) -> None:

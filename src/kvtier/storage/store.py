@@ -23,7 +23,7 @@ from kvtier.errors import ArgumentError, ClosedError
 KEY_BYTES = 32
 NAMESPACE_BYTES = 32
 DIGEST_BYTES = 16
-DEFAULT_TIMEOUT_S = 10.0  # time limit of one call, after which missing results are FAILED
+DEFAULT_TIMEOUT_S = 10.0  # time limit of one call; objects that are not done by then are FAILED
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous memory; writable for `read_into`."""

@@ -10,7 +10,7 @@ from kvtier.integrations.vllm.layouts import device_cache_of
 from vllm_views import cache_views
 
 SIZES = {"L": 3, "B": 6, "H": 4, "N": 8, "C": 2}
-"""Layers, blocks, heads, tokens of a block, and elements of the content: K and V of one token and head."""
+"""Layers, blocks, heads, tokens of a block, float16 elements of the content (K and V of a token and head: 4 bytes)."""
 
 
 def cache_of(layout, sizes=SIZES, num_blocks=6, **options):

@@ -148,10 +148,10 @@ def test_learned_heaps_stay_small_under_repeated_use():
     ids=["victim in class 1", "class 0, above lowest value of class 1", "class 0, below all values of class 1"],
 )
 def test_learned_heaps_stay_small_while_victim_stays(cell, value, age):
-    """One node remains the victim, while younger nodes of class 1, whose values rise, come and go.
+    """Younger nodes of class 1, whose values rise with age, come and go. The victim is then the same old node.
 
-    The victim has the class `cell`. Class 0 has the constant value `value`. `age` is the age of each younger node when
-    it is offered.
+    The old node has the class `cell`. In class 0, it is the victim also while a younger node is present. Class 0 has
+    the constant value `value`. `age` is the age of each younger node when it is offered.
     """
     tracker = ReuseTracker(100)
     values = np.array([np.full(NUM_BUCKETS, value), np.linspace(0.1, 0.9, NUM_BUCKETS)])
@@ -254,7 +254,7 @@ def test_busiest_assigns_numbers_only_to_frequent_keys():
     assert busiest.known("a") == 0
 
 
-def test_busiest_key_counted_at_halving_loses_its_number():
+def test_key_whose_count_triggers_halving_can_lose_its_number():
     busiest = Busiest()
     for _ in range(Busiest.ENOUGH):
         busiest.number("a")
@@ -294,8 +294,8 @@ def test_evicted_blocks_count_as_hits_of_simulated_lru():
     check_tree(tree)
 
 
-def test_log_forgets_oldest_touches_at_time_of_replacement():
-    """A touch is forgotten when NUM_TOUCHES newer touches exist. Its age is the time until the last of these began."""
+def test_age_of_forgotten_touch_ends_at_its_replacement():
+    """A touch is forgotten when NUM_TOUCHES newer touches exist. Its age is the time until the newest of them began."""
     log = TouchLog(TrackerState(capacity=10**9))
     for number in range(NUM_TOUCHES + 2):
         first, log.state.now = len(log.started), float(number)
@@ -321,7 +321,7 @@ def leaf_of(tree, *blocks, salt=b"", now=0.0):
     return lease.node
 
 
-def test_close_of_session_changes_class_of_its_blocks_to_over():
+def test_closing_a_session_gives_its_blocks_the_hint_over():
     tree = tree_of(8, policy="learned")
     run(tree, 1, 2, now=1.0, outcome=Outcome(hints=Hints("s")))
     assert tree.close(b"", "s", now=61.0) == 2
@@ -406,7 +406,7 @@ def test_false_hints_of_a_tenant_hardly_affect_another():
     assert noise[0] > 0.98 * silent[0]
 
 
-def test_hints_of_tenants_without_a_label_are_ignored():
+def test_hints_of_tenants_without_a_number_are_ignored():
     cells = Cells()
     over = Outcome(hints=Hints(session_over=True))
     first = cells.number(0, cells.labels(b"rare", b"", 0, over))

@@ -214,8 +214,8 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # Tree and model can differ in the TTL and priority of new blocks until the path of their request counts as
-        # used. In an engine, the path of every request that publishes blocks counts as used.
+        # If the lease has added blocks with a TTL or a priority, release it as used: before that, tree and model may
+        # differ in them. An engine always uses the path of a request that publishes blocks.
         used = used or (pair.holder.has_unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)

@@ -20,7 +20,7 @@ _log = logging.getLogger("ray.serve")
 class KvtierRouter(RequestRouter):
     """Sends each request to the replica that Router.route chooses. One instance per front end.
 
-    Ray Serve calls all methods on one event loop. Calls without a RouteTicket go to the shortest queue.
+    Ray Serve calls all methods on one event loop. A request without a RouteTicket goes to the shortest queue.
     """
 
     def initialize_state(self, **settings: Any) -> None:

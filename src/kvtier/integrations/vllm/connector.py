@@ -374,7 +374,7 @@ def _is_supported(spec: Any) -> bool:
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Return True if vLLM may free device blocks outside the windows of all layers while the request runs."""
+    """Return True if not all layers have full attention. vLLM may then free blocks that the window has passed."""
     groups = kv_cache_config.kv_cache_groups
     return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 

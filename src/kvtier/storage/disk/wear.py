@@ -62,7 +62,7 @@ class WriteBudget:
             return ""
 
     def save(self) -> None:
-        """Write the file, if there is a limit and the file lacks some of the written bytes."""
+        """Write the file, if there is a limit and bytes were counted since the last write of the file."""
         with self._lock:
             if self.max_day_bytes and self._unsaved_bytes:
                 self._save()
