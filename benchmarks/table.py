@@ -319,7 +319,7 @@ TABLES: dict[str, tuple[Line, ...]] = {
     "cpu_summary": (
         CONVERSATIONS[0],
         RESTART,
-        Line("Decode, 16 sequences, SmolLM2-135M", "engine", engine("decode 16")),
+        Line("Decode, 16 rows, SmolLM2-135M", "engine", engine("decode 16")),
         INDEX,
         DISK[1],
         PLANNED_TTFT,
