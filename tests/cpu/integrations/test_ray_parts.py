@@ -97,6 +97,11 @@ def test_merged_replies_keep_ghost_curve_of_first_replica():
     assert merged([{"ghost": None}, first, second]) == first
 
 
+def test_merged_replies_keep_rows_if_the_first_has_none():
+    row = {"source": "host", "target": "device", "bytes": 5}
+    assert merged([{"transfers": []}, {"transfers": [row]}, {"transfers": None}]) == {"transfers": [row]}
+
+
 def test_merged_metrics_have_series_of_every_replica():
     def reply(replica, hits):
         registry = Registry()

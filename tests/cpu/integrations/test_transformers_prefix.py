@@ -359,9 +359,12 @@ def test_generate_with_adapter_names_is_refused():
         for name in ("one", "two"):
             with pytest.raises(ArgumentError, match="adapter_names"):
                 prefix.generate(IDS, max_new_tokens=2, do_sample=False, adapter_names=[name])
-        assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), greedy(model, {"input_ids": IDS}))
+        expected = greedy(model, {"input_ids": IDS})
+        assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), expected)
         with pytest.raises(ArgumentError, match="adapter_names"):
             model.generate(input_ids=IDS, past_key_values=prefix.begin(IDS), max_new_tokens=2, adapter_names=["two"])
+        assert torch.equal(greedy(model, {"input_ids": IDS}), expected)  # PEFT's hooks do not outlive the error
+        assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), expected)
 
 
 # ---- stores and limits ---------------------------------------------------------------------------------------------

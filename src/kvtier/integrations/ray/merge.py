@@ -21,6 +21,8 @@ def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _merged_value(key: str, values: Sequence[Any]) -> Any:
     first = next((value for value in values if value is not None), None)
+    if isinstance(first, list | tuple):  # the rows of all replies; a new replica may have none
+        first = next((value for value in values if value), first)
     match first:
         case _ if key in _SAME:
             return first
@@ -32,9 +34,9 @@ def _merged_value(key: str, values: Sequence[Any]) -> Any:
             return merged([value for value in values if value is not None])
         case list() | tuple() if key == "series":
             return [each for value in values for each in value]
-        case list() | tuple() if first and all(isinstance(row, Mapping) for value in values for row in value):
+        case list() | tuple() if first and all(isinstance(row, Mapping) for value in values if value for row in value):
             rows: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-            for row in (row for value in values for row in value):
+            for row in (row for value in values if value for row in value):
                 rows.setdefault(tuple(row.get(name) for name in _NAMES), []).append(row)
             return [merged(group) for group in rows.values()]
     return first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,7 +128,7 @@ def model_state(model: PreTrainedModel) -> tuple[object, ...]:
 def adapter_of(model: PreTrainedModel) -> bytes:
     """Return the identity of the active, unmerged PEFT adapters: names, scales, samples of weights."""
     digest, is_active = hashlib.sha256(), False
-    for name, layer in _adapter_layers(model):
+    for name, layer in adapter_layers(model):
         active = (
             []
             if layer.disable_adapters
@@ -144,16 +144,24 @@ def adapter_of(model: PreTrainedModel) -> bytes:
     return digest.digest() if is_active else b""
 
 
-def has_adapters_per_row(model: PreTrainedModel) -> bool:
-    """True during a call with `adapter_names` or `alora_offsets`, which PEFT passes to its layers by hooks."""
-    return any(
-        isinstance(hook, partial) and hook.keywords.keys() & {"adapter_names", "alora_offsets"}
-        for _, layer in _adapter_layers(model)
-        for hook in layer._forward_pre_hooks.values()
-    )
+def remove_row_adapters(layers: Sequence[torch.nn.Module]) -> bool:
+    """Remove the hooks by which PEFT passes `adapter_names` or `alora_offsets` to its layers. True if there were any.
+
+    PEFT itself keeps these hooks after an error, and all later calls of the model would use them.
+    """
+    found = [
+        (layer, key)
+        for layer in layers
+        for key, hook in layer._forward_pre_hooks.items()
+        if isinstance(hook, partial) and hook.keywords.keys() & {"adapter_names", "alora_offsets"}
+    ]
+    for layer, key in found:
+        del layer._forward_pre_hooks[key]
+        layer._forward_pre_hooks_with_kwargs.pop(key, None)
+    return bool(found)
 
 
-def _adapter_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def adapter_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "adapter_layer_names"):
             yield name, module
@@ -175,7 +183,7 @@ def _adapter_weights(layer: Any, adapter: str) -> Iterable[torch.Tensor]:
 
 def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of the base model. Their names are the same with and without adapters."""
-    inside = tuple(f"{name}.{part}." for name, layer in _adapter_layers(model) for part in layer.adapter_layer_names)
+    inside = tuple(f"{name}.{part}." for name, layer in adapter_layers(model) for part in layer.adapter_layer_names)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not inside or not name.startswith(inside):
             yield name.replace(".base_layer.", "."), tensor

@@ -16,12 +16,13 @@ from kvtier.errors import ArgumentError, ClosedError
 from kvtier.index import Chain
 from kvtier.integrations.transformers.caches import PrefixDynamicCache, PrefixKV, PrefixStaticCache, row_states
 from kvtier.integrations.transformers.identity import (
+    adapter_layers,
     adapter_of,
     base_model_of,
-    has_adapters_per_row,
     layout_of_model,
     model_state,
     namespace_of_model,
+    remove_row_adapters,
 )
 from kvtier.integrations.transformers.tiers import PrefixMatch, PrefixTiers, Tensors
 from kvtier.integrations.transformers.tokens import Ids, RecordedRow, RecordedRows
@@ -30,7 +31,10 @@ from kvtier.storage.open import parse_bytes
 CLOSE_SECONDS = 60.0
 """Longest wait for writes to the store in `close`, and by default in `flush`."""
 
-_PER_ROW = "adapter_names and alora_offsets change the KV of a row; use `set_adapter` instead"
+_PER_ROW = (
+    "adapter_names, and adapters with invocation tokens (aLoRA), change the KV of a part of the input; use other "
+    "adapters with `set_adapter`"
+)
 
 
 class PrefixCache:
@@ -78,6 +82,7 @@ class PrefixCache:
         )
         self._recorded: weakref.WeakKeyDictionary[PrefixKV, RecordedRows] = weakref.WeakKeyDictionary()
         own = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(self._after_forward)
+        self._adapter_layers: list[torch.nn.Module] = []
         self._hooks = (
             base.register_forward_pre_hook(lambda *given: _call(own[0], *given), with_kwargs=True),
             base.register_forward_hook(lambda *given: _call(own[1], *given), with_kwargs=True),
@@ -113,6 +118,7 @@ class PrefixCache:
         with self._lock:
             self._check_model()
             adapter = adapter_of(self._base)
+            self._adapter_layers = [layer for _, layer in adapter_layers(self._base)] if adapter else []
             chains = [
                 Chain(self._tiers.namespace, row[pads:], salt=salt.encode(), adapter=adapter)
                 for row, pads in zip(ids, padding, strict=True)
@@ -152,8 +158,6 @@ class PrefixCache:
         for name in ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"):
             if setting(name) is not None:
                 raise ArgumentError(f"{name} is set: transformers then computes a cached prefix twice; leave it out")
-        if options.get("adapter_names") is not None:  # checked here, because PEFT keeps its hooks after an error
-            raise ArgumentError(_PER_ROW)
         if setting("use_cache") is False:
             raise ArgumentError("use_cache=False: transformers then computes every token again; leave it out")
         if "past_key_values" in options:
@@ -307,7 +311,7 @@ class PrefixCache:
         recorded = self._recorded.get(cache) if isinstance(cache, PrefixKV) else None
         if recorded is None or not isinstance(cache, PrefixKV):
             return
-        if any(row.chain.adapter for row in recorded.rows) and has_adapters_per_row(self._base):
+        if remove_row_adapters(self._adapter_layers):
             raise ArgumentError(_PER_ROW)
         past = int(cache.get_seq_length())
         if past < recorded.num_columns and cache.recent.is_valid:
