@@ -8,6 +8,7 @@ Operations that resize or free memory wait until no transfer is in flight. They 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,8 +82,9 @@ class NullController:
     def register(self, caches: Sequence[torch.Tensor]) -> None: ...
 
     def close(self) -> None:
-        for store in self.unused:
-            store.close()
+        with contextlib.ExitStack() as stores:  # closes all, also if one raises
+            for store in self.unused:
+                stores.callback(store.close)
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         assert not plan, f"{plan} (after {after}) needs a host tier"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from typing import Self
 
 from kvtier.errors import ArgumentError, ClosedError, StateError
@@ -190,6 +191,11 @@ class TransferManager:
         """Record an event at the end of the current stream; None if there is no stream."""
         stream = current_stream(self.placement)
         return None if stream is None else stream.record()
+
+    def present(self) -> Event | None:
+        """Deprecated: use `record_event`."""
+        warnings.warn("present() is now record_event()", DeprecationWarning, stacklevel=2)
+        return self.record_event()
 
     def close(self) -> None:
         """Cancel queued transfers and finish transfers in flight. Closing twice is allowed."""

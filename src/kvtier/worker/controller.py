@@ -9,6 +9,7 @@ when its data has arrived in all cache groups. The result of a failed transfer i
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -147,6 +148,11 @@ class CacheController:
         """Record an event after the work queued so far on the current stream, to be passed to `submit` as `after`."""
         return self._transfers.record_event()
 
+    def present(self) -> Event | None:
+        """Deprecated: use `record_event`."""
+        warnings.warn("present() is now record_event()", DeprecationWarning, stacklevel=2)
+        return self.record_event()
+
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         """Start a plan. Copies wait for the event `after`, or by default for the work queued on the current stream."""
         self._epoch = plan.epoch
@@ -215,11 +221,13 @@ class CacheController:
         Transfers with stores run to their end. A copy between device and host stops after the slices that were
         already submitted.
         """
-        self._stores.close()
-        self._transfers.close()
-        self._scrubber.close()
-        for host in self._hosts:
-            host.free()
+        try:
+            self._stores.close()
+        finally:
+            self._transfers.close()
+            self._scrubber.close()
+            for host in self._hosts:
+                host.free()
 
     def _copy(self, transfers: tuple[TransferRequest, ...], after: Event | None) -> None:
         """Start one copy per cache group for one load or for any number of saves."""

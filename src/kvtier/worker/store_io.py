@@ -114,8 +114,9 @@ class StoreWorker:
         for user in self._users.values():
             _for_each_host(user.unregister, self.hosts)
         self._users.clear()
-        for store in self._stores.values():
-            store.close()
+        with contextlib.ExitStack() as stores:  # closes all, also if one raises
+            for store in self._stores.values():
+                stores.callback(store.close)
 
     # ---- on the threads --------------------------------------------------------------------------------------------
 

@@ -38,6 +38,30 @@ def test_close_frees_host_memory_and_stops_all_threads():
     assert set(threading.enumerate()) <= before
 
 
+class FailingClose(MemoryStore):
+    def close(self) -> None:
+        super().close()
+        raise OSError("no space")
+
+
+def test_close_with_failing_store_closes_other_stores_and_frees_memory():
+    other = MemoryStore(1 << 20)
+    rig = Rig(stores={"bad": FailingClose(1 << 20), "disk": other})
+    hosts = rig.controller._hosts
+    with pytest.raises(OSError, match="no space"):
+        rig.controller.close()
+    assert [host.growth for host in hosts] == [GrowthState.FREED] * 2
+    with pytest.raises(ClosedError):
+        other.contains(KEYS[:1])
+
+
+def test_present_is_deprecated():
+    rig = Rig()
+    with pytest.warns(DeprecationWarning, match="record_event"):
+        rig.controller.present()
+    rig.controller.close()
+
+
 def test_close_waits_for_a_running_copy():
     gate = Gate(is_open=False)
     rig = Rig(mover=gate)

@@ -160,6 +160,8 @@ class TenantKeys:
             try:
                 if self._files.stamp(path) is not None:
                     return self._remember(self._read(path))
+            except FileNotFoundError:  # deleted by another process since `stamp`
+                pass
             except FormatError:  # the file must be damaged, because with another secret it would have another name
                 self._files.unlink(path)
             self._create(path, tenant)
