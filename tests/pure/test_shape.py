@@ -11,7 +11,7 @@ from pathlib import Path
 SRC = Path(__file__).resolve().parents[2] / "src"
 # A commit that adds a capability may raise the next three limits if its message states the reason.
 MAX_FILES = 272
-MAX_LINES = 49_150
+MAX_LINES = 49_200
 MAX_CLASSES = 572
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20

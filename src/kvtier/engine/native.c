@@ -45,7 +45,8 @@ INLINE float sum_of(floats v) {
 /* exp(x) with an error of at most 2 ulp; x is clamped to [-87, 88] (1e-38 to 2e38). */
 INLINE floats exp_of(floats x) {
     ints low = x < -87, high = x > 88;
-    x = (floats)(((ints)x & ~low & ~high) | ((ints)(x * 0 - 87) & low) | ((ints)(x * 0 + 88) & high));
+    const floats zero = {0};
+    x = (floats)(((ints)x & ~low & ~high) | ((ints)(zero - 87) & low) | ((ints)(zero + 88) & high));
     const floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* round to the nearest integer */
     const floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
     floats p = r * 1.9875691500e-4f + 1.3981999507e-3f; /* minimax polynomial from Cephes */

@@ -82,7 +82,7 @@ def test_paged_attention_with_threads_equals_masked_attention(threads):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_attention_ignores_table_entries_after_last_block(compiled):
-    whole, parts, cache, batch = paged(0, [(5, 1), (90, 1), (0, 9)])
+    whole, parts, cache, batch = paged(0, [(5, 1), (90, 1), (0, 9), (70, 9), (200, 40)])
     for table, context in zip(batch.block_tables, batch.contexts, strict=True):
         # in a running engine, entries after a row's last block may be left over from an earlier sequence
         table[-(-context // cache.shape[2]) :] = 1 << 30
