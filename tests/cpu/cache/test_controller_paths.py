@@ -44,7 +44,7 @@ class FailingClose(MemoryStore):
         raise OSError("no space")
 
 
-def test_close_with_failing_store_closes_other_stores_and_frees_memory():
+def test_close_with_failing_store_closes_others_and_frees_memory():
     other = MemoryStore(1 << 20)
     rig = Rig(stores={"bad": FailingClose(1 << 20), "disk": other})
     hosts = rig.controller._hosts
