@@ -36,7 +36,7 @@ def chain_of(
 
 
 def prompt(number: int, num_blocks: int, tail: int = 1, **more) -> Chain:
-    """Return a prompt with `num_blocks` full blocks of the token `number` and an incomplete block of `tail` tokens."""
+    """Return a prompt with `num_blocks` full blocks, in which every token is `number`, and `tail` more tokens."""
     return chain_of(*([number] * (num_blocks * BLOCK)), *([99] * tail), **more)
 
 
@@ -164,7 +164,7 @@ class Lab:
         self.manager.check()
 
     def settle(self, lose: Lose | None = None) -> None:
-        """Plan and run the workers until there are no tasks left."""
+        """Submit plans and run the workers until no tasks are left."""
         for _ in range(1000):
             if not self.plan() and not any(worker.todo for worker in self.workers):
                 return
@@ -240,7 +240,10 @@ class Lab:
         assert not isinstance(tree.evict(found, found.num_evictable), Shortage)
 
     def num_in(self, tier: str, chain: Chain) -> int:
-        """Count the readable blocks of a prompt in a memory tier, or its keys in a store of the first rank."""
+        """Count the blocks of a prompt in a tier.
+
+        In a memory tier, only readable blocks count. In a store, the blocks in the store of the first rank count.
+        """
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))
         lease = self.manager.tree.match(chain)

@@ -91,7 +91,7 @@ def hide(page: Any, is_hidden: bool) -> None:
 
 
 def take_picture(page: Any, path: Path, max_height: int = 1300) -> None:
-    """Save a picture of the page from the top to the third recent request, at most `max_height` pixels high."""
+    """Save a picture of the page down to the third row of recent requests, at most `max_height` pixels high."""
     hide(page, True)  # stops the updates
     row = page.locator("#recent tbody tr").nth(2).bounding_box()
     assert row is not None, "there is no third request"

@@ -139,7 +139,8 @@ def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool
 class Recorder(Model):
     """A model that records the logits after each token prefix.
 
-    If a prefix is computed again, `num_again` is increased. If its logits then differ, the prefix is in `different`.
+    Each time a prefix is computed again, `num_again` increases. If its new logits differ from the recorded logits, the
+    prefix is added to `different`.
     """
 
     def __init__(self, model: Model) -> None:

@@ -17,7 +17,8 @@ from kvtier.scheduler import SchedulerConfig
 from support import check_pipeline
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
-# Number of steps with a failing row per stage; for the stage "proposer", which fails no row, the number of all steps.
+# A stage is tested until this number of steps had a failing row. The stage "proposer" fails no row, so it is tested for
+# this number of steps in total.
 # `make soak` sets KVTIER_SOAK to 20 by default, which gives 2,000 steps.
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
 POISON = 197  # the only token that the broken tokenizer cannot decode
@@ -158,7 +159,7 @@ STAGES = {
     "detokenize": "Break: detokenize",
     "proposer": "",
 }
-"""Stage at which the victims fail -> start of their error message. A failing proposer fails no request."""
+"""Stage at which the victims fail -> start of their error message. The stage "proposer" fails no request."""
 VALUES = {
     "nan": torch.nan,
     "one nan": [torch.nan] + [1.0] * (VOCAB - 1),

@@ -86,7 +86,8 @@ class Block:
     domain: Domain
     low: int = 0
     high: int = 0
-    """`low` and `high` bound the logical time of the last use. They differ from the publication until the first use."""
+    """`low` and `high` bound the logical time of the last use. At publication, they are the times of the match and of
+    the publication. From the first use on, they are equal."""
     priority: int = 0
     expires: float = math.inf
     attached: bool = True
@@ -130,7 +131,8 @@ class Holder:
     spare: list[int] = field(default_factory=list)
     """Slots of computed blocks of which the device already held a copy."""
     stopped: str | None = None
-    """Name of the MissReason for the end of the match. None if the tree lacks the next block."""
+    """Name of the MissReason that ended the match, or "NONE" if every block up to the limit matched. It is the Python
+    value None if the tree lacks the next block, because the model does not know why the block is missing."""
     num_matched: int = 0
     has_unused_blocks: bool = False
     """True if the lease has added blocks to the tree and has not used its path since then."""

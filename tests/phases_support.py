@@ -66,7 +66,7 @@ class CacheReader(Model):
         return self._table[hidden].clone()
 
     def expected(self, number: int) -> Answer:
-        """Return the answer of this case, run alone with one step in flight and without prefix caching."""
+        """Return the answer of case `number`, run alone with one step in flight and without prefix caching."""
         if number not in self._answers:
             config = EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False), graph_sizes=(), phases=1)
             engine = Engine(self, config=config)
@@ -189,7 +189,7 @@ class Life:
         if lower_tiers:
             break_copies(self.engine, self.chance, 0.03)
         self.answers, self.numbers = Answers(), {}
-        self.broken: set[str] = set()  # requests that failed or were aborted, so that their answers may be incomplete
+        self.broken: set[str] = set()  # failed and aborted requests, whose answers may be incomplete
         self.fails_at = None  # the op whose next call raises Break
         for module, op in ((InputBuilder, "setup"), (ModelForward, "forward"), (Sampler, "fetch"), (Sampler, "update")):
             self._break(next(each for each in self.engine._pipeline.modules if type(each) is module), op)

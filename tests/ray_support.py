@@ -126,7 +126,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class Load:
-    """Client threads that send one prompt after the other during `running`. All answers and errors are recorded."""
+    """Client threads that send one prompt after the other inside `with load.running()`, and keep all results."""
 
     fleet: Fleet
     num_clients: int = 6

@@ -25,7 +25,7 @@ class ReferenceTrace:
     """Hit rates by policy, one for each capacity."""
     tolerance: float
     ghost_error: float
-    """Limit for the error that the ghost cache reports for its hit rates. It is higher for a short trace."""
+    """Limit for the error that the ghost cache reports for its hit rates. The limit is higher for a short trace."""
 
     @property
     def requests(self) -> tuple[TraceRequest, ...]:

@@ -37,17 +37,17 @@ class Versions:
                 continue  # the stored version has another size
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
             found = [v for v in matching if payload_of(number, nbytes, v) == target]
-            assert found, f"object {number} has {nbytes} bytes, which are those of no version of this size"
+            assert found, f"the {nbytes} bytes of object {number} equal no version of this size"
             return found[-1]
         return None
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk until the power fails: before disk operation number `at`, or after the last call.
+    """Runs calls on a simulated disk whose power fails before operation number `at`, or when `fail` is called.
 
-    The first operation has number 1. With at=0, the power therefore fails only when `fail` is called.
-    `left` is the disk after the failure. `durable` contains the objects whose last change was reported as durable, but
-    no evicted objects. It maps the number of an object to its version, or to None if the object was removed.
+    Operations are numbered from 1, so at=0 stands for no operation. `left` is the disk after the failure, and None
+    before. `durable` contains the objects whose last change was reported as durable, without evicted objects. It maps
+    the number of an object to its version, or to None if the object was removed.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ worker has ended, and prints "dead PLACE". The lines of a worker begin with its 
     trying, stored, dropping   as in storage_crash
     dropped NUMBER 0           after each removal
     wrong TEXT ..              an error: a lost or changed object, a result that is not allowed, or a late call
-    calls N SECONDS            the number of calls since the last such line, and the duration of the longest call
+    calls N SECONDS            the number of calls since the last such line, and the duration of the longest of them
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Crowd:
 
     @property
     def owner(self) -> int:
-        """Process id of the owner of the folder, or 0 if the owner is unknown."""
+        """Process id of the owner of the folder, or 0 if the file LOCK is missing or empty."""
         try:
             return int((self.folder / "LOCK").read_text() or 0)
         except FileNotFoundError:

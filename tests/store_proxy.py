@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults to inject. An offset counts the bytes that the server has sent over all connections."""
+    """Faults to inject. An offset counts the bytes that the server has sent over all connections since `Proxy.set`."""
 
     refuses: int = 0
     """The next `refuses` new connections are closed at once. The first of them ends all other faults."""

@@ -51,7 +51,7 @@ def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
     return _kv_of(salt + tokens.astype("<i4").tobytes())
 
 
-@functools.lru_cache(1 << 14)  # every step checks all earlier tokens
+@functools.lru_cache(1 << 14)  # every step needs the KV of all earlier tokens again
 def _kv_of(data: bytes) -> torch.Tensor:
     digest = hashlib.shake_128(data).digest(LAYERS * 2 * DIM * 2)
     return torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float32)).view(LAYERS, 2, 1, DIM)
@@ -251,7 +251,10 @@ class TiersMachine(RuleBasedStateMachine):
         **PROMPT,
     )
     def operate(self, what, which, longer):
-        """Run an operation. `forget` is a reset that keeps the stores; it is listed three times to be frequent."""
+        """Run an operation. `reset` clears the stores if `longer` < 2.
+
+        `forget` is a reset that keeps the stores. It is listed three times, so that it is frequent.
+        """
         prompt = self.prompt(which, longer)
         if what in ("demote", "drop", "prefetch"):
             getattr(self.tiers, what)(prompt)

@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition that reports when a thread waits on it, for tests that must not notify the thread earlier."""
+    """A condition that reports when a thread waits on it, so that a test can delay its notification until then."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class SteppedMover:
 def stepped(num_blocks=24, form="block-first", around=None, **config):
     """Return a CPU manager, a SteppedMover, and the tensors of the cache. By default, a slice contains one block.
 
-    If `around` is given, the manager calls `around` instead of the SteppedMover, and `around` should call the latter.
+    If `around` is given, the manager calls `around` instead of the SteppedMover, and `around` calls the SteppedMover.
     """
     mover = SteppedMover()
     options = TransferConfig(

@@ -97,7 +97,10 @@ class RandomCases:
         self.counts = Counts()
 
     def _prompt(self) -> list[int]:
-        """Return a prompt. Most begin like an earlier prompt or output, half of these for a whole number of blocks."""
+        """Return a prompt. In 80 % of the cases, it begins with the first tokens of an earlier prompt or output.
+
+        The number of these tokens is random. In half of these cases, it is rounded down to whole blocks.
+        """
         rng = self._random
         tokens: list[int] = []
         if self._history and rng.random() < 0.8:
@@ -169,7 +172,7 @@ class RandomCases:
             chosen = [int(each.sequences[row, first + step]) for each in (plain, cached)]
             logits = plain.logits[step][row][chosen]
             gap = float((logits[0] - logits[1]).abs())
-            assert gap < TIE, f"row {row} differs at token {step} with a logit gap of {gap:.2e}"
+            assert gap < TIE, f"row {row} differs at generated token {step}, with a logit gap of {gap:.2e}"
             self.counts.num_ties += 1
 
 

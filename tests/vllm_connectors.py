@@ -26,9 +26,9 @@ class Faults:
     """Faults of the copies between device and host."""
 
     fail_loads: int = 0
-    """If n > 0, every n-th load raises an exception."""
+    """If this number is n > 0, every n-th load raises an exception."""
     fail_saves: int = 0
-    """The same for saves."""
+    """If this number is n > 0, every n-th save raises an exception."""
     rank: int = -1
     """The rank on which copies fail and `ready_slots` applies, or -1 for all ranks."""
     ready_slots: int = 0

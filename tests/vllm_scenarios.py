@@ -137,8 +137,8 @@ def poison_free_blocks(driver: Driver) -> None:
     """Fill each device block with poison when vLLM discards its content.
 
     vLLM discards the content of a block when it frees the block and the block is not in its prefix cache, or when it
-    assigns the block to another request. If a save holds no reference to its block, it saves poison. If a request runs
-    before its load has ended, it reads poison.
+    assigns the block to another request. A save that holds no reference to its block saves poison. A request that runs
+    before its load has ended reads poison.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
@@ -265,8 +265,8 @@ def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, ha
 def check_offers(driver: Driver) -> None:
     """After every step, check that no request has an offer.
 
-    An offer is a lease on host blocks that get_num_new_matched_tokens takes until vLLM allocates device blocks. It must
-    end in its own scheduling step, so that waiting requests hold no host blocks.
+    An offer is a lease on host blocks. It begins in get_num_new_matched_tokens and ends when vLLM allocates device
+    blocks. It must end in the step in which it began, so that waiting requests hold no host blocks.
     """
 
     def check() -> None:
@@ -318,7 +318,8 @@ def reset_while_loading(driver: Driver, prompt: Sequence[int]) -> Answer:
 def reset_while_saving(driver: Driver, prompt: Sequence[int], *, running: bool) -> Answer:
     """Reset the connector while a request runs. Return the answer to the request.
 
-    Without `running`, the saves of the request wait. With `running`, they end first, and vLLM preempts the request.
+    Without `running`, the saves are still in flight during the reset. With `running`, the saves end before the reset,
+    and the reset preempts the request.
     """
     faults = _faults()
     faults.saves_may_run.clear()
@@ -391,7 +392,7 @@ def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Seq
 
 
 def slow_copies(driver: Driver, num_steps: int) -> None:
-    """Allow copies only in every n-th step, so that each copy lasts several steps."""
+    """Allow copies only in one of `num_steps` steps, so that each copy lasts several steps."""
     faults, count = _faults(), [0]
 
     def change() -> None:
@@ -406,7 +407,7 @@ def slow_copies(driver: Driver, num_steps: int) -> None:
 
 
 def settle_stores(driver: Driver) -> None:
-    """Run steps until the stores contain every saved block. vLLM needs requests to run steps, so send short ones."""
+    """Run steps until the stores contain every saved block. vLLM runs steps only for requests, so send short ones."""
     from kvtier.messages import Route
 
     manager = connectors(driver)[0].scheduler.manager
@@ -460,7 +461,7 @@ def metric_after(driver: Driver, name: str, at_least: float = 1.0) -> float:
         if value >= at_least:
             return value
         driver.ask([[3]], max_tokens=1)
-    raise AssertionError(f"{name} is {value}")
+    raise AssertionError(f"{name} must reach {at_least}, got {value}")
 
 
 # ---- isolation

@@ -387,8 +387,8 @@ class SteppedEngine:
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
         """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
 
-        `preempts` has no effect while a batch is in flight, while the connector has work, or while requests that are
-        not running hold device blocks, because vLLM could not free all blocks then.
+        `preempts` has no effect if vLLM could not free all blocks then. This is the case while a batch is in flight,
+        while the connector has work, while vLLM defers the release of blocks, and while waiting requests hold blocks.
         """
         while self.batches and not self.setup.is_async:
             self.execute()
@@ -583,7 +583,7 @@ class SteppedEngine:
                 break
         else:
             statuses = {name: str(self.requests[name].status) for name in self.unfinished}
-            raise AssertionError(f"the engine still has work: {statuses}, work: {self.side.has_work}")
+            raise AssertionError(f"the engine still has work: {statuses}, connector has work: {self.side.has_work}")
         assert not self.unfinished, self.unfinished
         self.check()
         side, scheduler = self.side, self.scheduler

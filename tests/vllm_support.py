@@ -41,7 +41,7 @@ class VllmError(Exception):
 def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
     """Return the vLLM setting that loads the kvtier connector, as a user writes it.
 
-    With this setting, saves may hold more device blocks than by default, so that no save is skipped on a slow machine.
+    Saves may hold 64 device blocks. No engine in the tests has more, so no save is skipped, even on a slow machine.
     """
     policy = settings.pop("load_failure_policy", "recompute")
     extra = {"host_bytes": "64MiB", "max_saving_blocks": 64} | settings
@@ -117,7 +117,7 @@ class Vllm:
         names = {"worker": "VLLM::Worker", "core": "VLLM::EngineCor"}  # the kernel truncates names to 15 characters
         chosen = [each for each in processes if victim == "all" or each.name().startswith(names[victim])]
         if not chosen:
-            raise VllmError(f"no {victim} among {processes}")
+            raise VllmError(f"there is no {victim} process among {processes}")
         for process in chosen:
             process.kill()
 
@@ -173,7 +173,8 @@ class Template:
         with open(self._log, "wb") as log:
             command = [sys.executable, "-m", "vllm_driver", self._address]
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        wait_for(lambda: os.path.exists(self._address) or self._process.poll() is not None, f"{self._log}")
+        what = f"the template process to start; see {self._log}"
+        wait_for(lambda: os.path.exists(self._address) or self._process.poll() is not None, what)
 
     @contextlib.contextmanager
     def start(
@@ -216,7 +217,7 @@ class Oracle:
 def prompt_of(number: int, num_tokens: int = 300) -> list[int]:
     """Return a prompt that shares no block with the prompts of other numbers.
 
-    It begins with the shorter prompts of the same number.
+    A shorter prompt of the same number is a prefix of a longer one.
     """
     draws = random.Random(number)
     return [draws.randrange(3, 500) for _ in range(num_tokens)]
