@@ -254,7 +254,7 @@ def test_body_with_wrong_content_type_is_400(server):
         refused(server.post(CHAT, content=data, headers={"content-type": kind}))
 
 
-def test_unknown_model_or_path_is_404(server):
+def test_unknown_model_or_path_is_404_and_wrong_method_405(server):
     error = refused(server.post(CHAT, {"model": "gpt-5", "messages": MESSAGES}), 404)
     assert error["param"] == "model"
     assert "tiny" in error["message"]

@@ -47,7 +47,7 @@ def refused(capsys, *arguments):
         (("completion", "tcsh"), "invalid choice: 'tcsh'"),
     ],
 )
-def test_error_for_misspelt_argument_suggests_a_correction(capsys, arguments, message):
+def test_error_for_invalid_argument_names_it_or_its_correction(capsys, arguments, message):
     assert message in refused(capsys, *arguments)
 
 
@@ -72,7 +72,7 @@ def test_flag_overrides_environment_which_overrides_file(monkeypatch, tmp_path, 
     assert is_json(capsys, "--json")
 
 
-def test_error_for_unknown_setting_suggests_a_correction(capsys, monkeypatch, tmp_path):
+def test_error_for_invalid_settings_names_the_cause(capsys, monkeypatch, tmp_path):
     file = tmp_path / "kvtier.toml"
     file.write_text("[serve]\nprot = 80\n")
     assert f"{file}: [serve] has no option prot; did you mean port?" in refused(capsys, "serve", "--config", str(file))
@@ -101,7 +101,7 @@ def test_error_for_unknown_setting_suggests_a_correction(capsys, monkeypatch, tm
         ('log-level = "loud"', "must be one of debug, info, warning, error"),
     ],
 )
-def test_error_for_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, message):
+def test_error_for_invalid_config_value_states_valid_values(capsys, tmp_path, table, message):
     file = tmp_path / "kvtier.toml"
     file.write_text(f"[serve]\n{table}\n")
     assert message in refused(capsys, "serve", "--config", str(file))

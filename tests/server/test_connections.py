@@ -155,8 +155,8 @@ def test_endless_head_is_rejected_with_bounded_memory(server, name):
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    # Whole pieces of at most 256,000 bytes together exceed every limit. After an error, the server reads up to 1 MiB
-    # more. If it closed the connection with unread data, a reset could destroy the response.
+    # As many pieces as fit into 256,000 bytes exceed every limit. After an error, the server reads up to 1 MiB more. If
+    # it closed the connection with unread data, a reset could destroy the response.
     with Connection(server, first + piece * (256_000 // len(piece))) as connection:
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
@@ -177,7 +177,7 @@ def test_endless_chunk_framing_is_rejected(server, piece):
 
 def test_head_just_below_the_limits_is_served(server):
     url = b"/health?" + b"a" * (8192 - len("/health?"))
-    # 98 headers and Host: 99 of at most 100 headers. All headers together: 58 of at most 64 KiB.
+    # With Host, there are 99 headers; the limit is 100. They have 58 KiB in total; the limit is 64 KiB.
     many = b"".join(b"x%d: %s\r\n" % (number, b"a" * 600) for number in range(98))
     with Connection(server, b"GET " + url + b" HTTP/1.1\r\nHost: localhost\r\n" + many + b"\r\n") as connection:
         assert connection.receive_response()[0] == 200

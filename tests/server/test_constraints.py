@@ -1,4 +1,4 @@
-"""The engine process compiles each schema once, in a separate thread. Requests continue during a compilation."""
+"""The engine process compiles a schema once per tenant, in a separate thread, while other requests continue."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_error_for_invalid_schema_is_not_cached(tiny_model):
     failed = compilations.get(INVALID, b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert compilations.get(INVALID, b"") is not failed
-    # Only other errors become an UnavailableError. The missing model is an error of kvtier, so it stays unchanged.
+    # The error for the missing model stays unchanged, because kvtier raises it. Errors of libraries become an
+    # UnavailableError.
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get(OBJECT, b"").exception(WAIT), UnavailableError)
 

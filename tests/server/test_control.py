@@ -144,7 +144,7 @@ def test_dropped_prompt_is_removed_from_all_tiers(tiered):
     assert ask(tiered, prompt) < 16  # less than one block: other prompts share only a few first letters
 
 
-def test_control_prompt_can_be_tokens_or_messages_with_salt(tiered):
+def test_control_prompt_can_be_token_ids_or_salted_messages(tiered):
     messages = [{"role": "user", "content": fresh()}]
     body = {"model": tiered.model, "messages": messages, "max_tokens": 1, "cache_salt": "mine"}
     assert tiered.post("/v1/chat/completions", body).status_code == 200

@@ -1,11 +1,11 @@
-"""`kvtier serve --disk-secret` keeps one key per tenant. Blocks encrypted with a deleted key are cache misses."""
+"""`--disk-secret` keeps one encryption key per tenant. Blocks encrypted with a deleted key are cache misses."""
 
 from __future__ import annotations
 
 from kvtier.storage.disk.keys import TenantKeys
 
 SECRET = bytes(range(32))
-KEY = "a-key-of-the-default-tenant"
+API_KEY = "a-key-of-the-default-tenant"
 PROMPT = "".join(chr(97 + number * number % 26) for number in range(320))
 
 
@@ -23,9 +23,9 @@ def test_server_finds_encrypted_blocks_until_key_is_deleted(start, tmp_path):
     ]
 
     def cached_tokens() -> int:
-        server = start(*arguments, env={"KVTIER_API_KEY": KEY})
+        server = start(*arguments, env={"KVTIER_API_KEY": API_KEY})
         body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-        answer = server.post("/v1/completions", body, KEY)
+        answer = server.post("/v1/completions", body, API_KEY)
         assert answer.status_code == 200, answer.text
         assert server.stop() == 0
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]

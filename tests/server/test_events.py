@@ -49,7 +49,7 @@ def agree_on_device(server, router: Router) -> None:
 
 
 def agree(server, router: Router) -> None:
-    """Wait until a router has as many blocks of each medium as the server. Saves may still be in flight."""
+    """Wait until a router has as many blocks of each medium as the server. Saves in flight at the call delay this."""
 
     def is_equal(state) -> bool:
         router.catch_up()
@@ -66,7 +66,8 @@ def test_routers_rebuild_the_index_from_events(published):
         closing(Router(*addresses)) as late,
     ):
         chance, number = random.Random(0), 0
-        while first.num_events < NUM_EVENTS:  # prompts of 4 to 8 blocks, more than the tiers can hold
+        # Each prompt has 4 to 8 blocks. All prompts together exceed the device and the host tier.
+        while first.num_events < NUM_EVENTS:
             ask(server, f"{number:04}" * (16 + number % 5 * 4), cache_salt=f"salt {number % 2}")
             first.receive()
             lossy.receive(loses=lambda: chance.random() < 0.3)

@@ -1,4 +1,4 @@
-"""prometheus-client can parse the metrics page. The samples equal those that it writes for the same values."""
+"""prometheus-client can parse the metrics page. For equal values, it writes a page with equal samples."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_decoded_message_equals_encoded_message(message):
         (ZeroDivisionError("by zero"), KvtierError, "ZeroDivisionError: by zero"),
     ],
 )
-def test_error_in_reply_keeps_kind_and_text(error, kind, text):
+def test_error_in_reply_is_decoded_as_an_error_of_kvtier(error, kind, text):
     found = decode_message(encode_message(Reply(1, error=error)))
     assert (found.id, type(found.error), str(found.error)) == (1, kind, text)
 

@@ -1,4 +1,4 @@
-"""The front-end process runs without torch. kvtier.engine loads a name that needs torch when it is first used."""
+"""The front-end process runs without torch. kvtier.engine imports a name that needs torch at its first use."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def check(case) -> None:
 
 
 def fuzz(spec, mode: str, after: Callable[[], None] = lambda: None) -> int:
-    """Send examples to every operation. `after` runs after each request. Returns the number of requests."""
+    """Send examples to every operation. Call `after` after each request. Return the number of requests."""
     from schemathesis import GenerationMode
 
     num_sent = 0
@@ -103,7 +103,7 @@ def test_fuzzed_requests_never_get_5xx(spec, mode):
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
-    """Send random requests to each endpoint that resizes, sleeps or wakes. After each one, GET /state must succeed."""
+    """Send random requests to the endpoints for sleep, wake-up and resize. After each one, GET /state must succeed."""
     server, spec = interrupting
     sizes: set[tuple[int, ...]] = set()
 

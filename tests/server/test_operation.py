@@ -312,7 +312,7 @@ def test_full_queue_is_429_with_retry_after(narrow):
     assert ask("me too").usage.completion_tokens == 1
 
 
-def test_request_above_request_seconds_gets_timeout_error(strict):
+def test_request_longer_than_request_seconds_times_out(strict):
     answers = []
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))

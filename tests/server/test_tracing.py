@@ -151,7 +151,7 @@ def test_request_has_one_complete_trace_with_id_of_client(traced, collector, cli
     assert "secret" not in str(collector.spans)
 
 
-def test_requests_without_parent_start_new_traces(traced, collector):
+def test_requests_without_valid_parent_start_new_traces(traced, collector):
     found = set()
     for traceparent in ("", "00-nonsense", f"ff-{'5' * 32}-{PARENT}-01", f"00-{'0' * 32}-{PARENT}-01"):
         _, trace_id, span_id, flags = ask(traced, traceparent, stream=True).headers["traceparent"].split("-")
