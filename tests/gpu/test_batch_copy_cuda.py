@@ -81,8 +81,8 @@ def test_dependent_pieces_in_one_gpu_buffer_run_in_order(path, seed):
     assert np.array_equal(contents(buffer), expected)
 
 
-# One launch of the small or the large kernel copies up to 507 or 4,090 pieces of equal size. If the sizes differ, it
-# copies up to 170 or 1,364 pieces.
+# One launch of the small kernel copies up to 507 pieces of equal size, or 170 pieces of different sizes. One launch of
+# the large kernel copies up to 4,090 pieces of equal size, or 1,364 pieces of different sizes.
 @pytest.mark.parametrize("count", [1, 168, 171, 507, 508, 1365, 4090, 4091, 9000])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
@@ -100,7 +100,9 @@ def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
 
 
 def test_gather_copies_rows_more_than_4_gib_apart():
-    far = Buffer(5 << 30, "u8", GPU)  # odd offsets above 4 GiB do not fit into 32 bits
+    # For pieces of equal size, the kernel gets 32-bit offsets. Their unit is the largest power of 2 that divides all
+    # offsets. Here, the unit is 1 byte, so the second offset does not fit into 32 bits.
+    far = Buffer(5 << 30, "u8", GPU)
     far.slice(0, 8).fill(1)
     far.slice((5 << 30) - 7, 7).fill(2)
     out, _ = filled(14, GPU, 0)

@@ -1,4 +1,4 @@
-"""KvtierStorage returns the same results as SGLang's file and simulation backends. SGLang's controller can use it."""
+"""KvtierStorage returns the same results as SGLang's file and simulation backends, and works in SGLang's controller."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def kvtier(tmp_path):
 
 
 class Trio:
-    """Our backend, HiCacheFile and SimHiCacheStorage. Each has its own pools. Pools of the same name start equal."""
+    """KvtierStorage (`ours`), HiCacheFile and SimHiCacheStorage.
+
+    Each has its own pools. At the start, pools of the same name have equal bytes.
+    """
 
     def __init__(self, ours, folder, layout, *, is_mla, seed):
         folder.mkdir()
@@ -72,7 +75,7 @@ class Trio:
         """Fill all pools with new bytes. Pools of the same name get equal bytes."""
         self.generation += 1
         for (_, name), pool in self.pools.items():
-            seed = self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name)  # a different one for each name
+            seed = self.generation * 10 + [PoolName.KV, *SIDE_POOLS].index(name)  # a different seed for each name
             fill(pool, seed)
 
     def same_bytes(self):

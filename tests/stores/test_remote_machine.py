@@ -82,7 +82,7 @@ def make_machine(port: int) -> type[RuleBasedStateMachine]:
 
         @rule(seconds=st.sampled_from([1, TTL_S // 2, TTL_S]))
         def wait(self, seconds):
-            # The expected status of an object that is damaged and also expired is not defined here.
+            # No status is defined for an object that is both damaged and expired, so no time passes after damage.
             if not any(bad for _, _, bad in self.stored.values()):
                 self.clock.now += seconds
 

@@ -65,8 +65,8 @@ def test_prompt_with_one_output_token_is_cached(engine, oracle):
 
 
 def test_several_samples_equal_vllm_alone(engine, oracle):
-    # vLLM 0.32 fails on CPUs if it splits the prefill of a request with a seed. Three prompts of 80 tokens need no
-    # split.
+    # vLLM 0.32 fails on CPUs if it splits the prefill of a request with a seed. The prompts of the three samples have
+    # 240 tokens in total, which fit into one step.
     prompt, options = prompt_of(41, 80), {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 40}
     (cold,) = engine.ask([prompt], **options)
     assert engine.reset()

@@ -1,4 +1,4 @@
-"""Blocks on disk survive restarts of vLLM and processes killed at random times. A changed model finds none of them."""
+"""Blocks on disk survive restarts of vLLM and kills of its processes. A vLLM with a changed model finds no blocks."""
 
 from __future__ import annotations
 
