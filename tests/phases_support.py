@@ -144,7 +144,7 @@ def random_faults(chance: random.Random):
 
 
 def break_copies(engine: Engine, chance: random.Random, share: float) -> None:
-    """Make some copies between device and host fail, at the lowest level."""
+    """Make a share of the copies between device and host raise RuntimeError."""
     for lane in engine.tiers._controller._transfers._lanes.values():
 
         def sometimes(*arguments, mover=lane._mover):

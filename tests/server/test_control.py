@@ -141,7 +141,7 @@ def test_dropped_prompt_is_removed_from_all_tiers(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
-    assert ask(tiered, prompt) < 16  # less than one block: other prompts share only a few first letters
+    assert ask(tiered, prompt) < 16  # less than one block: only a few first letters are shared with other prompts
 
 
 def test_control_prompt_can_be_token_ids_or_salted_messages(tiered):

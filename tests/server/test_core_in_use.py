@@ -1,4 +1,4 @@
-"""The engine of a real server runs on State.warp, State.append and BatchCopy.run."""
+"""The engine of a real server calls State.warp, State.append and BatchCopy.run in its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in docs/api.md, docs/operating.md and the Dockerfile exist. docs/api.md documents the whole API."""
+"""Options, variables and metrics in docs/operating.md and the Dockerfile exist. docs/api.md has the whole API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prometheus-client can parse the metrics page. For equal values, it writes a page with equal samples."""
+"""prometheus-client can parse the metrics page. Its own page for the same values has the same samples."""
 
 from __future__ import annotations
 

@@ -34,7 +34,10 @@ def test_loaded_blocks_have_the_computed_bytes(checked, drawn, seed):
 
 
 def test_repeated_prompts_load_and_evict_blocks(checked):
-    """The engine of the test above must load and evict blocks. Otherwise, that test would compare no bytes."""
+    """The fixture `checked` must load and evict blocks.
+
+    Otherwise, test_loaded_blocks_have_the_computed_bytes would compare no bytes.
+    """
     prompts = [prompt_of(310 + number % 7, 350) for number in range(21)]
     checked.run(scenarios.conversations, prompts, 1, max_tokens=10)
     assert checked.run(scenarios.num_compared_blocks) > 20
