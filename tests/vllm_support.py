@@ -39,12 +39,9 @@ class VllmError(Exception):
 
 
 def connector(module: str | None = None, name: str = "KvtierConnector", **settings: Any) -> dict[str, Any]:
-    """Return the vLLM setting that loads the kvtier connector, as a user writes it.
-
-    Saves may hold 64 device blocks. No engine in the tests has more, so no save is skipped, even on a slow machine.
-    """
+    """Return the vLLM setting that loads the kvtier connector, as a user writes it."""
     policy = settings.pop("load_failure_policy", "recompute")
-    extra = {"host_bytes": "64MiB", "max_saving_blocks": 64} | settings
+    extra = {"host_bytes": "64MiB"} | settings
     fields: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": policy}
     if module is not None:
         fields["kv_connector_module_path"] = module
