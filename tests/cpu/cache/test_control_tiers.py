@@ -166,9 +166,9 @@ def test_sleep_saves_all_blocks_with_any_write_policy(caches, policy):
 
 
 def test_prefetch_does_not_wait_for_block_that_was_not_fetched(caches):
-    """The lease of another request keeps a node of the tree whose block was not fetched.
+    """One block is not in the store, but the lease of another request keeps the node of this block in the tree.
 
-    `prefetch` must not wait for this block.
+    `prefetch` must not wait for the block.
     """
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
@@ -302,8 +302,8 @@ def test_drop_runs_after_planned_writes_to_store(caches):
                 cache.tiers.drop(chain)
     assert planned
     cache.tiers._drain()
-    known = {key for key in split_keys(chain.keys()) if key in cache.memory.objects}
-    assert not known
+    left = {key for key in split_keys(chain.keys()) if key in cache.memory.objects}
+    assert not left
 
 
 @pytest.mark.parametrize("asleep", [False, True])

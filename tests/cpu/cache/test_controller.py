@@ -133,7 +133,7 @@ def test_slot_out_of_range_fails_only_its_transfer(rigs):
     [Fault("an error"), Fault(hangs=True), Fault(flip_bit=77), Fault(cut_to=3)],
     ids=["error", "hang", "flip", "cut"],
 )
-def test_failed_fetch_leaves_host_slots_unchanged(rigs, fault):
+def test_failed_read_leaves_host_slot_of_its_block_unchanged(rigs, fault):
     memory = MemoryStore(1 << 20)
     fault.only = lambda key: key in (KEYS[1], draft_of(KEYS[1]))
     rig = rigs(stores={"disk": memory})
@@ -390,7 +390,10 @@ def test_controller_with_mismatched_caches_raises():
 
 
 def test_copy_seconds_exclude_the_time_until_poll():
-    """Regression: a load during a step of 1 s was measured as 1 s. As a result, all later prefixes were recomputed."""
+    """Regression: a load during a step of 1 s was measured as 1 s.
+
+    As a result, loading seemed slow, and all later prefixes were recomputed.
+    """
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     slots = slot_bytes(np.array([1], np.int32))

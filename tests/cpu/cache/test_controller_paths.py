@@ -95,9 +95,9 @@ def test_poll_reports_a_single_host_slot(rigs):
 
 
 def test_num_host_ready_is_the_minimum_over_cache_groups(monkeypatch):
-    """The main group's memory grows by two slots at a time.
+    """The memory of the main group grows by two slots at a time.
 
-    After the first two slots, the growth waits for `may_go`.
+    The first two slots wait for `may_begin`, and all later slots wait for `may_go`.
     """
     may_begin, may_go, make_present, made = threading.Event(), threading.Event(), HostMemory._make_present, []
 
@@ -266,7 +266,7 @@ def test_save_that_cannot_start_does_not_fail_other_saves(rigs):
 
 
 def test_submit_waits_for_started_copy_if_another_group_fails():
-    """The copy of the second group cannot start, because its tensor is too short. The copy of the first group runs."""
+    """The tensor of the second group is too short, so the copy of this group cannot start. The other copy runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)

@@ -43,7 +43,7 @@ SYSTEMS = [[1] * 9, [2] * 8, [1] * 5 + [3] * 12]
 GROUP = CacheGroup("main", (LayerSpec((TensorSpec("kv", dt.f32, (1, BLOCK, DIM), head_axis=0),)),) * LAYERS)
 
 
-@functools.lru_cache(1 << 16)  # every step checks all earlier tokens
+@functools.lru_cache(1 << 16)  # large, because every step checks all earlier tokens
 def kv_of(tokens: bytes, salt: bytes, rank: int) -> torch.Tensor:
     """Return the KV of the last token as [layer, dim]. The KV depends on all tokens, the salt and the rank."""
     digest = hashlib.shake_128(tokens + salt + bytes([rank])).digest(LAYERS * DIM * 2)

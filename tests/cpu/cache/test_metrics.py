@@ -48,9 +48,9 @@ def test_cache_metrics_count_transferred_blocks_and_bytes():
     assert shown["kvtier_cache_hit_tokens_total", "host"] == 32
     assert shown["kvtier_cache_hit_tokens_total", "disk"] == 32
     assert shown["kvtier_cache_queried_tokens_total",] == 3 * 33
-    for purpose, total in ((route, count.num_bytes) for route, count in counts.items()):
-        assert shown["kvtier_cache_moved_bytes_total", purpose.value] == total
-        assert shown["kvtier_cache_moving_blocks", purpose.value] == 0
+    for route, count in counts.items():
+        assert shown["kvtier_cache_moved_bytes_total", route.value] == count.num_bytes
+        assert shown["kvtier_cache_moving_blocks", route.value] == 0
     assert shown["kvtier_cache_move_seconds", "save"].count > 0
     assert shown["kvtier_store_objects_total", "disk", "write", "done"] >= blocks
     assert shown["kvtier_cache_blocks", "device"] == 12

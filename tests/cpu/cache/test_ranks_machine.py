@@ -59,7 +59,7 @@ class AllControllers:
                 controller.wait(timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Wait for the loads of all other ranks, and return the layer waits of rank 0."""
+        """Wait for the loads of all ranks except rank 0. Return the layer waits of rank 0."""
         for controller in self.all[1:]:
             controller.layer_waits(transfer_ids).arrived()
         return self.all[0].layer_waits(transfer_ids)

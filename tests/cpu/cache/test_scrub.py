@@ -127,10 +127,10 @@ def test_second_close_of_scrubber_has_no_effect(memory):
 BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
 
 
-# a round verifies at least one block, even if the limit is lower
+# A round verifies at least one block, even if the limit is below the size of a block.
 @pytest.mark.parametrize(("num_blocks", "num_verified"), [(2, 2), (3, 3), (0, 1)])
 def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_blocks, num_verified):
-    # a round of `quiet` may verify the bytes of 3600 s, which are num_blocks blocks and one byte
+    # A round of `quiet` may verify BYTES_PER_SECOND * 3600 bytes: num_blocks blocks and one byte.
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3)
     quiet.scrubber._verify_some()
@@ -139,7 +139,7 @@ def test_scrubber_round_is_limited_by_bytes_per_second(quiet, monkeypatch, num_b
 
 
 def test_scrubber_without_pause_has_a_byte_limit_per_round(monkeypatch):
-    # without a pause, the limit of a round is that of 0.1 s
+    # Without a pause, a round may verify BYTES_PER_SECOND * 0.1 bytes: two blocks and one byte.
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     memory = ScrubbedMemory()
     memory.scrubber.close()  # stops the thread, so that only the test calls `_verify_some`

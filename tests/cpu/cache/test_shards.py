@@ -74,7 +74,10 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """Return the blocks [block, byte] of a rank, by group: its heads of sharded tensors, and all replicated tensors."""
+    """Return the blocks of a rank as one array [block, byte] per group.
+
+    The blocks contain the heads of this rank in sharded tensors, and the whole replicated tensors.
+    """
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []
@@ -197,7 +200,7 @@ def test_stored_blocks_do_not_depend_on_number_of_ranks(layout, num_writers, num
         made.append(Ranks(layout, num_readers, 4, stores[1]))
         made[2].fill(blocks)
         made[2].save_and_store()
-        assert payloads(stores[0]) == payloads(stores[1])  # both numbers of ranks store the same objects
+        assert payloads(stores[0]) == payloads(stores[1])  # the stored objects do not depend on the number of ranks
         made.append(Ranks(layout, num_writers, 4, stores[1]))
         made[3].fetch_and_load()
         made[3].assert_holds(blocks)
@@ -514,7 +517,7 @@ def test_failed_read_on_one_rank_is_a_miss_on_all_ranks(fault, is_shared):
 # ---- invalid arguments --------------------------------------------------------------------------------------------
 
 
-def test_indivisible_sharding_raises():
+def test_invalid_sharding_raises():
     layout = KVLayout(4, (CacheGroup.attention("main", 1, 6, 8, dt.f16, 4),))
     with pytest.raises(ArgumentError, match="6 KV heads, which cannot be split among 4 ranks"):
         layout.of_rank(4)

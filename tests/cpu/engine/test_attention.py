@@ -84,7 +84,7 @@ def test_paged_attention_with_threads_equals_masked_attention(threads):
 def test_attention_ignores_table_entries_after_last_block(compiled):
     whole, parts, cache, batch = paged(0, [(5, 1), (90, 1), (0, 9), (70, 9), (200, 40)])
     for table, context in zip(batch.block_tables, batch.contexts, strict=True):
-        # in a running engine, entries after a row's last block may be left over from an earlier sequence
+        # in a running engine, entries after a row's last block can be left over from an earlier sequence
         table[-(-context // cache.shape[2]) :] = 1 << 30
     expected = torch.cat([masked_attention(*each) for each in whole])
     torch.testing.assert_close(paged_attention(parts.q, cache, batch), expected, rtol=1e-4, atol=1e-5)

@@ -72,7 +72,7 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write a GGUF file like the converter of llama.cpp. For llama, it interleaves the rows of each q and k head.
+    """Write a GGUF file in the form of llama.cpp's converter, which interleaves rows of q and k heads for llama.
 
     `factors` are the rope factors of the file (`rope_freqs.weight`). Tensors in `skip` are not written.
     """
@@ -186,7 +186,7 @@ def test_namespace_depends_on_biases_and_qk_norms(checkpoint, tmp_path, kind):
 
 
 def test_namespace_depends_on_rope_factors_of_gguf(checkpoint, tmp_path):
-    """The factors are a tensor of the file, and its configuration does not contain them."""
+    """The rope factors are a tensor of the file. The metadata of the file does not contain them."""
     _, oracle = checkpoint("llama")
     factors = [None, np.ones(8, np.float32), np.linspace(1, 2, 8, dtype=np.float32), np.full(8, 4, np.float32)]
     paths = [
@@ -198,7 +198,10 @@ def test_namespace_depends_on_rope_factors_of_gguf(checkpoint, tmp_path):
 
 
 def test_namespace_without_biases_equals_that_of_0_1_0():
-    """Stored blocks of version 0.1.0 are found. The fingerprints are constants, computed by that version."""
+    """A model without biases must find the blocks that version 0.1.0 stored.
+
+    The expected fingerprints were computed by version 0.1.0.
+    """
     config = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256)
     weights = with_tensors(
         random_weights(config, torch.float32, torch.device("cpu")),

@@ -52,8 +52,8 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     assert len(changed) <= 1 + 3 * 2 + 3
     assert steps.count(0) >= 30
     steps_with_new_blocks = changed[1:7]
-    new_block_bytes = 4 + 4  # the number of the block, copied to staging memory and from there to the block table
-    # the limit allows two new blocks in a step
+    new_block_bytes = 4 + 4  # the id of the block, copied to staging memory and from there to the block table
+    # One new block is expected in each of these steps. The assertion tolerates two.
     assert max(copied[step] for step in steps_with_new_blocks) <= 2 * new_block_bytes, "a step copied too many bytes"
 
 

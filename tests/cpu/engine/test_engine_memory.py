@@ -1,4 +1,4 @@
-"""A closed engine frees its tensors without a garbage collection. An engine that is too large raises with advice."""
+"""A closed engine frees its tensors without a garbage collection. Out-of-memory errors name the option to lower."""
 
 from __future__ import annotations
 

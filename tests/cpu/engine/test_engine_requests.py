@@ -31,9 +31,8 @@ def byte_tokenizer():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
-    kept = (
-        letters[:128] + letters[160:230]
-    )  # together: all 128 ASCII bytes and 70 other bytes (`letters` is not in byte order)
+    # all 128 ASCII bytes and 70 other bytes (`letters` is not in byte order)
+    kept = letters[:128] + letters[160:230]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -203,7 +202,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """If the engine accepted the token, a step would index outside the logits, and all its requests would fail."""
+    """If the engine accepted the token, a step would index outside the logits and fail all requests of the step."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"in \[0, 199\), got {min(5, token)} .. {max(5, token)}"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))

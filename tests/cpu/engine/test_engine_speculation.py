@@ -173,7 +173,7 @@ def test_failing_proposer_warns_and_answers_continue(model, draft):
 
 
 def test_small_draft_model_raises_or_limits_the_context(model):
-    """A vocabulary that differs from the main model's raises. Fewer positions limit the context."""
+    """A draft model with another vocabulary size is refused. A draft model with fewer positions limits the context."""
     other = Model(replace(model.config, vocab_size=100), model.weights)
     with pytest.raises(ArgumentError, match="100 tokens, but the model has 199"):
         make_engine(model, proposer=DraftProposer(other))

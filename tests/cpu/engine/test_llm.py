@@ -66,7 +66,7 @@ def test_prompt_of_invalid_token_ids_raises(llm):
     assert not llm.engine.has_work()
 
 
-def test_llm_invalid_prompt_cancels_all_requests(llm):
+def test_invalid_prompt_cancels_all_requests_of_llm(llm):
     with pytest.raises(ArgumentError, match="prompt is empty"):
         llm.generate(["One", []], GREEDY)
     assert not llm.engine.has_work()

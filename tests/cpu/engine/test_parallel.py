@@ -137,7 +137,7 @@ def test_split_config_with_unequal_shares_raises(config, num_ranks, reason):
         split_config(config, num_ranks)
 
 
-def test_engine_invalid_parallel_options_start_no_process():
+def test_engine_with_invalid_parallel_options_starts_no_process():
     with pytest.raises(ArgumentError, match="4 KV heads cannot be split into 3 equal shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=3))
     with pytest.raises(ArgumentError, match="4 ranks cannot divide 2 shards"):
@@ -224,7 +224,7 @@ def children() -> list[psutil.Process]:
 def engine_of(
     num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, model=MODEL, **options
 ) -> Engine:
-    """Return an engine with a host tier, and a disk tier if `folder` is given. It loads without comparing costs."""
+    """Return an engine with a host tier, and a disk tier if `folder` is given. It always loads cached blocks."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)

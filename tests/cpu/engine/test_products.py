@@ -147,9 +147,8 @@ def test_integer_product_equals_product_of_rounded_input(code, kind, shape, thre
     unit = lengths * np.linalg.norm(weight, axis=1)
     for count in range(1, 17):
         actual = code.linear(wide[:count], packed).numpy()
-        assert (
-            np.abs(actual - right[:count]) / unit[:count]
-        ).max() < 2e-6  # 17 units in the last place (2^-23) of float32
+        # 2e-6 is 17 units in the last place (2^-23) of float32
+        assert (np.abs(actual - right[:count]) / unit[:count]).max() < 2e-6
         assert (np.abs(actual - (wide.double().numpy() @ weight.T)[:count]) / unit[:count]).max() < 1e-4
 
 

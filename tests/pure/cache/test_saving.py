@@ -161,7 +161,7 @@ def test_finish_after_namespace_change_saves_nothing():
     assert lab.control.tier("device").pool.num_used == 0
 
 
-def test_schedule_after_namespace_change_saves_nothing():
+def test_compute_after_namespace_change_saves_nothing():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE)))
     lab.serve(prompt(1, 4))
     allocation = lab.start(prompt(1, 4))
