@@ -36,7 +36,7 @@ class Pool:
         self.live: dict[int, torch.Tensor] = {}
         self.requested: list[int] = []
         self.returned: list[bytes] = []
-        """The bytes of each memory block at the time when it was freed."""
+        """The contents of each memory block when it was freed."""
         self.allocator = Allocator(placement, self._allocate, self._deallocate)
 
     def _allocate(self, nbytes: int) -> int:
@@ -358,7 +358,7 @@ def test_memory_of_pending_copy_is_freed_after_completion(enqueue_copy, how):
             assert sources.num_returned == targets.num_returned == 0
             assert not stream.query()
         stream.synchronize()
-    # the thread of the stream held the last reference until the stream was closed
+    # the tasks of the stream held the last references
     assert sources.num_returned == targets.num_returned == 1
     assert targets.returned == [bytes(range(8))]
 
@@ -379,7 +379,7 @@ def test_memory_of_pending_fill_is_freed_after_completion(write):
     assert pool.returned[0] in (bytes([9, 9]), bytes([0x99, 0x99]))
 
 
-def test_memory_of_copy_skipped_after_stream_error_is_freed():
+def test_copy_skipped_after_stream_error_frees_its_memory():
     pool = Pool()
 
     def fail() -> None:
@@ -446,7 +446,7 @@ def test_allocator_peak_remains_after_free():
 def test_zero_byte_buffer_does_not_call_allocator_callables(placement):
     pool = Pool(placement)
     buffer = Buffer(0, "f32", allocator=pool.allocator)
-    assert buffer  # a buffer that is not closed is true, even with zero bytes
+    assert buffer  # an open buffer with an allocation is true, even with zero bytes
     assert buffer.tolist() == []
     assert counters(pool.allocator) == (0, 0, 1, 1)
     del buffer

@@ -2,7 +2,8 @@
 
 An entry is one copy that the caller added. A piece is one or more entries merged into one copy. If scopes are given,
 only entries of the same scope can merge, and entries with the scope ALONE never merge. Pieces of one wave are
-independent, and waves run one after another. If too many waves are needed, the plan is `in_order`: without waves.
+independent, and waves run one after another. If too many waves are needed, the plan is `in_order`: its pieces run one
+after another.
 """
 
 import numpy as np

@@ -82,7 +82,7 @@ def test_cost_table_json_keeps_links_and_losses():
         json.dumps({**EMPTY, "lost": {"a>b": 0.5}}),
         table(driver=(1, 1)).to_json().replace('"fixed_us": 1', '"fixed_us": "a"'),
         table(driver=(1, 1)).to_json().replace('"fixed_us": 1', '"fixed_us": NaN'),
-        table(driver=(1, 0)).to_json(),  # pieces without a cost
+        table(driver=(1, 0)).to_json(),  # the cost of a piece is 0
     ],
 )
 def test_cost_table_from_invalid_json_raises(text):

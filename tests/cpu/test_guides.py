@@ -60,7 +60,7 @@ def test_benchmarks_and_make_targets_in_docs_exist(page):
 
 
 def test_transformers_guide_second_run_hits(tmp_path, monkeypatch, capsys):
-    """Run the program of the page twice, with a tiny model instead of SmolLM2."""
+    """Run the program in docs/transformers.md twice, with a tiny model instead of SmolLM2."""
     monkeypatch.chdir(tmp_path)
     model = make_tiny_model(tmp_path / "model")
     (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "transformers.md").read_text(), re.M | re.S)
@@ -76,7 +76,7 @@ def test_transformers_guide_second_run_hits(tmp_path, monkeypatch, capsys):
 
 
 def test_sglang_guide_extra_config_is_accepted(tmp_path):
-    """Parse the settings in the command on the page. SGLang passes the settings in the same form."""
+    """Parse the settings of the command in docs/sglang.md. SGLang passes the settings in the same form."""
     (given,) = re.findall(
         r"--hicache-storage-backend-extra-config '(.*?)'", (ROOT / "docs" / "sglang.md").read_text(), re.S
     )

@@ -133,7 +133,7 @@ def test_queue_task_can_submit_tasks():
         with held_back(queue):
             queue.submit(lambda: queue.submit(lambda: ran.append("submitted by a task")))
             queue.submit(lambda: ran.append("submitted by the test"))
-        queue.synchronize()  # may return before the task runs that was submitted by a task
+        queue.synchronize()  # may return before the inner task has run
         queue.synchronize()
     assert ran == ["submitted by the test", "submitted by a task"]
 

@@ -1,4 +1,4 @@
-"""Parts of the fleet that need no Ray: tickets, merged replies, the configuration, and the receiver of KV events."""
+"""Parts of the Ray integration that need no Ray: tickets, merged replies, configuration, and receiver of KV events."""
 
 from __future__ import annotations
 

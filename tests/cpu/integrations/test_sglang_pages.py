@@ -73,21 +73,21 @@ def test_pages_of_failing_store_are_missing():
     assert pages.errors["failed"] > 0
 
 
-def test_pages_calls_to_hanging_store_end_before_deadline():
-    """The store may use 90 % of the deadline of a call. `set` calls the store twice within this time."""
+def test_calls_to_hanging_store_end_before_the_time_limit():
+    """A call may wait for the store for 90 % of its time limit. `set` calls the store twice within this time."""
     clock = Clock()
     hanging = FaultyStore(MemoryStore(1 << 22), [Fault(hangs=True)] * 100, clock)
     pages = make_pages(hanging, clock=clock, gib_timeout_s=1000.0)
-    deadline = TIMEOUT + 1000.0 * 8 * PAGE_BYTES / (1 << 30)
+    limit_s = TIMEOUT + 1000.0 * 8 * PAGE_BYTES / (1 << 30)
     indices = indices_of(PAGES)
     for call in (lambda: pages.exists(HASHES), lambda: pages.set(HASHES, indices), lambda: pages.get(HASHES, indices)):
         begin = clock.now
         assert call() == [False] * 8
-        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * deadline  # 0.9, and a tolerance
+        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * limit_s  # 0.9, and a tolerance
     assert pages.errors["failed"] >= 3 * 8  # each page in each call
 
 
-def test_pages_late_read_of_hanging_disk_changes_no_page(tmp_path):
+def test_late_read_of_hanging_disk_changes_no_page(tmp_path):
     """While the disk hangs, `get` returns at its deadline. When the disk answers later, the pool is not changed."""
     disk, gate = SimulatedDisk(), threading.Event()
     store = DiskStore(
@@ -138,7 +138,7 @@ def test_pages_of_corrupt_objects_are_missing(fault):
     assert pages.get(HASHES, indices_of(PAGES)) == [True] * 8
 
 
-def test_pages_calls_with_wrong_arguments_fail():
+def test_calls_with_wrong_arguments_fail_without_exception():
     """Calls with unequal numbers of indices and keys, unknown pools or invalid tensors fail without an exception."""
     pages = make_pages()
     assert pages.set(HASHES, indices_of(PAGES[:3])) == [False] * 8
@@ -169,7 +169,7 @@ def test_pages_in_several_pieces_round_trip(pieces):
     assert pages.num_leading([*HASHES[:3], HASHES[7], HASHES[3]]) == 3
 
 
-def test_set_of_stored_page_writes_nothing():
+def test_second_set_call_for_a_page_writes_nothing():
     store, pool = MemoryStore(1 << 22), PlainPool()
     pages = make_pages(store, pool)
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_set_of_stored_page_writes_nothing():
 
 
 def test_replicated_ranks_share_pages_but_not_mamba_states():
-    """With MLA, all ranks share the pages of rank 0. The states of Mamba layers belong to a single rank."""
+    """With MLA, all ranks share the pages of rank 0. Each rank has its own states of Mamba layers."""
     store = MemoryStore(1 << 22)
     ranks = [make_pages(store, rank=RankIdentity("m", (rank, 2), is_replicated=True)) for rank in range(2)]
     for rank in ranks:
@@ -212,7 +212,7 @@ def test_clear_keeps_pages_of_other_models():
         ({"store": "memory:", "timeout_s": 0}, "timeout_s must be positive"),
     ],
 )
-def test_settings_invalid_values_raise(values, message):
+def test_settings_with_invalid_values_raise(values, message):
     with pytest.raises(ArgumentError, match=message):
         HiCacheSettings.parse(values)
 

@@ -71,7 +71,7 @@ def test_begin_with_unequal_hits_uses_common_columns():
         assert torch.equal(greedy(model, inputs, past_key_values=cache), greedy(model, inputs))
 
 
-def test_generate_completion_is_reused_in_the_next_turn():
+def test_completion_is_reused_in_the_next_turn():
     """The blocks of a completion are saved too, except for its last token, which has no KV."""
     model = shared_model("gemma3")
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix:
@@ -102,7 +102,7 @@ def test_copied_cache_is_not_saved():
 
 
 def test_reordered_rows_of_cache_are_not_saved():
-    """When rows are exchanged, their tokens become unknown. Saving such rows would store wrong KV."""
+    """After an exchange of rows, PrefixCache does not know the tokens of the rows. Saving them would store wrong KV."""
     model = shared_model("llama")
     ids = prompt(9, rows=2)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix, torch.no_grad():

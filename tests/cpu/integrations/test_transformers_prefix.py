@@ -47,7 +47,7 @@ def hits(model, folder, ids=IDS, **options) -> int:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_prefix_cache_dynamic_rope_is_refused(kind):
+def test_prefix_cache_of_dynamic_rope_is_refused(kind):
     factors = [1.0] * 4
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
@@ -56,13 +56,13 @@ def test_prefix_cache_dynamic_rope_is_refused(kind):
         open_prefix(make_model("llama", rope_parameters=rope))
 
 
-def test_prefix_cache_encoder_decoder_is_refused():
+def test_prefix_cache_of_encoder_decoder_is_refused():
     config = hf.T5Config(vocab_size=50, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     with pytest.raises(ArgumentError, match="is not a decoder"):
         open_prefix(hf.T5ForConditionalGeneration(config).eval())
 
 
-def test_prefix_cache_linear_attention_is_refused():
+def test_prefix_cache_of_linear_attention_is_refused():
     config = hf.MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=1)
     with pytest.raises(ArgumentError, match="MambaForCausalLM"):
         open_prefix(hf.MambaForCausalLM(config).eval())
@@ -86,12 +86,12 @@ def test_prefix_cache_of_other_object_is_refused():
         ({"use_cache": False}, "use_cache=False"),
     ],
 )
-def test_generate_unsupported_option_is_refused(options, message):
+def test_generate_with_unsupported_option_is_refused(options, message):
     with open_prefix(shared_model("llama")) as prefix, pytest.raises(ArgumentError, match=message):
         prefix.generate(IDS, max_new_tokens=2, **options)
 
 
-def test_begin_invalid_prompts_are_refused():
+def test_begin_of_invalid_prompt_is_refused():
     model, mask = shared_model("llama"), torch.ones_like(IDS)
     right, empty, gap = mask.clone(), torch.zeros_like(IDS), mask.clone()
     right[0, -1] = 0
@@ -124,8 +124,8 @@ def test_begin_accepts_attention_mask_of_other_dtypes(kind):
         assert prefix.begin(IDS, torch.ones_like(IDS, dtype=kind)).hit_tokens == (28,)
 
 
-def test_forward_second_use_of_a_cache_is_refused():
-    """If a used cache gets its prompt again, transformers adds a part of it to the cache, and the answer is wrong."""
+def test_forward_with_used_cache_is_refused():
+    """If a used cache gets its prompt again, transformers adds a part of the prompt again, and the answer is wrong."""
     model = shared_model("llama")
     with open_prefix(model) as prefix:
         cache = prefix.begin(IDS)
@@ -142,7 +142,7 @@ def test_forward_beyond_static_cache_is_refused():
         greedy(model, {"input_ids": IDS}, past_key_values=prefix.begin(IDS, max_length=32))
 
 
-def test_generate_hybrid_cache_of_config_is_ignored():
+def test_generate_ignores_hybrid_cache_of_config():
     """Older configurations of Gemma have this setting, which transformers ignores."""
     model = make_model("gemma2")
     model.generation_config.cache_implementation = "hybrid"
@@ -152,7 +152,7 @@ def test_generate_hybrid_cache_of_config_is_ignored():
             assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), expected)
 
 
-def test_begin_converted_model_is_refused():
+def test_begin_after_model_conversion_is_refused():
     model = make_model("llama")
     with open_prefix(model) as prefix:
         model.to(torch.bfloat16)
@@ -170,7 +170,7 @@ def test_compiled_model_with_cached_prefix_gives_same_answer():
         assert torch.equal(greedy(model, {"input_ids": IDS}, past_key_values=cache), expected)
 
 
-def test_begin_training_or_autocast_is_refused():
+def test_begin_in_training_mode_or_autocast_is_refused():
     model = make_model("llama")
     with open_prefix(model) as prefix:
         model.train()
@@ -181,13 +181,13 @@ def test_begin_training_or_autocast_is_refused():
             prefix.begin(IDS)
 
 
-def test_forward_beams_over_a_shared_cache_are_refused():
+def test_forward_of_beams_with_shared_cache_is_refused():
     model = shared_model("llama")
     with open_prefix(model) as prefix, pytest.raises(ArgumentError, match="beams cannot share a cache"):
         model.generate(IDS, past_key_values=prefix.begin(IDS), num_beams=2, max_new_tokens=2)
 
 
-def test_forward_repeated_prefix_is_refused():
+def test_forward_of_repeated_prefix_is_refused():
     """Versions of transformers before 5.20 send the whole prompt to a filled cache if prefill_chunk_size is set."""
     model = shared_model("llama")
     with open_prefix(model) as prefix, torch.no_grad():
@@ -200,7 +200,7 @@ def test_forward_repeated_prefix_is_refused():
             model(input_ids=same[:, :2], position_ids=torch.tensor([[0, 1]]), past_key_values=prefix.begin(same))
 
 
-def test_forward_assisted_decoding_after_a_hit_is_refused():
+def test_forward_of_assisted_decoding_after_hit_is_refused():
     """transformers 5.23 sends the whole prompt to a filled cache if prompt_lookup_num_tokens is set.
 
     Without a hit, the answer is correct.
@@ -220,7 +220,7 @@ def test_forward_assisted_decoding_after_a_hit_is_refused():
             model.generate(ids, past_key_values=prefix.begin(ids), **options)
 
 
-def test_forward_other_prompt_is_refused():
+def test_forward_of_other_prompt_is_refused():
     """transformers does not check that the cache belongs to the input. Another prompt would get a wrong answer."""
     model, other = shared_model("llama"), IDS.clone()
     other[0, -1] += 1
@@ -273,8 +273,8 @@ SMALL_TENSORS = {
 
 
 @pytest.mark.parametrize("kind", SMALL_TENSORS)
-def test_prefix_cache_other_small_tensor_never_hits(tmp_path, kind):
-    """Blocks are misses if one bias, norm or buffer changes in use, or differs when the prefix cache is opened."""
+def test_prefix_cache_with_other_small_tensor_never_hits(tmp_path, kind):
+    """Blocks are misses if one bias, norm or buffer changes while the prefix cache is open, or before it is opened."""
     save(make_model(kind), tmp_path)
     for ending in SMALL_TENSORS[kind]:
         model = make_model(kind)
@@ -288,7 +288,7 @@ def test_prefix_cache_other_small_tensor_never_hits(tmp_path, kind):
 
 
 @pytest.mark.parametrize("change", ["in place", "data", "replaced"])
-def test_begin_changed_weights_never_hit(change):
+def test_begin_after_weight_change_misses_old_blocks(change):
     model = make_model("llama")
     with open_prefix(model) as prefix:
         prefix.generate(IDS, max_new_tokens=1)
@@ -308,7 +308,7 @@ def test_begin_changed_weights_never_hit(change):
 
 
 @pytest.mark.parametrize("change", ["attention", "window"])
-def test_begin_changed_settings_never_hit(change):
+def test_begin_after_settings_change_misses_old_blocks(change):
     model = make_model("mistral-sliding")
     with open_prefix(model) as prefix:
         prefix.generate(IDS, max_new_tokens=1)
@@ -321,7 +321,7 @@ def test_begin_changed_settings_never_hit(change):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23
-def test_begin_adapters_never_share_blocks(tmp_path):
+def test_base_model_and_adapters_never_share_blocks(tmp_path):
     """The base model and each adapter have their own blocks, even after switching and merging adapters."""
     torch.manual_seed(3)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
@@ -394,7 +394,7 @@ def test_prefix_cache_is_read_from_disk_by_other_process(tmp_path):
     assert printed[0][1] == printed[1][1]
 
 
-def test_begin_damaged_blocks_on_disk_shorten_the_hit(tmp_path):
+def test_begin_with_damaged_blocks_has_a_shorter_hit(tmp_path):
     """Flipped bytes on disk shorten the hit, but do not change the answer."""
     model = shared_model("llama")
     save(model, tmp_path)
@@ -427,7 +427,7 @@ def test_prefix_cache_stays_within_memory_limits(tmp_path):
         assert prefix.begin(prompt(30, 150)).hit_tokens == (28,)  # from disk
 
 
-def test_begin_prompt_longer_than_host_memory_hits_partly():
+def test_begin_of_prompt_larger_than_host_hits_partly():
     model = shared_model("llama")
     with open_prefix(model, host_bytes=4 * SLOT_BYTES) as prefix:
         prefix.generate(IDS, max_new_tokens=1)
@@ -436,7 +436,7 @@ def test_begin_prompt_longer_than_host_memory_hits_partly():
         assert torch.equal(greedy(model, {"input_ids": IDS}, past_key_values=cache), greedy(model, {"input_ids": IDS}))
 
 
-def test_prefix_cache_small_staging_loads_in_parts(tmp_path):
+def test_prefix_cache_with_small_staging_loads_in_parts(tmp_path):
     model = shared_model("gemma3")
     with open_prefix(model, disk(tmp_path), staging_bytes=1) as prefix:
         prefix.generate(IDS, max_new_tokens=1)
@@ -468,7 +468,7 @@ def test_close_removes_hooks_and_closes_store(tmp_path):
     open_store(disk(tmp_path)).close()
 
 
-def test_prefix_cache_invalid_sizes_are_refused(tmp_path):
+def test_prefix_cache_of_invalid_size_is_refused(tmp_path):
     model = shared_model("llama")
     with pytest.raises(ArgumentError, match="raise host_bytes"):
         open_prefix(model, host_bytes=100)

@@ -59,11 +59,11 @@ def adapter(folder, content, name="lora"):
     return SimpleNamespace(lora_name=name, lora_path=str(folder))
 
 
-def test_chain_salt_separates_all_blocks():
+def test_salt_separates_all_blocks_of_chains():
     assert set(keys_of(request_of(range(8), salt="a"))).isdisjoint(keys_of(request_of(range(8), salt="b")))
 
 
-def test_chain_media_changes_keys_from_its_position_onward():
+def test_media_changes_chain_keys_from_its_position_on():
     plain = keys_of(request_of(range(12)))
     cat = keys_of(request_of(range(12), media=[(5, "cat")]))
     dog = keys_of(request_of(range(12), media=[(5, "dog")]))
@@ -73,13 +73,13 @@ def test_chain_media_changes_keys_from_its_position_onward():
     assert len({keys[2] for keys in (plain, cat, dog, shifted)}) == 4
 
 
-def test_chain_prompt_embeds_separate_equal_token_ids():
+def test_prompt_embeds_separate_chains_of_equal_tokens():
     one, other = np.zeros((8, 2), np.float32), np.ones((8, 2), np.float32)
     assert keys_of(request_of([0] * 8, embeds=one)) == keys_of(request_of([0] * 8, embeds=one.copy()))
     assert set(keys_of(request_of([0] * 8, embeds=one))).isdisjoint(keys_of(request_of([0] * 8, embeds=other)))
 
 
-def test_chain_lora_depends_on_the_content_of_its_files(tmp_path):
+def test_lora_chain_depends_on_the_contents_of_lora_files(tmp_path):
     builder = ChainBuilder(NAMESPACE, extra_keys)
     first = keys_of(request_of(range(8), lora=adapter(tmp_path / "a", b"1" * 999)), builder)
     same = keys_of(request_of(range(8), lora=adapter(tmp_path / "b", b"1" * 999)), builder)
@@ -139,7 +139,10 @@ VECTORS = ("input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.q_norm.
 
 
 def write_weights(path, changed=None):
-    """Write a model with 4 layers of 2 MiB, and return the digest of its folder. Add 1 to the tensor `changed`."""
+    """Write a model with 4 layers of 2 MiB, and add 1 to the tensor `changed`.
+
+    Return the digest of the folder, and the tensors.
+    """
     tensors = {}
     for layer in range(4):
         own = {"mlp.up_proj.weight": (512, 1024), "mlp.experts.up_proj_bias": (8, 25), **dict.fromkeys(VECTORS, (100,))}
@@ -179,13 +182,13 @@ GROUP = CacheGroup.attention("main", 2, 4, 8, "bf16", 16)
 DISK = ConnectorConfig.parse({"stores": ["disk:/var/kv?bytes=1GiB"]})
 
 
-def test_namespace_unknown_revision_with_disk_raises():
+def test_namespace_of_unknown_revision_with_disk_raises():
     with pytest.raises(ArgumentError, match="set `revision` in kv_connector_extra_config"):
         namespace_of(DISK, config_of(), GROUP, 1, "cpu")
     assert namespace_of(ConnectorConfig(), config_of(), GROUP, 1, "cpu").revision == "unknown"
 
 
-def test_namespace_dummy_weights_have_no_revision(tmp_path):
+def test_namespace_of_dummy_weights_has_no_revision(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"1")
     with pytest.raises(ArgumentError, match="revision"):
         namespace_of(DISK, config_of(str(tmp_path), "dummy"), GROUP, 1, "cpu")
@@ -212,5 +215,5 @@ def test_namespace_is_equal_for_every_number_of_ranks():
     assert namespace_of(config, config_of(), GROUP.of_rank(2), 2, "cpu") == whole
 
 
-def test_namespace_hub_commit_is_the_revision():
+def test_namespace_revision_is_the_hub_commit():
     assert namespace_of(DISK, config_of(_commit_hash="abc"), GROUP, 1, "cpu").revision == "hub/model@abc"

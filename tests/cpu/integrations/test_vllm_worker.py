@@ -261,7 +261,7 @@ def test_failed_blocks_follow_the_mask_of_the_result(result, expected):
     assert failed_blocks(Load("a", (7, 8, 9)), result) == expected
 
 
-def test_worker_host_bytes_below_one_block_raises():
+def test_worker_with_host_bytes_below_one_block_raises():
     views = cache_views("LBHNC", SIZES, torch.float32, "cpu")
     cache, _ = device_cache_of(views, list(views), SIZES["B"], has_heads=True)
     with pytest.raises(ArgumentError, match="raise host_bytes"):

@@ -1,4 +1,4 @@
-"""Copy tables: staged and direct tables copy the same bytes, chunks fit into the ring, adjacent parts are merged."""
+"""Copy tables: staged and direct tables copy the same bytes, chunks fit into staging memory, adjacent parts merge."""
 
 import ctypes
 from dataclasses import replace
@@ -118,9 +118,9 @@ def test_compile_fills_bulk_slices_up_to_slice_bytes(count, sixths):
     assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
     assert [each.nbytes for each in compiled.slices] == [size * SMALL.block_bytes for size in sizes]
     assert compiled.nbytes == count * SMALL.block_bytes
-    # `blocks` has positions in `ids`, sorted by destination; they equal `ids`, because `ids` counts down to 0
+    # `blocks` has positions in `ids`, sorted by destination. Here they equal `ids`, because `ids` counts down to 0.
     assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()
-    assert compiled.num_copies == 0  # a table is made when its slice is submitted
+    assert compiled.num_copies == 0  # a table is made at its first use
     assert [each.made for each in compiled.slices] == [None] * len(sizes)
     assert compiled.slices[0].tables is compiled.slices[0].tables is compiled.slices[0].made
     assert compiled.num_copies == compiled.slices[0].tables[0].shape[1]

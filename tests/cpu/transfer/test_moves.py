@@ -67,7 +67,7 @@ def test_sort_moves_sorts_ids_beyond_32_bits():
         ([[0]], [[0]], ArgumentError, "list of whole numbers"),
     ],
 )
-def test_sort_moves_invalid_ids_raise(device, host, error, match, direction):
+def test_sort_moves_of_invalid_ids_raises(device, host, error, match, direction):
     with pytest.raises(error, match=match):
         sort_moves(device, host, direction, 4, 9)
 

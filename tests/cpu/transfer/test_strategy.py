@@ -78,7 +78,7 @@ def test_prices_equal_manual_calculation_from_calibration():
         assert prices["direct"] == pytest.approx(1.25 * times["direct"])
         assert prices["kernel"] == pytest.approx(1.5 * times["kernel"])
         assert prices["staged"] == pytest.approx(1.25 * times["staged"] + gather)
-    # by default, the model loses the whole time of a kernel copy, and no time during a driver copy
+    # Without measured losses, the model loses the whole time of a kernel copy, and no time during a driver copy.
     unknown = CostTable("a test", TABLE.costs, TABLE.links, {})
     times, prices = _prices(TransferShape(GPU, PINNED, MIB, 64, 64), ALL, unknown)
     assert (prices["direct"], prices["kernel"]) == pytest.approx((times["direct"], 2 * times["kernel"]))
@@ -122,7 +122,7 @@ def test_transfer_config_accepts_minimum_values():
     assert (config.slice_bytes, config.num_chunks) == (1, 1)
 
 
-def test_transfer_config_invalid_value_raises():
+def test_transfer_config_with_invalid_value_raises():
     with pytest.raises(ValueError, match="direct, kernel, staged"):
         TransferConfig(strategy="teleport")
     with pytest.raises(ValueError, match="slice_bytes"):

@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_swap_invalid_arguments_raise_before_any_copy(name):
+def test_swap_with_invalid_arguments_raises_before_any_copy(name):
     arguments, kind, message = BAD[name]
     cache, host = torch.ones(4, 8, dtype=torch.uint8), torch.zeros(6, 8, dtype=torch.uint8)
     with pytest.raises(kind, match=message):
