@@ -50,7 +50,7 @@ def test_blocks_are_saved_early_while_host_has_free_slots():
 def test_full_host_evicts_duplicates_of_device_blocks_first():
     lab = full_lab()
     host = lab.manager.tree.tiers[1]
-    # the third-oldest prompt on the host; the host evicts older prompts first while this prompt is served
+    # the third-oldest prompt on the host, because the host evicts the two oldest while this prompt is served
     loaded = 2 + next(number for number in range(14) if lab.num_in("host", prompt(number, 4)))
     lab.serve(prompt(loaded, 4))
     others = [n for n in range(14) if n != loaded and lab.num_in("host", prompt(n, 4))]

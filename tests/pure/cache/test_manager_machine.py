@@ -134,9 +134,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents: dict[bytes, object] = {}
 
     def chain(self, which) -> Chain:
-        """Return a prompt: 8 * `system` times token 1, then 5 * `length` times token 2 + `tail`, then token 7.
+        """Return a prompt of token 1 (8 * `system` times), token 2 + `tail` (5 * `length` times), and token 7 (once).
 
-        `kind` "t" sets a tenant, "a" an adapter and "m" an image (not in a prompt of only a few tokens).
+        `kind` "t" sets a tenant, "a" an adapter, and "m" an image if the prompt has more than five tokens.
         """
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]
@@ -412,7 +412,7 @@ def test_store_events_follow_writes_drops_and_resets():
     lab.settle()
     serve()
     lab.manager.reset()
-    assert mirror.tiers == {}  # the store keeps the blocks, but the tree has lost their tokens
+    assert mirror.tiers == {}  # IndexCleared also applies to the store, although the store keeps its blocks
     assert lab.worker.stores["disk"]
     lab.manager.stores["disk"].clear()
     mirror.check(lab.manager)

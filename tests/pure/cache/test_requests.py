@@ -36,7 +36,7 @@ def test_prompts_share_only_blocks_before_first_difference():
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
     first = {name: lab.serve(chain).num_cached_tokens for name, chain in chains.items()}
-    # prompts with the same tenant share the block before the image
+    # prompts with the same tenant and adapter share the block before the image
     shared = {"cat": BLOCK, "dog": BLOCK, "cat at later position": BLOCK, "tenant and cat": BLOCK}
     assert first == {name: shared.get(name, 0) for name in IDENTITIES}
     assert len(lab.worker.stores["disk"]) == 4 * 9 - 4

@@ -62,18 +62,17 @@ def timed_samples(draw):
 
 
 @given(timed_samples())
-@example(
-    [([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)]
-)  # without the constraint, two costs would be negative
+# without the constraint, two costs would be negative
+@example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])
 def test_fit_equals_nonnegative_least_squares(samples):
     fit = OnlineLeastSquares(len(samples[0][0]), min)
     for amounts, seconds in samples:
         fit.observe(amounts, seconds)
     _, least = nonnegative_least_squares(samples)
-    amounts = len(samples[0][0])
-    costs = np.array([fit.predict([0.0] * amounts)] + [0.0] * amounts)
-    for i in range(amounts):
-        unit = [float(i == j) for j in range(amounts)]
+    num_amounts = len(samples[0][0])
+    costs = np.array([fit.predict([0.0] * num_amounts)] + [0.0] * num_amounts)
+    for i in range(num_amounts):
+        unit = [float(i == j) for j in range(num_amounts)]
         costs[i + 1] = fit.predict(unit) - costs[0]
     assert (costs >= -1e-9).all()
     assert loss(costs, samples) <= least * (1 + 1e-6) + 1e-6

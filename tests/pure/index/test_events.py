@@ -213,7 +213,7 @@ def test_router_that_applies_events_matches_tree(actions):
             tree.reset()
         for each in seen:
             found = max(router.matched(chain_of(*each), tier) for tier in ("device", "host"))
-            assert found <= matched(tree, *each)  # a path that the tree matches may be partly in each tier
+            assert found <= matched(tree, *each)  # the tree also matches a path whose blocks are in different tiers
         held = {
             name: sum(n.held[t] is not None and n.held[t].num_held for n in tree.nodes())
             for t, name in enumerate(["device", "host"])

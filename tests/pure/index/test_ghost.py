@@ -1,4 +1,4 @@
-"""Shadows, which simulate a policy at several cache sizes, have the hits of naive caches where the two must agree.
+"""Shadows simulate a policy at several cache sizes. Where they are exact, they have the same hits as naive caches.
 
 The estimates of GhostCache agree with exact replays.
 """
@@ -148,8 +148,8 @@ def test_exact_hit_rate_is_within_error_for_every_policy():
         assert (own.policy, own.capacity, own.error) == (policy, 1000, 0.0)
         assert own.hit_rate == pytest.approx(real.hit_rate)
         outside += estimates_outside_error(ghost, requests, sorted(SHADOWS), truths)
-    # 8 ghosts, 4 policies and 4 capacities give 128 estimates. An error holds in about 19 of 20 cases, so about 6
-    # estimates can be outside. With these seeds, at most 4 are.
+    # 8 ghosts, 4 policies and 4 capacities give 128 estimates. About 19 of 20 estimates are within their stated errors,
+    # so about 6 estimates can be outside. With these seeds, at most 4 are outside.
     assert len(outside) <= 4, "\n".join(outside)
 
 

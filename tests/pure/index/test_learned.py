@@ -35,7 +35,7 @@ OUTCOMES = [
 
 
 def blocks_of(tree):
-    """Yield the domain, position and path of each block. No value depends on how paths are split into nodes."""
+    """Yield the domain, position and path of each block. The results do not depend on the split of paths into nodes."""
     for node in tree.nodes():
         path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
         for block in range(node.start, node.stop):
@@ -148,10 +148,11 @@ def test_learned_heaps_stay_small_under_repeated_use():
     ids=["victim in class 1", "class 0, above lowest value of class 1", "class 0, below all values of class 1"],
 )
 def test_learned_heaps_stay_small_while_victim_stays(cell, value, age):
-    """Younger nodes of class 1, whose values rise with age, come and go. The victim is then the same old node.
+    """Two old nodes stay offered. Younger nodes of class 1 are offered and withdrawn in turn.
 
-    The old node has the class `cell`. In class 0, it is the victim also while a younger node is present. Class 0 has
-    the constant value `value`. `age` is the age of each younger node when it is offered.
+    After each withdrawal, the victim is the second old node, whose class is `cell`. If `cell` is 0, this node is the
+    victim even while a younger node is offered. The values of class 1 rise with age. Class 0 has the constant value
+    `value`. `age` is the age of each younger node when it is offered.
     """
     tracker = ReuseTracker(100)
     values = np.array([np.full(NUM_BUCKETS, value), np.linspace(0.1, 0.9, NUM_BUCKETS)])
@@ -305,7 +306,7 @@ def test_age_of_forgotten_touch_ends_at_its_replacement():
             log.sync()
     log.sync()
     observed = log.take_observed()
-    # the weight of a touch of four blocks is 2, the square root
+    # the weight of a touch is the square root of its number of blocks, here 2
     cells, ages, weights = (np.concatenate(parts) for parts in list(zip(*observed, strict=True))[:3])
     assert (cells.tolist(), ages.tolist(), weights.tolist()) == ([7] * 2, [float(NUM_TOUCHES)] * 2, [2.0] * 2)
     assert not any(each[3] for each in observed)

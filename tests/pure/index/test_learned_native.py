@@ -182,7 +182,7 @@ def test_native_policy_stays_small_under_repeated_use():
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
 def test_native_policy_under_churn_stays_small(seed):
-    """Both policies have the same sizes, within the limits.
+    """The native policy and the Python policy have the same sizes, which are within the limits.
 
     A third policy, which keeps outdated heap entries, has the same victims.
     """

@@ -58,7 +58,7 @@ def test_failed_begin_write_changes_no_block():
 def test_extended_request_keeps_its_own_priority_and_ttl():
     """Another request, with a higher priority and without a TTL, uses the first block.
 
-    Its priority and its infinite TTL must not apply to the second block.
+    Neither the higher priority nor the missing TTL may apply to the second block.
     """
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
@@ -71,7 +71,7 @@ def test_extended_request_keeps_its_own_priority_and_ttl():
     assert [node.usage.priority for node in tree.nodes()] == [7, 0]
     assert matched(tree, 1, 2, now=12.9) == 2
     assert matched(tree, 1, 2, now=13) == 1
-    assert tree.expire(math.inf) == 2  # at infinity, blocks with an infinite TTL expire too
+    assert tree.expire(math.inf) == 2  # at time infinity, blocks without a TTL expire too
 
 
 def test_publish_of_later_block_renews_ttl_of_earlier_blocks():
@@ -124,7 +124,7 @@ def test_drop_removes_blocks_from_any_depth(first):
 
 
 def test_use_merges_only_nodes_with_equal_retention():
-    """Both nodes were created at the same logical time, but the lower one has no TTL, because its request had none."""
+    """Both nodes were created at the same logical time, but the child has no TTL, because its request had none."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
     tree.publish(first, BLOCK)

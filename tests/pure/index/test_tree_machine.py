@@ -214,8 +214,9 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # If the lease has added blocks with a TTL or a priority, release it as used: before that, tree and model may
-        # differ in them. An engine always uses the path of a request that publishes blocks.
+        # If the lease has added blocks with a TTL or a priority, release it as used. Before their first use, these
+        # blocks can have different TTLs and priorities in the tree and in the model. An engine always uses the path of
+        # a request that publishes blocks.
         used = used or (pair.holder.has_unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -521,7 +522,7 @@ class TieredMachine(Machine):
     def look_ahead(self, tier, n):
         """Choose the next victims of a tier.
 
-        No other leaf may have a lower priority or, with LRU and the same priority, an earlier last use.
+        A leaf that was not chosen must not have a lower priority or, with LRU and equal priority, an earlier last use.
         """
         if not self.model.exclusive:
             return

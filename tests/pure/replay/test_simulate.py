@@ -428,7 +428,8 @@ def test_kv_bytes_are_90_percent_of_memory_minus_weights():
 def test_queued_requests_hit_disk_after_memory_eviction():
     """Memory holds three of six conversations. When all six return, their requests queue.
 
-    Each request evicts blocks of other conversations from memory, so the disk serves more than the other three.
+    Each request evicts blocks of other conversations from memory. Therefore the disk serves at least as many blocks as
+    four conversations have.
     """
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]
     first = [request(20_000 * user, *path) for user, path in enumerate(paths)]

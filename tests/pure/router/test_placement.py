@@ -146,7 +146,7 @@ def test_second_removal_of_block_keeps_block_that_took_its_slot():
 
 
 def test_store_with_an_outdated_lookup_adds_a_block_once():
-    """After the lookup of block 5, another block takes its slot, and block 5 is added again in another slot."""
+    """`found` is outdated: block 5 was removed, another block took its slot, and block 5 was stored in another slot."""
     index = PlacementIndex(1, 1)
     buckets = index._buckets(as_array(range(1000)))
     other = int(np.flatnonzero(buckets == buckets[5])[-1])

@@ -80,7 +80,10 @@ def test_router_avoids_replica_with_too_long_queue():
 
 @pytest.mark.parametrize(("duplicate_cost", "num_before"), [(0.0, 331 // 11), (1.0, 651 // 11)])
 def test_router_charges_for_blocks_of_another_replica(duplicate_cost, num_before):
-    """A prompt takes 11 ms on replica a, which has its blocks, and 331 ms on b. Charging for duplicates adds 320 ms."""
+    """Replica a has the blocks of the prompt. The prompt takes 11 ms on a, and 331 ms on b.
+
+    With a duplicate cost of 1, the router adds 320 ms to the time on b.
+    """
     router = new_router("ab", duplicate_cost=duplicate_cost)
     stored(router, "a", PROMPT)
     names = [router.route(PROMPT[:20], 20 * SIZE + 1).replica for _ in range(80)]

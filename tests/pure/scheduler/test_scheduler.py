@@ -213,7 +213,7 @@ def test_latest_request_is_preempted_if_blocks_run_out():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
-    """Of the 16 blocks in the pool, a holds 3, b holds 7, and 6 are free. c needs 10 blocks and waits for the end of b.
+    """Of 16 blocks, request a holds 3, b holds 7, and 6 are free. Request c needs 10 blocks and waits for the end of b.
 
     If c did not wait, its first half would be computed, c would be preempted for lack of blocks, and the half would be
     computed again.
@@ -258,7 +258,7 @@ def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
     request(scheduler, "a", [1] * 24, 1)
     run(scheduler, device)
     request(scheduler, "b", [2] * 39, 1)
-    run(scheduler, device)  # the blocks of a are now only in host memory
+    run(scheduler, device)  # the blocks of request a are now only in host memory
     first = request(scheduler, "c", [3] * 9, 8)
     for now in range(3):
         scheduler.update(step := scheduler.schedule(now), device.run(step), now)

@@ -66,7 +66,7 @@ class Life:
 
     def add(self) -> None:
         prompt = tuple(self.random.randrange(2) for _ in range(self.random.randint(1, 14)))
-        if self.requests and self.random.random() < 0.5:  # a prompt with blocks that may be on the host only
+        if self.requests and self.random.random() < 0.5:  # a prompt with blocks that are possibly only on the host
             _, prompt = self.random.choice(self.requests)
         created = request(
             self.scheduler,

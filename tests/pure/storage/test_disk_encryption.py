@@ -286,7 +286,7 @@ def test_write_fails_with_reason_if_key_cannot_be_created(folder):
 
 
 class DeletingFiles(Files):
-    """Deletes all key files after one operation, as another process may do while this one loads the keys."""
+    """Deletes all key files after one operation, as another process can do while this one loads the keys."""
 
     def __init__(self, operation: str) -> None:
         self._operation, self.folder = operation, ""

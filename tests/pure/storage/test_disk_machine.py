@@ -87,7 +87,7 @@ class DiskMachine(RuleBasedStateMachine):
         if files:
             path = files[where % len(files)]
             data = bytearray(path.read_bytes())
-            data[where // 7 % len(data)] ^= 1 << bit  # // 7: else only some bytes of each file could be chosen
+            data[where // 7 % len(data)] ^= 1 << bit  # // 7, because `where` also chooses the file
             path.write_bytes(data)
         self.open()
 
