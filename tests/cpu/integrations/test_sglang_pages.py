@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from kvtier.errors import ArgumentError
 from kvtier.integrations.sglang.config import HiCacheSettings, RankIdentity
 from kvtier.integrations.sglang.page_store import PageStore
-from kvtier.storage import Breaker, DiskStore, MemoryStore
+from kvtier.storage import Breaker, DiskStore, MemoryStore, ObjectResult, ObjectStatus, Results
 from sglang_pools import PlainPool, fill, indices_of
 from storage_support import Clock, Fault, FaultyStore, SimulatedDisk
 
@@ -198,6 +199,38 @@ def test_clear_keeps_pages_of_other_models():
         assert pages.set(HASHES[:2], indices_of([0, 1])) == [True] * 2
     assert one.clear()
     assert (one.num_leading(HASHES[:2]), other.num_leading(HASHES[:2])) == (0, 2)
+
+
+def test_clear_of_large_store_stops_at_time_limit():
+    """The listing has 10 pages and takes 25 seconds per page. The time limit of `clear` is 60 seconds."""
+    clock = Clock()
+
+    class Slow(MemoryStore):
+        num_scans = 0
+
+        def scan(self, *_, **__):
+            self.num_scans += 1
+            clock.now += 25.0
+            return replace(super().scan(), cursor="next" if self.num_scans < 10 else "")
+
+    store = Slow(1 << 22)
+    pages = make_pages(store, clock=clock)
+    assert pages.set(HASHES[:2], indices_of([0, 1])) == [True] * 2
+    assert not pages.clear()
+    assert store.num_scans == 3
+    assert pages.num_leading(HASHES[:2]) == 0  # the first page of the listing was removed
+    assert not pages.errors
+
+
+def test_clear_with_failed_removal_returns_false():
+    class Keeping(MemoryStore):
+        def remove(self, keys, **_):
+            return Results((ObjectResult(ObjectStatus.FAILED, reason="read-only"),) * len(keys), 0.0)
+
+    pages = make_pages(Keeping(1 << 22))
+    assert pages.set(HASHES[:2], indices_of([0, 1])) == [True] * 2
+    assert not pages.clear()
+    assert pages.errors["failed"] == 2
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------

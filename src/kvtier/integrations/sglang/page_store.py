@@ -2,7 +2,8 @@
 
 SGLang does not catch exceptions of a backend. An exception would end a thread of the server. After an error, a method
 therefore returns "not found" or "not stored". PageStore counts all errors and logs the first error of each kind. The
-deadline of a call grows with the number of bytes. After a call has returned, the store does not write to its memory.
+deadline of a call grows with the number of bytes. After a call has returned, even with an error, the store no longer
+writes to the memory that was passed to the call.
 
     object key   SHA-256( fingerprint of the namespace | page hash [ | "." | pool name, except for the KV pool ] )
     label        the fingerprint, and a digest of the page hash and the element type
@@ -31,7 +32,7 @@ from kvtier.storage.store import num_bytes
 logger = logging.getLogger("kvtier.sglang")
 
 Value = TypeVar("Value")
-_CLEAR_SECONDS = 60.0  # time limit of `clear`, checked after every 4,096 listed objects
+_CLEAR_SECONDS = 60.0  # time limit of `clear`, checked after the listing of each page of about 4,096 objects
 _STORE_SHARE = 0.9
 """Share of a deadline that the store may use. The rest is for the page that is being copied at that time, and for
 waking the calling thread: 20 ms together at a load average of 20 on 2 cores (measured on an EPYC, 2026-11-18)."""
@@ -153,17 +154,19 @@ class PageStore:
     # ---- operation -------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Remove the pages of this rank's pools. Pages of other models, layouts and ranks stay."""
+        """Remove the pages of this rank's pools. Return False if this fails or exceeds the time limit."""
 
         def remove() -> bool:
             mine = {pool.namespace.fingerprint for pool in self._pools.values()}
             deadline = self._clock() + _CLEAR_SECONDS
-            for page in list(inventory_pages(self._store, limit=4096)):
+            for page in inventory_pages(self._store, limit=4096):
                 keys = [each.key for each in page.objects if each.label.namespace in mine]
                 if page.reason or self._clock() > deadline:
                     return False
-                if keys:
-                    self._store.remove(keys, timeout_s=self._settings.timeout_s)
+                removed = self._store.remove(keys, timeout_s=self._settings.timeout_s).outcomes if keys else ()
+                self._ok(removed)  # counts errors
+                if any(outcome.status is ObjectStatus.FAILED for outcome in removed):
+                    return False
             return True
 
         return self._never_raise(False, remove)
