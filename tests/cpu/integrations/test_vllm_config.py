@@ -33,6 +33,11 @@ def test_config_store_urls_get_names_and_sharing_from_the_scheme():
     assert not ConnectorConfig.parse({"stores": ["memory:?bytes=1MiB"]}).stores[0].is_persistent
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "s3", "gs", "az", "mooncake"])
+def test_config_store_on_a_server_is_shared(scheme):
+    assert ConnectorConfig.parse({"stores": [f"{scheme}://place"]}).stores[0].config.is_shared
+
+
 def test_config_store_table_sets_wait_and_write_policy():
     table = {"url": "redis://cache", "name": "shared", "wait": "wait", "write": "write_back", "max_blocks": 7}
     store = ConnectorConfig.parse({"stores": [table]}).stores[0].config

@@ -20,7 +20,7 @@ from kvtier.errors import ArgumentError
 from kvtier.index import Retention
 from kvtier.storage.open import parse_bytes
 
-_SHARED_SCHEMES = ("redis", "rediss", "s3", "mooncake")
+_SHARED_SCHEMES = ("redis", "rediss", "s3", "gs", "az", "mooncake")
 
 
 @dataclass(frozen=True, slots=True)
