@@ -174,14 +174,14 @@ class Buffer:
         raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
-        """Close this Buffer and all slices and views of its memory. Exports and copies in flight keep it alive."""
+        """Close this Buffer and all slices and views of its memory. Exports and copies in flight stay valid."""
         if self._region is not None:
             self._region.close()
 
     # ---- addresses ----
 
     def data(self, dtype: AnyDType | None = None) -> int:
-        """Return the address of the first element. With `dtype`, raise if that is not the element type."""
+        """Return the address of the first element. Raise DTypeError if `dtype` is given and is not the element type."""
         if dtype is not None:
             self.typed(dtype)
         return self.raw_data()

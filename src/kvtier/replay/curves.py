@@ -158,7 +158,8 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
 
     A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
     slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
-    evicted. The next use of a shared prefix ends with its last block, so the prefix is evicted from its end.
+    evicted. In the next request that uses a prefix, the last block of the prefix has the latest position. The prefix is
+    therefore evicted from its end, and the kept blocks of a request are always its leading blocks.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)  # by position of the next use

@@ -108,7 +108,7 @@ class FleetTrace:
         self._tokens = [request.input_tokens for request in requests]
         self._num_paths = len(numbers)
         if copies * self._num_paths > MAX_TOKEN:
-            raise RangeError(f"{copies} copies of {self._num_paths} blocks exceed {MAX_TOKEN}; use fewer copies")
+            raise RangeError(f"{copies} copies of {self._num_paths} blocks exceed {MAX_TOKEN} blocks; use fewer copies")
         times = np.array([request.timestamp_ms / 1000 for request in requests])
         mean_gap = (times[-1] - times[0]) / max(1, len(times) - 1) if len(times) else 0.0
         shifts = np.random.default_rng(seed).uniform(-mean_gap, mean_gap, (copies, len(times)))
@@ -214,7 +214,7 @@ class FleetSimulation:
                 index.remove(number, DEVICE, hashes_of(event.keys))
 
     def _end_until(self, now: float) -> None:
-        """Tell the router that prompts with an expected end until `now` have ended."""
+        """Call `on_finish` of the router for the prompts whose expected end is not after `now`."""
         began = time.process_time()
         while self._ends and self._ends[0][0] <= now:
             self.router.on_finish(heapq.heappop(self._ends)[2])

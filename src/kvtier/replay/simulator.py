@@ -101,7 +101,10 @@ class StepCoalescer:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """Result of one request. Times are seconds from the first arrival; None if the request ended before that point."""
+    """Result of one request. Times are in seconds since the first arrival of the trace.
+
+    A time is None if its event did not happen. A refused request has no `finished_at`.
+    """
 
     arrival: float
     scheduled_at: float | None
@@ -255,7 +258,8 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # With two steps in flight, the next row is scheduled before a stop is known. One more token allows this row.
+        # With two steps in flight, the engine schedules one more row before it knows that the answer has stopped, and
+        # discards its result. A limit of one more token makes the scheduler do the same here.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)

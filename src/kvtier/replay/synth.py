@@ -17,9 +17,9 @@ from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 class SyntheticTrace:
     """Parameters of a trace. Turns and lengths are means of geometric distributions. A block has 512 tokens.
 
-    A session starts with one of `system_prompts`. Some sessions continue with tool definitions (`agent_share`) or with
-    one of `documents` (`document_share`). Then every turn adds a message, and the answer is added before the next turn.
-    The n-th system prompt, or document, is used with a probability proportional to 1 / n.
+    A session starts with one of `system_prompts` prompts. Some sessions continue with tool definitions (`agent_share`)
+    or with one of `documents` documents (`document_share`). Then every turn adds a message, and the answer is added
+    before the next turn. The n-th system prompt, or document, is used with a probability proportional to 1 / n.
     """
 
     sessions: int = 1000

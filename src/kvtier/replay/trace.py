@@ -238,8 +238,8 @@ def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
     new = [tuple(names.setdefault(id, len(names)) for id in request.hash_ids) for request in requests]
     if len(names) * requests[0].block_tokens > MAX_TOKEN - len(requests):
         raise RangeError(
-            f"{len(names)} different blocks of {requests[0].block_tokens} tokens need more than "
-            f"{MAX_TOKEN} token ids; replay the trace in parts"
+            f"{len(names)} different blocks of {requests[0].block_tokens} tokens need more token ids than the "
+            f"{MAX_TOKEN - len(requests)} that are available; replay the trace in parts"
         )
     return [replace(request, hash_ids=ids) for request, ids in zip(requests, new, strict=True)]
 

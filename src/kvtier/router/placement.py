@@ -199,7 +199,8 @@ class PlacementIndex:
     def _bit(self, replica: int, tier: int) -> tuple[int, np.uint64]:
         if not (0 <= replica < self.num_replicas and 0 <= tier < self.num_tiers):
             raise RangeError(
-                f"replica {replica} and tier {tier} are not below {self.num_replicas} and {self.num_tiers}"
+                f"the replica must be 0..{self.num_replicas - 1} and the tier 0..{self.num_tiers - 1}, "
+                f"got {replica} and {tier}"
             )
         return replica // _WORD, _ONE << np.uint64(replica % _WORD)
 

@@ -51,7 +51,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if everything was read and no object is damaged."""
+        """True if the verification is complete and found no damaged or unreadable object."""
         return not (self.defects or self.num_unreadable or self.reason)
 
 

@@ -21,8 +21,8 @@ Job = Callable[[Scratch], object]
 class Batch:
     """One call to a store, with one result per object. Worker threads set the results until the deadline.
 
-    A thread that hangs in the kernel cannot be stopped. Each thread therefore works on its own memory, and accesses the
-    caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned.
+    A thread that hangs in the kernel cannot be stopped. Each thread therefore reads into memory of its own, and writes
+    to the caller's memory only inside `settle`, which does nothing once the call has returned.
 
         running --all objects are settled--> returned
         running --deadline-----------------> returned; objects without a result are FAILED
@@ -114,7 +114,10 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= retry_s <= max_retry_s or max_failures < 1:
-            raise ArgumentError(f"a breaker needs 0 <= {retry_s=} <= {max_retry_s=} and {max_failures=} of at least 1")
+            raise ArgumentError(
+                "a breaker needs 0 <= retry_s <= max_retry_s and max_failures of at least 1, "
+                f"got {retry_s=}, {max_retry_s=}, {max_failures=}"
+            )
         self._retry_s, self._max_retry_s, self._max_failures = retry_s, max_retry_s, max_failures
         self._clock = clock
         self._lock = threading.Lock()
@@ -197,7 +200,7 @@ class CallRunner:
             self._jobs.put((batch, job))
 
     def close(self) -> bool:
-        """Finish submitted jobs and stop the threads. Return False if a thread still hangs after the deadline."""
+        """Finish submitted jobs and stop the threads. Return False if a thread still hangs after `timeout_s`."""
         for _ in self._threads:
             self._jobs.put(None)
         give_up = time.monotonic() + self._timeout_s

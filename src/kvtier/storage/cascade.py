@@ -29,8 +29,8 @@ from kvtier.storage.store import (
 StoreCall = Callable[[Store], Callable[..., Results]]
 """Selects the method of a store to call."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-"""Statuses from best to worst. If no store finds an object, the worst status is reported. For example, one store misses
-the object and another fails: the result is FAILED, because the second store might contain the object."""
+"""Statuses from best to worst. If no store finds an object, the worst status is reported. For example, if one store
+misses the object and another store fails, the result is FAILED, because the failed store might contain the object."""
 
 
 class Cascade:
@@ -82,7 +82,7 @@ class Cascade:
         return self._meter.end("removals", outcomes, begin, is_durable=is_durable)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory, one store after the other. An object in two stores is listed twice."""
+        """Return a page of the inventory. Stores are listed one after another; an object in two stores occurs twice."""
         begin = self._meter.begin()
         number, _, inner = (cursor or "0|").partition("|")
         if not number.isdecimal() or int(number) >= len(self._stores):

@@ -116,7 +116,7 @@ def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = No
 
 
 def checksums(pieces: Sequence[memoryview]) -> list[int]:
-    """Return the checksum of each piece. For `_LARGE` bytes or more, use two cores if native.c can sum all pieces."""
+    """Return the checksum of each piece. Use two threads from `_LARGE` bytes on, if all sizes are multiples of 64."""
     code = native().code
     sizes = [len(piece) for piece in pieces]
     if code is None or any(size % _STEP or not size for size in sizes) or sum(sizes) < _LARGE:

@@ -1,6 +1,6 @@
 """Authenticated encryption of stored objects: AES-256-GCM, which needs the extra `crypto`.
 
-Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D). Each record and each payload is one.
+Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D): one per record and one per payload.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SEAL_BYTES = NONCE_BYTES + TAG_BYTES
 
 
 class Cipher:
-    """Seals records and payloads with a key derived from a secret of 32 bytes. Names depend on another derived key."""
+    """Seals records and payloads with a key derived from a secret of 32 bytes. Derives names with a second key."""
 
     def __init__(self, secret: bytes) -> None:
         try:

@@ -30,12 +30,12 @@ class Scratch:
         self._memory, self._gathered = mmap.mmap(-1, ALIGNMENT), mmap.mmap(-1, ALIGNMENT)
 
     def take(self, nbytes: int) -> memoryview:
-        """Return uninitialized bytes. They are valid until the next call."""
+        """Return uninitialized bytes. They are valid until the next `take`."""
         self._memory = _at_least(self._memory, nbytes)
         return memoryview(self._memory)[:nbytes]
 
     def gather(self, pieces: Sequence[memoryview]) -> memoryview:
-        """Return the bytes of all pieces. Several pieces are copied; the copy is valid until the next call."""
+        """Return the bytes of all pieces. Several pieces are copied, and the copy is valid until the next gathering."""
         if len(pieces) == 1:
             return pieces[0]
         gathered = self._gathering(num_bytes(pieces))
@@ -43,7 +43,7 @@ class Scratch:
         return gathered
 
     def gather_checksum(self, pieces: Sequence[memoryview]) -> tuple[memoryview, int]:
-        """Return the bytes of all pieces, copied, and their checksum. The copy is valid until the next call."""
+        """Return a copy of the bytes of all pieces, and its checksum. It is valid until the next gathering."""
         gathered = self._gathering(num_bytes(pieces))
         return gathered, checksum_joined(pieces, gathered)
 
@@ -81,9 +81,9 @@ def encode(
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
 
-    `known` is the checksum for the record, if the caller has computed it. This checksum covers the stored bytes and the
-    token ids. The checksum of the payload is therefore wrong if there are token ids or the payload is compressed. An
-    encrypted DiskStore passes the checksum of the first 4096 bytes of the payload instead (sealing.py).
+    `known` is the checksum for the record, if the caller has computed it. It must cover the stored bytes and the token
+    ids. The checksum of the payload alone is sufficient only without token ids and without compression. Exception: an
+    encrypted DiskStore passes the checksum of the first 4096 bytes of the payload (sealing.py).
     """
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:

@@ -82,7 +82,7 @@ class _UrlOptions:
 
     url: SplitResult
     shown: str
-    """The URL without user and password, for messages."""
+    """The URL without user, password and options, for messages."""
     left: dict[str, str]
     known: list[str]
     shard: int = 0

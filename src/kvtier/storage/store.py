@@ -159,7 +159,7 @@ class Label:
 
     @classmethod
     def of(cls, namespace: bytes, token_ids: bytes, *, secret: bytes = b"", keep_ids: bool = False) -> Label:
-        """Return the label of a block of tokens. `secret` prevents readers of the store from guessing prompts."""
+        """Return the label of a block. With a `secret`, readers of the store cannot test guessed prompts."""
         return cls(namespace, digest_tokens(token_ids, secret), bytes(token_ids) if keep_ids else b"")
 
     def difference(self, expected: Label) -> str:
@@ -210,10 +210,10 @@ class Page:
 
     objects: tuple[StoredObject, ...]
     cursor: str
-    """Cursor for the next call; empty after the last page."""
+    """Cursor for the next call; empty after the last page. If the store failed, the cursor of the failed call."""
     seconds: float
     reason: str = ""
-    """If the store failed, the reason. The page then contains no objects."""
+    """Reason of a failure; empty if the call succeeded. A failed page contains no objects."""
     num_unreadable: int = 0
     """Number of objects that this page omits because their records are invalid."""
 

@@ -131,7 +131,10 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report, and keep it for poll(). After `wait`, the manager's next submit() drops the report."""
+        """Wait for the report. Unlike `wait`, leave the report for the manager's poll().
+
+        After `wait` has returned a report, the manager's next submit() drops it, and poll() no longer returns it.
+        """
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -205,7 +208,7 @@ class TransferHandle:
     # ---- completion ----
 
     def _is_claimed(self) -> bool:
-        """True if no slice is left to claim. A claimed slice may not be submitted yet."""
+        """True if no slice is left to claim. Some claimed slices are possibly still waiting for their submission."""
         return self._compiled is None or self._next_slice >= len(self._compiled.slices)
 
     def _all_submitted(self) -> bool:

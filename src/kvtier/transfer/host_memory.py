@@ -72,8 +72,8 @@ class HostMemory:
         self.placement: Placement = PINNED if self.device.is_device else CPU
         self._is_lazy = lazy and not self.device.is_device
         self.trouble = ""
-        """The reason for a problem: the memory stopped growing, or is not on the NUMA node of the GPU. Empty if there
-        is no problem."""
+        """Reason why the memory stopped growing, or could not be bound to the NUMA node of the GPU. Empty if there is
+        no problem."""
         memory = self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self.pointer = memory.pointer
         """The address of slot 0. A transfer keeps the memory alive from its submission to its report."""
@@ -97,7 +97,7 @@ class HostMemory:
     def wait_ready(self, num_slots: int | None = None, timeout: float | None = None) -> int:
         """Wait until `num_slots` slots are usable (None: until growth ends). Returns the number of usable slots.
 
-        Raises TransferTimeoutError after `timeout` seconds, and OutOfMemoryError if growth ends with fewer slots.
+        Raises TransferTimeoutError after `timeout` seconds, and OutOfMemoryError if growth ends below `num_slots`.
         """
         wanted = self.num_slots if num_slots is None else num_slots
         deadline = None if timeout is None else time.monotonic() + timeout

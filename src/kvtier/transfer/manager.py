@@ -75,7 +75,7 @@ class TransferManager:
             self._caches[group.name] = (cache, host)
 
     def release(self, group: str | None = None) -> None:
-        """Wait for all transfers, then drop the device tensors of one group or all groups. Keeps the host memory."""
+        """Wait for all transfers, then drop the device tensors of one group or all groups. Host memory is not freed."""
         self.wait_all()
         with self._lock:
             for name in [group] if group is not None else list(self._caches):

@@ -2,8 +2,9 @@
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-Only `wait`, `release` and `close` wait for copies, and `submit` if one of its copies cannot start. A block has arrived
-when its data has arrived in all cache groups. The result of a failed transfer identifies exactly the lost blocks.
+Only `wait`, `release`, `resize_host` and `close` wait for copies. `submit` waits only if one of its copies cannot
+start. A block has arrived when its data has arrived in all cache groups. The result of a failed transfer identifies
+exactly the lost blocks.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class StoreWorker:
             finally:
                 done.release()
 
-        for name, user in self._users.items():  # queued, because the registration may still be in the queue
+        for name, user in self._users.items():  # through the queue, where the earlier registration may still wait
             self._queues[name, "write"].put(functools.partial(unregister, user))
         for _ in self._users:
             done.acquire()

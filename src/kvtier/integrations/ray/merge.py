@@ -43,7 +43,7 @@ def _merged_value(key: str, values: Sequence[Any]) -> Any:
 
 
 def labelled(metrics: Sequence[Mapping[str, Any]], replica: str) -> list[dict[str, Any]]:
-    """Add the label `replica` to encoded CollectedMetrics. Sums over replicas would decrease if one is replaced."""
+    """Add the label `replica` to encoded CollectedMetrics, so that values of different replicas are not added."""
     return [
         {
             **metric,

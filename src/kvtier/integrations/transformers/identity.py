@@ -126,7 +126,7 @@ def model_state(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def adapter_of(model: PreTrainedModel) -> bytes:
-    """Return the identity of the active, unmerged PEFT adapters: names, scales, samples of weights."""
+    """Return the identity of the active, unmerged PEFT adapters: names, scales, samples of weights. Empty if none."""
     digest, is_active = hashlib.sha256(), False
     for name, layer in adapter_layers(model):
         active = (
@@ -145,7 +145,7 @@ def adapter_of(model: PreTrainedModel) -> bytes:
 
 
 def remove_row_adapters(layers: Sequence[torch.nn.Module]) -> bool:
-    """Remove the hooks by which PEFT passes `adapter_names` or `alora_offsets` to its layers. True if there were any.
+    """Remove PEFT's hooks that pass `adapter_names` or `alora_offsets` to its layers. Return True if there were any.
 
     PEFT itself keeps these hooks after an error, and all later calls of the model would use them.
     """

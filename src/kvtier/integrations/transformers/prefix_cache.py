@@ -32,8 +32,8 @@ CLOSE_SECONDS = 60.0
 """Longest wait for writes to the store in `close`, and by default in `flush`."""
 
 _PER_ROW = (
-    "adapter_names, and adapters with invocation tokens (aLoRA), change the KV of a part of the input; use other "
-    "adapters with `set_adapter`"
+    "adapter_names, and adapters with invocation tokens (aLoRA), change the KV of only a part of the input; activate "
+    "adapters of other kinds with `set_adapter`"
 )
 
 
@@ -103,9 +103,9 @@ class PrefixCache:
     ) -> PrefixKV:
         """Return a cache for these prompts that is filled with their longest cached prefix.
 
-        The last token of a prompt is never in the cache. In a batch, all rows are filled only up to the column in which
-        the first cached prefix ends. With `max_length`, return a StaticCache of this length, otherwise a
-        DynamicCache. Prompts with different salts do not share blocks.
+        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the same column: the
+        lowest column in which the cached prefix of a row ends. With `max_length`, return a StaticCache of this length,
+        otherwise a DynamicCache. Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
         if num_return_sequences < 1:

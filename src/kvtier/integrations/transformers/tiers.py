@@ -46,7 +46,7 @@ class PrefixMatch:
 
     allocation: Allocation
     prefetch: Prefetch | None
-    """The fetch from the store, if there is a store."""
+    """The fetch from the store. None if there is no store or the prompt is empty."""
 
     @property
     def num_blocks(self) -> int:

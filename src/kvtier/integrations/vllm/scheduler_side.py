@@ -50,7 +50,7 @@ class TrackedRequest:
     may_save: bool = True
     may_load: bool = True
     has_run: bool = False
-    """True if the request was in a step since its last admission. Before that step, its blocks may not be computed."""
+    """True if the request was in a step since its last admission. Until then, its blocks are possibly not computed."""
     was_loaded: bool = False
     saves: set[int] = field(default_factory=set)
     """Transfers in flight that read the request's device blocks."""
@@ -376,7 +376,7 @@ class SchedulerSide:
             tracked.prefetch = self.manager.prefetch(tracked.chain, now=now, retention=tracked.options.retention)
 
     def _count_use(self, tracked: TrackedRequest, now: float) -> None:
-        """Count a use of a request's host blocks. It loaded none of them, but used the same blocks on the device."""
+        """Count a use of a request's host blocks, because the request has used copies of them on the device."""
         allocation = self.manager.match(tracked.chain, now=now, retention=tracked.options.retention)
         self.manager.on_scheduled(allocation, now=now)
         self.manager.finish(allocation, now=now)

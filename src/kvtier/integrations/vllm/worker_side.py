@@ -128,7 +128,7 @@ class WorkerSide:
         self._damaged: set[int] = set()
         """Host slots that were reported as damaged and not written since."""
         self._before: Event | None = None
-        """Event on the current stream that the loads of this step wait for; None if the device has no streams."""
+        """Event that the loads of this step wait for. None if the step has no loads or the device has no streams."""
         self._next_poll = 0.0
         self._verifier: LoadVerifier | None = None
 
@@ -141,7 +141,7 @@ class WorkerSide:
         self._verifier = LoadVerifier(self.controller, layers)
 
     def begin_step(self, step: StepPlan) -> None:
-        """Use the new namespace, if any. Record an event after the queued work. The loads of this step wait for it."""
+        """Use the new namespace, if any. If the step has loads, record an event that they will wait for."""
         if step.namespace:
             self.controller.use_namespace(step.namespace)
         self._before = self.controller.record_event() if step.loads else None

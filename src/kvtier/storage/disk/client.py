@@ -49,7 +49,7 @@ class SlotClient:
     def __init__(
         self, folder: str, files: Files, keys: TenantKeys | None, *, max_bytes: int, direct: bool, timeout_s: float
     ) -> None:
-        """Connect to the owner. Raise OSError if there is no owner, or StoreError if the owner has other settings."""
+        """Connect. Raise OSError without a reply. Raise StoreError if the protocols or the use of a secret differ."""
         self._folder, self._files, self.keys, self._direct = folder, files, keys, direct
         self._slot_bytes: dict[int, int] = {}
         self.is_lost = False
@@ -60,7 +60,8 @@ class SlotClient:
             self.close()
             raise StoreError(
                 f"process {self.owner} has opened {folder!r} {'with' if is_sealed else 'without'} a secret and with "
-                f"protocol {version} (this process: {VERSION}); use the same settings and the same version of kvtier"
+                f"protocol {version}, but this process has {'no' if keys is None else 'a'} secret and protocol "
+                f"{VERSION}; use the same settings and the same version of kvtier"
             )
         if self._writes.greeting != self._reads.greeting:
             self.close()
@@ -200,7 +201,7 @@ class SlotClient:
                 self._direct = False  # the filesystem has no direct I/O
 
     def check_owner(self) -> None:
-        """Raise ConnectionError if the owner has changed. A slot may then have been reused while it was read."""
+        """Raise ConnectionError if the connection has ended or the owner has changed, so slots are possibly reused."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
             self._end()  # the owner may still run, but without its socket every later check would fail
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")
@@ -239,8 +240,8 @@ class _Connection:
     def call(self, values: Values, data: bytes, *, is_answered: bool) -> tuple[list[Any], bytes]:
         """Send a request and return the reply.
 
-        Raise OSError if the disk of the owner failed. Raise ConnectionError if the connection ended or the owner did
-        not answer in time.
+        Raise ConnectionError if the connection ended or the owner did not reply in time. Raise another OSError if the
+        owner reports an I/O error.
         """
         with self._lock:
             if self._is_ended:

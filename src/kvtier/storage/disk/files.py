@@ -29,7 +29,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer. Return the number of bytes read: fewer than the buffer has only if the file ends first."""
+        """Fill the buffer. Return the number of bytes read. It is less than the size only if the file ends first."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)

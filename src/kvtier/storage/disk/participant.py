@@ -40,7 +40,7 @@ class Participant:
         self._folder_lock: FolderLock | None = None
         self._server: SlotServer | None = None
         self.client: SlotClient | None = None
-        """The client of the owner, if another process owns the folder. Its connection may be lost."""
+        """The connection to the owner, if another process owns the folder. The connection may be lost."""
         self.owned: SlotAllocator | None = None
         """The slots, if this process owns the folder. The process stays the owner until the store is closed."""
 
@@ -54,8 +54,9 @@ class Participant:
     def slots(self, patience_s: float = _MAX_SILENCE_S) -> SlotAllocator | SlotClient:
         """Return the slots. Connect to the owner or take over the folder, if necessary.
 
-        Raise StoreError if the folder cannot be opened, or if it is locked but no connection succeeds for `patience_s`.
-        Raise OSError if the owner does not answer.
+        Raise StoreError if the folder cannot be opened, or if it is locked and for `patience_s` there is no socket or
+        the socket refuses connections. Raise OSError at once for other errors, such as an owner that has a socket but
+        does not reply in time.
         """
         if self.owned is not None:
             return self.owned

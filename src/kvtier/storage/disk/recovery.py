@@ -136,7 +136,7 @@ class Recovered:
     quarantined: list[Record] = field(default_factory=list)
     """Objects that an earlier process marked as corrupt."""
     foreign: list[SlotRef] = field(default_factory=list)
-    """Slots whose objects this process cannot decrypt, because their keys need another secret."""
+    """Slots whose objects this process cannot decrypt, because their encryption keys need another secret."""
     num_bad: int = 0
     """Number of unreadable records and tables."""
     quarantine_bytes: int = 0
@@ -151,7 +151,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: Te
     `keys` is None, or if they are not encrypted and there are keys. These errors leave the folder unchanged.
     """
     if keys is not None:
-        keys.reload()  # a record whose key is unknown counts as deleted
+        keys.reload()  # records with unknown encryption keys would be blanked
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
     if os.path.islink(quarantine):

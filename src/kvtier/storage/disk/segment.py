@@ -129,7 +129,7 @@ class TableContents(NamedTuple):
     num_bad: int
     """Number of invalid records. `read_table` has blanked them."""
     foreign: list[int]
-    """Slots whose records cannot be decrypted, because their keys need another secret."""
+    """Slots whose records cannot be decrypted, because their encryption keys need another secret."""
 
 
 class Segment:
@@ -214,7 +214,7 @@ class Segment:
         self._files.sync(self._table)
 
     def read_table(self, slots_bytes: int, keys: TenantKeys | None = None) -> TableContents:
-        """Read all records. Blank invalid records, and records whose keys were deleted.
+        """Read all records. Blank invalid records, and records whose encryption keys were deleted.
 
         `slots_bytes` is the length of the slots file. If the file was truncated, it is extended to its full length.
         """

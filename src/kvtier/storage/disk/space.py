@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return `nbytes`, rounded up by less than 4096 bytes, or a sixteenth if that is more, so that few sizes occur."""
+    """Return a slot size for `nbytes`: up to 4095 bytes or a sixteenth more, whichever is greater. Few sizes occur."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
@@ -141,7 +141,7 @@ class SlotAllocator:
             return [self._catalog.find(key) is not None for key in keys]
 
     def hold(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return the objects with these keys, or None. The bytes of an object do not change until `release`."""
+        """Return the object of each key, or None. The bytes of an object do not change until `release`."""
         with self._lock:
             entries = [self._catalog.find(key) for key in keys]
             for entry in entries:
@@ -334,7 +334,7 @@ class SlotAllocator:
                 raise
 
     def is_direct(self, place: SlotRef | None = None) -> bool:
-        """True if I/O on a slot, or on all slots, bypasses the page cache."""
+        """True if I/O on the slot `place` bypasses the page cache. None stands for all slots."""
         if place is not None:
             return self._segments[place.segment].is_direct
         with self._lock:

@@ -127,8 +127,9 @@ class DiskStore:
         num_threads = default_threads() if num_threads is None else num_threads
         if min(max_bytes, segment_bytes, num_threads) < 1 or min(min_free_bytes, bytes_per_day) < 0 or timeout_s <= 0:
             raise ArgumentError(
-                f"a DiskStore needs positive {max_bytes=}, {segment_bytes=}, {num_threads=}, {timeout_s=}, "
-                f"and {min_free_bytes=} and {bytes_per_day=} of at least 0"
+                "a DiskStore needs max_bytes, segment_bytes and num_threads of at least 1, timeout_s above 0, and "
+                f"min_free_bytes and bytes_per_day of at least 0, got {max_bytes=}, {segment_bytes=}, {num_threads=}, "
+                f"{timeout_s=}, {min_free_bytes=}, {bytes_per_day=}"
             )
         self._folder, files = os.fspath(folder), files or Files()
         key_folder = os.path.join(self._folder, KEYS) if key_folder is None else os.fspath(key_folder)
@@ -194,7 +195,7 @@ class DiskStore:
         return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory in the order of slots. The owner has it in memory, so nothing is read."""
+        """Return a page of the inventory in the order of slots. The owner has it in memory, so the disk is not read."""
         begin = self._meter.begin()
         segment, _, slot = cursor.partition(":")
         records = self._ask(lambda slots: slots.list_after(int(segment or 0), int(slot or 0), limit + 1), timeout_s)
@@ -232,18 +233,18 @@ class DiskStore:
     def _flush(self) -> list[OSError]:
         """Flush, end the connections and, in the owner, flush again. Return all errors. Hangs if the disk hangs."""
         slots = self._participant.owned or self._participant.client
-        errors = [] if slots is None else slots.sync_all()  # most bytes, while other processes can still use the slots
+        errors = [] if slots is None else slots.sync_all()  # flushes most bytes before the connections end
         while not self._participant.leave(self._timeout_s):
             pass  # a request of another process hangs
         owned = self._participant.owned
-        return errors if owned is None else errors + owned.sync_all()  # the kernel reports an error only once
+        return errors if owned is None else errors + owned.sync_all()  # the second flush does not repeat earlier errors
 
     @property
     def stats(self) -> StoreStats:
         """Statistics of this store and its folder.
 
-        The numbers of the folder include all processes that use it, since the owner opened it. If the owner does not
-        answer, they are the last known numbers.
+        The numbers of the folder count from the time when the owner opened the folder, and include all processes that
+        use it. If the owner does not reply, they are the last known numbers.
         """
         if not self._meter.is_closed:
             figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)

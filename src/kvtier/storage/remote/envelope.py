@@ -7,7 +7,8 @@ With encryption, the name of an object is a keyed digest of its block key. Both 
 object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two versions
 is detected. Readers of the server still see sizes, times and repeated blocks.
 
-Token ids are not sent to servers. A record contains only a digest of them, which is keyed if there is a secret.
+Token ids are not sent to servers. A record contains only a digest derived from them. The digest is keyed if
+CacheConfig.secret is set. That secret is independent of the one that encrypts values here.
 """
 
 from __future__ import annotations
@@ -85,7 +86,11 @@ class Envelope:
         return 0 < record.expires_s <= self._clock()
 
     def is_fresh(self, record: Record) -> bool:
-        """True if an equal object need not be sent again: it never expires, or more than half of `ttl_s` is left."""
+        """Return True if the stored `record` need not be sent again to extend its lifetime.
+
+        This holds if it never expires, or if more than half of `ttl_s` is left. Without `ttl_s`, only the former
+        counts.
+        """
         if self._ttl_s is None or not record.expires_s:
             return not record.expires_s
         return record.expires_s - self._clock() > self._ttl_s / 2

@@ -37,7 +37,7 @@ def s3_store(
     *,
     timeout_s: float,
 ) -> ObjectStore:
-    """Return a client for S3. Empty arguments default to the AWS_* variables.
+    """Return a client for S3. Empty arguments default to the environment variables AWS_*.
 
     `endpoint` is the http:// or https:// URL of a server other than Amazon's. Requests to this server name the bucket
     in the path of the URL.
@@ -75,7 +75,7 @@ def gcs_store(bucket: str, endpoint: str = "", credentials: str = "", *, timeout
 def azure_store(
     container: str, endpoint: str = "", account: str = "", account_key: str = "", *, timeout_s: float
 ) -> ObjectStore:
-    """Return a client for Azure Blob Storage. Empty arguments default to the AZURE_* variables."""
+    """Return a client for Azure Blob Storage. Empty arguments default to the environment variables AZURE_*."""
     options = {"endpoint": endpoint, "account_name": account, "account_key": account_key}
     return AzureStore(
         container,

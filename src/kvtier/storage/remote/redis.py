@@ -195,7 +195,7 @@ class RedisBucket:
                         replies[index] = error
         except (*_ERRORS, BucketError) as error:
             for _, connection in used:
-                connection.disconnect()  # its pending replies must not reach another request
+                connection.disconnect()  # another request must not get the pending replies of this connection
             raise error if isinstance(error, BucketError) else _explain(error) from error
         finally:
             for pool, connection in used:

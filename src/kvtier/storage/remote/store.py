@@ -68,7 +68,8 @@ class RemoteStore:
     ) -> None:
         if num_threads < 1 or timeout_s <= 0 or num_retries < 0:
             raise ArgumentError(
-                f"a RemoteStore needs positive {num_threads=} and {timeout_s=}, and {num_retries=} of at least 0"
+                "a RemoteStore needs num_threads of at least 1, timeout_s above 0 and num_retries of at least 0, "
+                f"got {num_threads=}, {timeout_s=}, {num_retries=}"
             )
         self._bucket, self._where, self._timeout_s = bucket, where, timeout_s
         self._envelope = envelope or Envelope()
@@ -204,7 +205,7 @@ class RemoteStore:
             raise StoreError(f"{self._where}: {error}") from error
 
     def close(self) -> None:
-        """Finish running calls, stop the threads and disconnect. Waits at most until the deadline."""
+        """Finish running calls, for at most `timeout_s` seconds, then disconnect. Closing twice is allowed."""
         with self._lock:
             if self._meter.is_closed:
                 return
@@ -331,11 +332,11 @@ class _Parcels(Sequence[Parts]):
     A value is packed when it is accessed. Its checksum is thus computed while earlier values are sent, and its bytes
     are in the CPU cache when they are sent.
 
-    A call can return at its deadline while this request still runs. The caller may then change its memory, but changed
-    bytes must not get a valid checksum:
+    A call can return at its deadline while this request still runs. The caller may then change the payloads in memory,
+    but changed bytes must not get a valid checksum:
 
-        packed before the call returned    the checksum covers the original bytes, so a read detects changed bytes
-        being packed when it returned      the checksum may cover changed bytes, so nothing is sent
+        packed before the call returned          the checksum covers the original bytes, so a read detects changed bytes
+        being packed while the call returned     the checksum may cover changed bytes, so nothing is sent
     """
 
     def __init__(
