@@ -338,7 +338,7 @@ class Buffer:
         """Return a uint8 torch tensor that shares this memory. With `write`, raise if the Buffer is read-only."""
         region = self._open()
         if write and region.readonly:
-            raise ArgumentError("this Buffer wraps read-only memory; copy it into a new Buffer to write")
+            raise ArgumentError("this Buffer wraps read-only memory; to write, copy the Buffer into a new one")
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:

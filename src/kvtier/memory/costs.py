@@ -72,7 +72,7 @@ def _measure_lost(
     for src, dst in ((device, host), (host, device)):
         job = CopyContext(src.placement, dst.placement, stream)
         pieces = _scattered(src, dst, _PIECE_BYTES, src.nbytes // _PIECE_BYTES)
-        # enough copies that they are still running when the products end
+        # enough copies to run until the products have ended
         num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1
         for path in _TIMED_PATHS:
             if why_not(path, job) is None:

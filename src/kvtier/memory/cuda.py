@@ -149,7 +149,7 @@ def placement_of(pointer: int) -> Placement:
     if int(status) == _INVALID_CONTEXT:
         with current_context(Placement("cuda")):
             return placement_of(pointer)
-    if int(status) in (_INVALID_VALUE, _NOT_INITIALIZED):  # unknown to the driver, which may not be initialised
+    if int(status) in (_INVALID_VALUE, _NOT_INITIALIZED):  # unknown to the driver, or the driver is not initialised
         return CPU
     if int(unwrap((status, kind))) == _MEMORY_TYPE_HOST:
         return PINNED

@@ -153,7 +153,7 @@ def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
     """Return `gpu` with the name, memory size and link bandwidth in the output of `kvtier doctor --json`."""
     measured = _read(Path(path)).get("measured", {})
     if not isinstance(measured, dict) or "cuda:0" not in measured:
-        raise ArgumentError(f"{path} has no GPU (cuda:0); create it with kvtier doctor --json on a machine with a GPU")
+        raise ArgumentError(f"{path} has no GPU (cuda:0); run kvtier doctor --json again, on a machine with a GPU")
     device = measured["cuda:0"]
     try:
         memory, rates, name = float(device["memory_bytes"]), list(device["link_gbs"].values()), str(device["name"])

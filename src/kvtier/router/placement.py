@@ -63,7 +63,7 @@ class Found:
 
 
 class PlacementIndex:
-    """Blocks by replica and tier. Only `find`, `match`, `holds` and `check` do not mutate it. Not thread-safe."""
+    """Blocks by replica and tier. `find`, `match`, `holds` and `check` do not change the index. Not thread-safe."""
 
     def __init__(self, num_tiers: int, num_replicas: int) -> None:
         """Tiers are numbered from the fastest to the slowest."""

@@ -43,7 +43,7 @@ class Scratch:
         return gathered
 
     def gather_checksum(self, pieces: Sequence[memoryview]) -> tuple[memoryview, int]:
-        """Return a copy of the bytes of all pieces, and its checksum. It is valid until the next gathering."""
+        """Return a copy of the bytes of all pieces, and their checksum. The copy is valid until the next gathering."""
         gathered = self._gathering(num_bytes(pieces))
         return gathered, checksum_joined(pieces, gathered)
 

@@ -76,8 +76,8 @@ class HostMemory:
         no problem."""
         memory = self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self.pointer = memory.pointer
-        """The address of slot 0. A transfer keeps the memory alive from its submission to its report."""
-        # the last user, which may be a copy in flight, frees the memory
+        """The address of slot 0."""
+        # a transfer keeps the memory alive from its submission to its report; the last user frees the memory
         self._holding: MemoryRef | None = MemoryRef(
             memory.pointer, memory.nbytes, self.placement, memory.tensor, release=memory.free
         )

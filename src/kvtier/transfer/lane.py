@@ -1,8 +1,8 @@
 """Lane: one direction of the link. Decides the order and the streams of transfers, and limits the bytes in flight.
 
-Urgent transfers have a separate stream and never wait for bulk transfers. Bulk transfers wait while an urgent transfer
-is in flight. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers are in flight. If a transfer
-or slice is larger than the limit of its kind (urgent or bulk), it starts when no copy of this kind is in flight.
+Urgent transfers have a separate stream and are submitted while bulk transfers are in flight. Bulk transfers wait while
+an urgent transfer is in flight. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers are in
+flight. A larger transfer or slice starts when no copy of its kind (urgent or bulk) is in flight.
 
 If a whole transfer fits within these limits and no queued transfer must go first, the thread that calls `submit`
 submits all slices at once. Otherwise the whole transfer is queued, and the lane's own thread submits the slices one by

@@ -28,7 +28,7 @@ class LayerDoneCounter:
             compute(layer)
 
     An urgent load is normally submitted before the caller gets the counter, so wait(layer, stream) does not block the
-    host. For a load that is still queued, it blocks the host until the layer is submitted.
+    host. If the load is still queued, wait(layer, stream) blocks the host until the layer is submitted.
     """
 
     def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:

@@ -188,7 +188,7 @@ def test_placement_with_bad_arguments_raises():
         PlacementIndex(0, 1)
     index = PlacementIndex(2, 3)
     for replica, tier in ((3, 0), (-1, 0), (0, 2)):
-        with pytest.raises(RangeError, match="not below 3 and 2"):
+        with pytest.raises(RangeError, match=r"replica must be 0\.\.2 and the tier 0\.\.1"):
             index.store(replica, tier, as_array([1]))
     with pytest.raises(ArgumentError, match="33 bytes"):
         hashes_of(b"x" * 33)

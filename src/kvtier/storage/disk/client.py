@@ -93,7 +93,7 @@ class SlotClient:
     def _entry(self, data: bytes, slot_bytes: int) -> Entry | None:
         record = self._record(data)
         if record is None:
-            return None  # sealed with another secret, so it cannot be used; its hold ends with the connection
+            return None  # sealed with another secret, so the object is unusable; the hold ends with the connection
         self._slot_bytes[record.segment] = slot_bytes
         return Entry(record, slot_bytes)
 

@@ -63,9 +63,9 @@ class SlotAllocator:
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments with blanked records that may not be on the disk yet."""
+        """Segments with blanked records that are possibly not on the disk yet."""
         self._unsynced: set[int] = set()
-        """Segments with objects that may not be on the disk yet, because some processes of the folder do not sync."""
+        """Segments with objects that are possibly not on the disk yet, because a process has written without sync."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
@@ -150,7 +150,7 @@ class SlotAllocator:
             return entries
 
     def _use_same(self, record: Record, sync: bool) -> bool:
-        """True if an equal object is stored. This counts as a use of the object. With `sync`, flush it."""
+        """True if an equal object is stored. This counts as a use of the object. With `sync`, flush the object."""
         with self._lock:
             entry = self._catalog.find(record.key)
             if entry is None or not record.is_same_object(entry.record):

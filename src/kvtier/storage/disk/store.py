@@ -244,7 +244,7 @@ class DiskStore:
         """Statistics of this store and its folder.
 
         The numbers of the folder count from the time when the owner opened the folder, and include all processes that
-        use it. If the owner does not reply, they are the last known numbers.
+        use it. If the owner does not reply, return the last known numbers.
         """
         if not self._meter.is_closed:
             figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)
