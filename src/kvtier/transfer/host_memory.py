@@ -72,8 +72,7 @@ class HostMemory:
         self.placement: Placement = PINNED if self.device.is_device else CPU
         self._is_lazy = lazy and not self.device.is_device
         self.trouble = ""
-        """Reason why the memory stopped growing, or could not be bound to the NUMA node of the GPU. Empty if there is
-        no problem."""
+        """Reason why the memory stopped growing or is not bound to the GPU's NUMA node; empty without a problem."""
         memory = self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self.pointer = memory.pointer
         """The address of slot 0."""

@@ -49,7 +49,7 @@ class SlotClient:
     def __init__(
         self, folder: str, files: Files, keys: TenantKeys | None, *, max_bytes: int, direct: bool, timeout_s: float
     ) -> None:
-        """Connect. Raise OSError without a reply. Raise StoreError if the protocols or the use of a secret differ."""
+        """Connect to the owner. Raise OSError without a reply, StoreError if protocol or use of a secret differ."""
         self._folder, self._files, self.keys, self._direct = folder, files, keys, direct
         self._slot_bytes: dict[int, int] = {}
         self.is_lost = False
