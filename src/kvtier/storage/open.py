@@ -346,33 +346,48 @@ class ShardStores:
 
     stores: tuple[Store, ...]
     first: int = 0
+    replicated: Store | None = None
+    """Store of the data that all ranks hold, which rank 0 writes. None if it is the store of the rank's first shard."""
+
+    @property
+    def all(self) -> tuple[Store, ...]:
+        return self.stores if self.replicated is None else (*self.stores, self.replicated)
 
     def of(self, shard: int | None) -> Store:
-        """Return the store of a shard. Replicated data (None) is in the store of the rank's first shard."""
-        if len(self.stores) == 1:
-            return self.stores[0]
-        return self.stores[0 if shard is None else shard - self.first]
+        """Return the store of a shard, or of replicated data (None)."""
+        if shard is None:
+            return self.stores[0] if self.replicated is None else self.replicated
+        return self.stores[0 if len(self.stores) == 1 else shard - self.first]
 
     @property
     def stats(self) -> StoreStats:
+        """Stats without those of `replicated`, which are part of the stats of rank 0."""
         return sum_stats([store.stats for store in self.stores])
 
     def register(self, memory: memoryview) -> None:
-        for_each([store.register for store in self.stores if isinstance(store, UsesMemory)], memory)
+        for_each([store.register for store in self.all if isinstance(store, UsesMemory)], memory)
 
     def unregister(self, memory: memoryview) -> None:
-        for_each([store.unregister for store in self.stores if isinstance(store, UsesMemory)], memory)
+        for_each([store.unregister for store in self.all if isinstance(store, UsesMemory)], memory)
 
     def close(self) -> None:
-        for_each([store.close for store in self.stores])
+        for_each([store.close for store in self.all])
 
 
-def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: bytes | None = None) -> ShardStores:
-    """Open the stores at these URLs for `shards`, the shards of one rank. A block has `num_shards` shards in total."""
+def open_shards(
+    urls: Sequence[str], shards: range, num_shards: int, *, replicated: bool = False, secret: bytes | None = None
+) -> ShardStores:
+    """Open the stores at these URLs for `shards`, the shards of one rank. A block has `num_shards` shards in total.
+
+    With `replicated`, blocks also contain tensors that all ranks hold. Rank 0 writes them to the store of shard 0, so
+    the other ranks open this store too.
+    """
     if num_shards == 1 or not any(urlsplit(url).scheme == "disk" for url in urls):
         return ShardStores((open_store(urls, secret=secret),), shards.start)
+    wanted = [*shards, 0] if replicated and shards.start else [*shards]
     opener = functools.partial(open_store, urls, secret=secret, num_shards=num_shards)
-    return ShardStores(tuple(_open_all([functools.partial(opener, shard=shard) for shard in shards])), shards.start)
+    stores = tuple(_open_all([functools.partial(opener, shard=shard) for shard in wanted]))
+    return ShardStores(stores[: len(shards)], shards.start, stores[-1] if len(stores) > len(shards) else None)
 
 
 def sum_stats(stats: Sequence[StoreStats]) -> StoreStats:

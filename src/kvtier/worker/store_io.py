@@ -145,7 +145,7 @@ class StoreWorker:
         tier = self._stores[name]
         if not isinstance(tier, ShardStores):
             return [(tier, list(self._parts))]
-        return [(store, [part for part in self._parts if tier.of(part.shard) is store]) for store in tier.stores]
+        return [(store, [part for part in self._parts if tier.of(part.shard) is store]) for store in tier.all]
 
     def _move(self, transfer: TransferRequest) -> None:
         began = time.perf_counter()

@@ -304,6 +304,29 @@ def test_disk_has_one_folder_per_shard_for_any_number_of_ranks(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        CacheGroup.mla("latent", 2, 9, dt.bf16, 4),
+        CacheGroup.attention("main", 2, 4, 8, dt.f16, 4, extra=[TensorSpec("indexer", dt.u8, (4, 3))]),
+    ],
+    ids=lambda group: group.name,
+)
+def test_replicated_tensors_on_disk_are_found_by_all_ranks(tmp_path, group):
+    layout = KVLayout(4, (group,))
+    url, blocks = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0", blocks_of(layout)
+    for is_new in (True, False):
+        shards = [Sharding(rank, 2, 4).shards for rank in range(2)]
+        cache_ranks = Ranks(layout, 2, 4, [open_shards([url], each, 4, replicated=True) for each in shards])
+        if is_new:
+            cache_ranks.fill(blocks)
+            cache_ranks.save_and_store()
+        else:
+            cache_ranks.fetch_and_load()
+            cache_ranks.assert_holds(blocks)
+        cache_ranks.close()
+
+
 def test_open_shards_of_memory_url_opens_one_store():
     shards = open_shards(["memory:?bytes=1MiB"], range(2, 4), 4)
     assert len(shards.stores) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,34 @@ def test_worker_recorded_steps_are_bit_exact(layout, device):
                 num_loaded += 1
     assert num_loaded > 100
     worker.close()
+
+
+def test_latent_blocks_on_disk_are_loaded_by_every_rank(tmp_path):
+    """All ranks hold the latent of MLA. Rank 0 writes it to the disk, and each rank reads it."""
+    blocks, url = np.arange(4, dtype=np.int32), f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
+    keys = b"".join(hashlib.sha256(bytes([block])).digest() for block in blocks)
+    config = ConnectorConfig.parse({"host_bytes": "1MiB", "stores": [url]})
+    namespace, name = Namespace("model", block_tokens=SIZES["N"]), config.stores[0].config.name
+    ranks = []
+    for rank in range(2):
+        views = cache_views("LBNHC", {**SIZES, "H": 1, "C": 72}, torch.bfloat16, "cpu")
+        cache, _ = device_cache_of(views, list(views), SIZES["B"], has_heads=False)
+        ranks.append((WorkerSide(config, namespace, cache, Sharding(rank, 2, 2)), views))
+    for view in ranks[0][1].values():
+        view.copy_(torch.randn(view.shape))
+    for worker, _ in ranks:
+        slots = slot_bytes(blocks)
+        if worker is ranks[0][0]:
+            run(worker, step_of(1, transfer_of(1, Route.DEVICE_TO_HOST, blocks, blocks)))
+            moved = TransferRequest(2, Route.HOST_TO_STORE, "host", name, source_slots=slots, keys=keys)
+        else:
+            moved = TransferRequest(2, Route.STORE_TO_HOST, name, "host", target_slots=slots, keys=keys)
+        assert run(worker, step_of(2, moved)) == (set(), set())
+    run(ranks[1][0], step_of(3, transfer_of(3, Route.HOST_TO_DEVICE, blocks, blocks)))
+    for block in blocks:
+        assert block_bytes(ranks[1][1], block) == block_bytes(ranks[0][1], block)
+    for worker, _ in ranks:
+        worker.close()
 
 
 def transfer_of(number: int, route: Route, device_blocks, host_slots) -> TransferRequest:

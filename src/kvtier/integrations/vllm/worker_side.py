@@ -106,8 +106,9 @@ class WorkerSide:
                 f"{self._group.slot_bytes} bytes: raise host_bytes"
             )
         if stores is None:
+            replicated = any(spec.head_axis is None for _, spec, _ in self._group.tensors())
             stores = {
-                store.config.name: open_shards([store.url], sharding.shards, sharding.num_shards)
+                store.config.name: open_shards([store.url], sharding.shards, sharding.num_shards, replicated=replicated)
                 for store in config.stores
             }
         self.num_host_blocks = num_blocks
