@@ -26,7 +26,6 @@ from kvtier.engine.modules import InputBuilder, ModelForward, Sampler, StepRun, 
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
 from kvtier.engine.rows import DeviceRows
 from kvtier.engine.sampling import RequestSampler
-from kvtier.engine.scoring import PromptScores
 from kvtier.engine.sequence import EngineSequence, StopChecker
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
@@ -261,22 +260,21 @@ class Engine:
     ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
         chain = Chain(self.manager.namespace, tokens, salt=salt)
-        sampler, scores = RequestSampler(params, tokens, self.model.config.eos_token_ids, index), None
-        if params.prompt_logprobs is not None and not index:  # the other sequences share the prompt of the first
-            scores = PromptScores(tokens, params.prompt_logprobs_start, params.prompt_logprobs)
+        sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)
+        # only the first sequence scores the prompt, which all sequences of the request share
+        is_scored = params.prompt_logprobs is not None and not index
         request = Request(
             f"{name}#{index}",
             chain,
             max(1, min(params.max_tokens, room)),
             priority=priority,
             hints=hints,
-            max_cached_tokens=None if scores is None else params.prompt_logprobs_start - 1,
+            max_cached_tokens=params.prompt_logprobs_start - 1 if is_scored else None,
             waits_for_token=sampler.waits_for_token or self.proposer is not None,
         )
         stream = self.tokenizer.stream() if self.tokenizer is not None else None
-        return EngineSequence(
-            name, index, request, sampler, stream, StopChecker(params.stop, include=params.include_stop), scores
-        )
+        stop = StopChecker(params.stop, include=params.include_stop)
+        return EngineSequence(name, index, request, sampler, stream, stop)
 
     def _start(self, sequence: EngineSequence) -> None:
         self._live[sequence.request.id] = sequence
@@ -310,23 +308,18 @@ class Engine:
 
     def _start_step(self, step: Step) -> list[Output]:
         """Submit a step to the pipeline. After an error, finish the earlier steps and end the requests of this step."""
-        run = StepRun(step, self.tiers.begin_step(step.plan, step.loads), {})
-        tickets, resident = [], []
+        run = StepRun(step, self.tiers.begin_step(step.plan, step.loads))
         for row in step.rows:
             sequence = self._live[row.request.id]
             self._explain_miss(sequence)
             try:
-                planned = plan_row(row, sequence)
+                run.planned[sequence.ticket] = plan_row(row, sequence)
             except Exception as error:  # only this request fails
                 sequence.sampler.fail(error)
-                continue
-            run.planned[row.request.id] = sequence, planned
-            tickets.append(sequence.ticket)
-            if planned.is_resident:
-                resident.append(sequence.ticket)
+        resident = [ticket for ticket, each in run.planned.items() if each.is_resident]
         failure: BaseException | None
         try:
-            failure = self._pipeline.submit(tickets, generating=resident, tokens=[step.num_tokens], work=run).error
+            failure = self._pipeline.submit(run.planned, generating=resident, tokens=[step.num_tokens], work=run).error
         except BaseException as raised:  # an exit or an interrupt
             failure = raised
         run.transfers.on_forward_launched()

@@ -24,13 +24,14 @@ import numpy as np
 import torch
 
 from kvtier.batch import BATCH, COPY, Environment, Key, Module
+from kvtier.batch.pipeline import Ticket
 from kvtier.engine.forward import ForwardBatch, SequenceInput, to_tensors
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.params import PromptLogprobs
 from kvtier.engine.rows import UNKNOWN, DeviceRows, RowInput
 from kvtier.engine.sampling import Drawn, Resident, Sample, draw, report_logprobs, to_samples
-from kvtier.engine.scoring import score_rows
+from kvtier.engine.scoring import score_rows, scored_tokens
 from kvtier.engine.sequence import EngineSequence
 from kvtier.errors import OutOfMemoryError
 from kvtier.scheduler import Row, Step
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kvtier.engine.parallel import Ranks
 
 LOGITS = Key("logits", torch.Tensor)
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +50,9 @@ class StepRun:
 
     step: Step
     transfers: StepTransfers
-    planned: dict[str, tuple[EngineSequence, RowInput]]
-    """Rows whose inputs could be built, by the id of the scheduler request."""
-    rows: list[tuple[EngineSequence, RowInput]] = field(default_factory=list)
+    planned: dict[Ticket, RowInput] = field(default_factory=dict)
+    """Rows whose inputs could be built."""
+    rows: list[RowInput] = field(default_factory=list)
     """The planned rows, in the order of the batch."""
     captured: torch.Tensor | None = None
     """Tokens that a captured decode step has sampled. Rows whose sampling needs the host have no valid token yet."""
@@ -148,11 +150,10 @@ class InputBuilder(Module):
     def setup(self, env: Environment) -> None:
         batch = env.at(BATCH)
         run: StepRun = batch.work
-        run.rows = [run.planned[ticket.request.request.id] for ticket in batch.requests]
-        rows = [row for _, row in run.rows]
-        self._rows.setup(batch, rows, env.at(COPY))
+        run.rows = [run.planned[ticket] for ticket in batch.requests]
+        self._rows.setup(batch, run.rows, env.at(COPY))
         if self._ranks is not None:
-            self._ranks.begin_step(run.step, [each.inputs for each in rows])
+            self._ranks.begin_step(run.step, [each.inputs for each in run.rows])
 
     def prepare(self, env: Environment) -> None:
         batch = env.at(BATCH)
@@ -181,9 +182,9 @@ class ModelForward(Module):
             batch = self._rows.batch(phase)
         if captured is None:
             if self._ranks is not None:
-                unknown = unknown_tokens([each.inputs for _, each in run.rows])
+                unknown = unknown_tokens([each.inputs for each in run.rows])
                 self._groups[0].model.share_tokens(batch.input_ids, unknown)
-            is_scored = any(each.num_scored for _, each in run.rows)
+            is_scored = any(len(each.scored) for each in run.rows)
             logits = self._score(batch, run) if is_scored else self._groups[0].logits(batch, wait)
         for number, group in enumerate(self._groups[1:], 1):
             group.model.forward(batch, group.cache, run.transfers.before_layer(number))
@@ -197,20 +198,16 @@ class ModelForward(Module):
         """Compute a batch in which prompt tokens are scored. Return the logits of the tokens to sample."""
         group, rows = self._groups[0], run.rows
         hidden = group.model.forward(batch, group.cache, run.transfers.before_layer(0))
-        counts = np.array([[each.num_scored, each.num_sampled] for _, each in rows])
+        counts = np.array([[len(each.scored), each.num_sampled] for each in rows])
         is_scored = np.repeat(np.tile([True, False], len(rows)), counts.ravel())
         scored, sampled = (
             hidden[torch.from_numpy(np.flatnonzero(chosen)).to(hidden.device)] for chosen in (is_scored, ~is_scored)
         )
-        mine = [
-            (sequence.request.id, sequence.scores, each.row.stop, each.num_scored)
-            for sequence, each in rows
-            if each.num_scored and sequence.scores is not None
-        ]
-        targets = np.concatenate([each.targets(stop, count) for _, each, stop, count in mine])
-        found = iter(score_rows(group.model, scored, targets, max(each.num_top for _, each, _, _ in mine)))
-        for id, _, _, count in mine:
-            run.scores[id] = list(itertools.islice(found, count))
+        targets = np.concatenate([each.scored for each in rows]).astype(np.int64)
+        num_top = max(each.sequence.sampler.params.prompt_logprobs or 0 for each in rows if len(each.scored))
+        found = iter(score_rows(group.model, scored, targets, num_top))
+        for each in rows:
+            run.scores[each.row.request.id] = list(itertools.islice(found, len(each.scored)))
         return group.model.logits(sampled)
 
 
@@ -231,23 +228,21 @@ class Sampler(Module):
         logits, batch = env.at(LOGITS), env.at(BATCH)
         run: StepRun = batch.work
         run.has_loaded = run.transfers.have_arrived()
-        rows = [(sequence, each.row) for sequence, each in run.rows if each.num_sampled]
+        rows = [each for each in run.rows if each.num_sampled]
         if not run.has_loaded or not rows:
             return  # if blocks are missing, the logits are wrong; the scheduler runs these rows again
-        if not any(row.num_draft for _, row in rows):
+        if not any(each.row.num_draft for each in rows):
             run.drawn = self._draw_rows(logits, rows, run.captured, batch.phase)
             return
-        counts = np.array([row.num_draft + 1 for _, row in rows], np.int64)
-        firsts = np.cumsum(counts) - counts
-        alive = list(range(len(rows)))
+        counts = np.array([each.num_sampled for each in rows])
+        firsts, alive = np.cumsum(counts) - counts, np.arange(len(rows))
         for depth in range(int(counts.max())):
             mine = [rows[i] for i in alive]
-            drawn = self._draw(logits[(firsts[alive] + depth).tolist()], mine, depth)
+            drawn = _draw(logits[(firsts[alive] + depth).tolist()], mine, depth)
             if not depth:
                 self._rows.write(batch.phase, drawn.tokens)
-            samples = self._samples(drawn, mine, drawn.tokens.tolist())
-            alive = [i for i, one in zip(alive, samples, strict=True) if self._accept(run, *rows[i], one, depth)]
-            if not alive:
+            alive = alive[_accept(run, mine, drawn, drawn.tokens.tolist(), depth)]
+            if not len(alive):
                 return
 
     def unprep(self, env: Environment) -> None:
@@ -267,64 +262,54 @@ class Sampler(Module):
         if not run.has_loaded:
             run.samples, run.scores = {}, {}
         elif run.drawn is not None:
-            rows = [(sequence, each.row) for sequence, each in run.rows if each.num_sampled]
-            tokens = self._rows.tokens(batch.phase, len(rows))
-            for (sequence, row), one in zip(rows, self._samples(run.drawn, rows, tokens), strict=True):
-                self._accept(run, sequence, row, one, 0)
+            rows = [each for each in run.rows if each.num_sampled]
+            _accept(run, rows, run.drawn, self._rows.tokens(batch.phase, len(rows)), 0)
 
     def _draw_rows(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[tuple[EngineSequence, Row]],
-        captured: torch.Tensor | None,
-        phase: int,
+        self, logits: torch.Tensor, rows: Sequence[RowInput], captured: torch.Tensor | None, phase: int
     ) -> Drawn:
         """Sample one token for each row, except for rows that a captured step has sampled, and write the tokens."""
         if captured is None:
-            drawn = self._draw(logits, rows, 0, self._rows.sampling(phase))
+            drawn = _draw(logits, rows, 0, self._rows.sampling(phase))
             self._rows.write(phase, drawn.tokens)
             return drawn
-        drawn = Drawn(captured, report_logprobs(logits, [sequence.sampler for sequence, _ in rows]), {})
-        host = [at for at, (sequence, _) in enumerate(rows) if sequence.sampler.is_on_host]
+        drawn = Drawn(captured, report_logprobs(logits, [each.sequence.sampler for each in rows]), {})
+        host = [at for at, each in enumerate(rows) if each.sequence.sampler.is_on_host]
         if host:
             (chosen,) = to_tensors([np.array(host)], logits.device)
-            mine = self._draw(logits[chosen], [rows[at] for at in host], 0, self._rows.sampling(phase, host))
+            mine = _draw(logits[chosen], [rows[at] for at in host], 0, self._rows.sampling(phase, host))
             self._rows.write(phase, mine.tokens, chosen)
             captured[chosen] = mine.tokens
             drawn.errors.update({host[at]: error for at, error in mine.errors.items()})
         return drawn
 
-    @staticmethod
-    def _draw(
-        logits: torch.Tensor, rows: Sequence[tuple[EngineSequence, Row]], depth: int, resident: Resident | None = None
-    ) -> Drawn:
-        numbers = [row.stop - row.num_draft - row.request.num_prompt_tokens + depth for _, row in rows]
-        return draw(logits, [sequence.sampler for sequence, _ in rows], numbers, resident)
 
-    @staticmethod
-    def _samples(drawn: Drawn, rows: Sequence[tuple[EngineSequence, Row]], tokens: list[int]) -> list[Sample]:
-        return to_samples(drawn, tokens, [sequence.sampler for sequence, _ in rows])
+def _draw(logits: torch.Tensor, rows: Sequence[RowInput], depth: int, resident: Resident | None = None) -> Drawn:
+    return draw(logits, [each.sequence.sampler for each in rows], [each.number + depth for each in rows], resident)
 
-    @staticmethod
-    def _accept(run: StepRun, sequence: EngineSequence, row: Row, one: Sample, depth: int) -> bool:
-        """Record a sample. Return True if it equals draft token `depth`, so that the next position can be sampled."""
-        if sequence.sampler.error or row.request.state.is_over:
-            return False
+
+def _accept(run: StepRun, rows: Sequence[RowInput], drawn: Drawn, tokens: list[int], depth: int) -> list[bool]:
+    """Record a sample of each row. Return for each row whether the sample equals draft token `depth` of the row."""
+    is_match = []
+    samplers = [each.sequence.sampler for each in rows]
+    for (row, *_), sampler, one in zip(rows, samplers, to_samples(drawn, tokens, samplers), strict=True):
+        is_match.append(False)
+        if sampler.error or row.request.state.is_over:
+            continue
         try:
-            sequence.sampler.accept(one.token_id)
+            sampler.accept(one.token_id)
         except Exception as error:  # raised by the constraint
-            sequence.sampler.fail(error)
-            return False
+            sampler.fail(error)
+            continue
         run.samples.setdefault(row.request.id, []).append(one)
-        return depth < row.num_draft and row.request.draft[depth] == one.token_id
+        is_match[-1] = depth < row.num_draft and row.request.draft[depth] == one.token_id
+    return is_match
 
 
 def plan_row(row: Row, sequence: EngineSequence) -> RowInput:
     """Return the input of a row. Raise an error if the input cannot be built."""
-    num_scored = 0
-    if sequence.scores is not None:
-        num_scored = sequence.scores.num_rows(row.first, row.stop, follows=len(row.request.in_flight) > 1)
-    return RowInput(row, _input(row, num_scored), num_scored, sequence.sampler)
+    scored = _NONE if row.request.max_cached_tokens is None else scored_tokens(row)
+    return RowInput(row, sequence, _input(row, len(scored)), scored)
 
 
 def _input(row: Row, num_scored: int) -> SequenceInput:

@@ -20,7 +20,8 @@ import torch
 from kvtier.batch import BatchData
 from kvtier.batch.pipeline import Ticket
 from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput, to_tensors
-from kvtier.engine.sampling import COLUMNS, SLOT, RequestSampler, Resident
+from kvtier.engine.sampling import COLUMNS, SLOT, Resident
+from kvtier.engine.sequence import EngineSequence
 from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
 from kvtier.scheduler import Row
 from kvtier.state import Added, Permutation, State
@@ -29,16 +30,17 @@ _TOKEN, _POSITION = 0, 1  # columns of a head, see sampling.COLUMNS
 UNKNOWN = -1
 """Stands for a token that is not on the host yet, because the step that samples it is in flight."""
 _STALE = -1  # the device does not have this position or count
+I32 = np.ndarray[Any, np.dtype[np.int32]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RowInput(NamedTuple):
-    """A row of a step, its input for the model, the number of prompt tokens to score, and its sampler."""
+    """A row of a step, its sequence, its input for the model, and the prompt tokens that it scores."""
 
     row: Row
+    sequence: EngineSequence
     inputs: SequenceInput
-    num_scored: int
-    sampler: RequestSampler
+    scored: I32
 
     @property
     def num_sampled(self) -> int:
@@ -53,7 +55,7 @@ class RowInput(NamedTuple):
     @property
     def is_resident(self) -> bool:
         """True if the row computes one token, which it reads from the device, and samples the next one."""
-        return self.row.wants_token and self.row.num_tokens == 1 and not self.num_scored
+        return self.row.wants_token and self.row.num_tokens == 1 and not len(self.scored)
 
 
 class Staging:
@@ -153,13 +155,13 @@ class DeviceRows:
         phase.added, phase.num_resident, phase.fills = Added([], [], []), 0, []
         used = {before[ticket].slot for ticket in batch.requests if ticket in before}
         for at, (ticket, each) in enumerate(zip(batch.requests, rows, strict=True)):
-            row, known = each.row, before.get(ticket)
+            row, sampler, known = each.row, each.sequence.sampler, before.get(ticket)
             old = None if is_new[at] else known
-            slot = -1 if not each.sampler.is_penalized else _free(used) if known is None else known.slot
+            slot = -1 if not sampler.is_penalized else _free(used) if known is None else known.slot
             used.add(slot)
             phase.num_resident += each.is_resident and at == phase.num_resident
             if old is None or (each.is_resident and old.position != row.first):
-                phase.heads.host[at] = each.inputs.token_ids[0], row.first, *each.sampler.resident
+                phase.heads.host[at] = each.inputs.token_ids[0], row.first, *sampler.resident
                 phase.heads.host[at, SLOT] = slot
                 new_heads.append(at)
             owner, table = row.request.allocation, each.inputs.block_table
@@ -171,7 +173,7 @@ class DeviceRows:
             num_counted = _STALE if old is None else old.num_counted
             if slot >= 0 and row.wants_token:
                 if num_counted != each.number:
-                    phase.fills.append((slot, *each.sampler.counts()))
+                    phase.fills.append((slot, *sampler.counts()))
                 num_counted = _STALE if row.num_draft else each.number + 1
             after[ticket] = _RowState(position, owner, table, slot, num_counted)
         phase.heads_perm = _with_new(batch.perm, new_heads)

@@ -6,8 +6,6 @@ score token        1  2  3  4 ..       and all later tokens are therefore comput
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,41 +14,24 @@ import torch
 from kvtier.engine.model import Model
 from kvtier.engine.params import PromptLogprobs
 from kvtier.errors import StateError
+from kvtier.scheduler import Row
 
 _CHUNK_ELEMENTS = 1 << 23  # logits in memory at a time: 32 MiB in float32, and 32 MiB for their log-softmax
 
 
-class PromptScores:
-    """The tokens of one prompt, and the index of the next token that needs a score."""
+def scored_tokens(row: Row) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the prompt tokens that a row scores. The request of the row must have a limit on cached tokens.
 
-    def __init__(self, tokens: np.ndarray[Any, np.dtype[np.int32]], first: int, num_top: int) -> None:
-        """`first` is the index of the first scored token, `num_top` the number of alternatives per token."""
-        self._tokens = tokens
-        self._next = max(1, first)
-        self.num_top = num_top
-
-    def num_rows(self, first: int, stop: int, *, follows: bool = False) -> int:
-        """Return how many tokens are scored in a step that computes the tokens [first, stop).
-
-        The logits of a token score the next token. The last token of the prompt scores none. `follows` is True if the
-        previous step of this prompt is still in flight. That step scores the tokens up to and including `first`.
-        """
-        begin, end = max(self._next - 1, first if follows else 0), min(stop, len(self._tokens) - 1)
-        if first > begin < end:
-            raise StateError(f"cannot score token {begin + 1}: token {begin} came from the cache, without logits")
-        return max(0, end - begin)
-
-    def targets(self, stop: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the `count` tokens that are scored in a step whose last computed token is `stop` - 1."""
-        end = min(stop + 1, len(self._tokens))
-        return self._tokens[end - count : end].astype(np.int64)
-
-    def take(self, scores: Sequence[PromptLogprobs]) -> None:
-        """Advance past scored tokens. Raises StateError if a score is NaN."""
-        for score in scores:
-            if math.isnan(score.chosen):
-                raise StateError("a logit of the prompt is NaN or infinite, so its log-probabilities are undefined")
-        self._next += len(scores)
+    The logits of a token score the next token. The last token of the prompt scores none. If the previous row of the
+    request is still in flight, that row scores the tokens up to and including `row.first`.
+    """
+    request = row.request
+    assert request.max_cached_tokens is not None
+    begin = max(request.max_cached_tokens, row.first if len(request.in_flight) > 1 else 0)
+    end = min(row.stop, request.num_prompt_tokens - 1)
+    if row.first > begin < end:
+        raise StateError(f"cannot score token {begin + 1}: token {begin} came from the cache, without logits")
+    return request.chain.token_range(begin + 1, max(begin, end) + 1)
 
 
 @torch.inference_mode()

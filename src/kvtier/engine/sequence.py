@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.batch.pipeline import Ticket
 from kvtier.engine.params import Explanation, FinishReason, Output, PromptLogprobs
 from kvtier.engine.sampling import RequestSampler, Sample
-from kvtier.engine.scoring import PromptScores
 from kvtier.engine.tokenizer import TokenStream
+from kvtier.errors import StateError
 from kvtier.scheduler import Request
 
 _SCORES_PER_OUTPUT = 128  # limits the time in which the server encodes one output: 8 ms with 20 alternatives per token
@@ -58,8 +59,6 @@ class EngineSequence:
     sampler: RequestSampler
     stream: TokenStream | None
     stop: StopChecker
-    scores: PromptScores | None = None
-    """Prompt tokens whose log-probabilities are reported. None if there are none."""
     miss: str = ""
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
@@ -93,9 +92,9 @@ class EngineSequence:
 
     def take_scores(self, scores: list[PromptLogprobs]) -> list[Output]:
         """Return outputs with the log-probabilities of prompt tokens, at most `_SCORES_PER_OUTPUT` in each output."""
-        assert self.scores is not None
-        self.scores.take(scores)
-        count = self.scores.num_top
+        if any(math.isnan(score.chosen) for score in scores):
+            raise StateError("a logit of the prompt is NaN or infinite, so its log-probabilities are undefined")
+        count = self.sampler.params.prompt_logprobs
         cut = [score if len(score.top) == count else score._replace(top=score.top[:count]) for score in scores]
         outputs = []
         for begin in range(0, len(cut), _SCORES_PER_OUTPUT):

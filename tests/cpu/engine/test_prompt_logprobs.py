@@ -10,6 +10,8 @@ from engine_helpers import Recorder, finish, greedy, make_engine, prompts
 from kvtier.engine import NgramProposer, SamplingParams, load_model, scoring
 from kvtier.engine.sequence import FinishReason
 from kvtier.errors import RangeError, StateError
+from kvtier.index import Chain, Namespace
+from kvtier.scheduler import Request, Row
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +167,13 @@ def test_prompt_logprobs_that_are_nan_fail_only_their_request(llama):
     np.testing.assert_allclose(values(answers[names[1]]), expected(oracle, good)[0], atol=1e-4)
 
 
-def test_prompt_scores_with_missing_logits_raise_state_error():
-    pending = scoring.PromptScores(np.arange(10, dtype=np.int32), 4, 0)
-    assert [pending.num_rows(0, stop) for stop in (2, 3, 4, 10)] == [0, 0, 1, 6]
+def test_scored_token_with_missing_logits_raises_state_error():
+    chain = Chain(Namespace("model", "weights", "f32", "layout", 4), list(range(10)))
+    request = Request("request", chain, 1, max_cached_tokens=3)
+    scored = [scoring.scored_tokens(Row(request, 0, stop, 0, False)).tolist() for stop in (2, 3, 4, 10)]
+    assert scored == [[], [], [4], [4, 5, 6, 7, 8, 9]]
     with pytest.raises(StateError, match="came from the cache"):
-        pending.num_rows(4, 8)
+        scoring.scored_tokens(Row(request, 4, 4, 0, False))
 
 
 @pytest.mark.parametrize("wrong", [{"prompt_logprobs": -1}, {"prompt_logprobs_start": 0}, {"max_tokens": -1}])
