@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.params import Penalties, SamplingParams
-from kvtier.engine.sampling import RequestSampler, draw, penalize
+from kvtier.engine.sampling import IN_PROMPT, RequestSampler, Sample, draw, penalize, to_samples
 
 NUM_DRAWS = 100_000
 PROMPT, OUTPUT = (3, 4, 4, 9), (7, 3, 7, 11)
@@ -50,6 +50,13 @@ def expected_shares(logits: list[float], params: SamplingParams) -> dict[int, fl
         if weights[token] >= params.min_p:
             kept[token] = weights[token]
     return {token: weight / sum(kept.values()) for token, weight in kept.items()}
+
+
+def sample(logits: torch.Tensor, requests: list[RequestSampler]) -> list[Sample]:
+    """Sample the next token of each request from logits ([rows, vocab], float32). Overwrites the logits."""
+    numbers = [int((request.counts()[1] & (IN_PROMPT - 1)).sum()) for request in requests]
+    drawn = draw(logits, requests, numbers)
+    return to_samples(drawn, drawn.tokens.tolist(), requests)
 
 
 def penalize_row(logits: torch.Tensor, request: RequestSampler) -> None:

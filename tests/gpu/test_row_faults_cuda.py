@@ -20,9 +20,9 @@ from kvtier.engine.sampling import (
     Resident,
     SamplingParams,
     draw,
-    sample,
     to_samples,
 )
+from sampling_support import sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 16, VOCAB, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))

@@ -129,7 +129,6 @@ class RequestSampler:
         self._prompt, self.num_prompt = prompt, len(prompt)
         self._counts: dict[int, int] = {}
         self._ends_tensor: torch.Tensor | None = None
-        self.num_accepted = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
         is_restricted = params.logit_bias or params.allowed_token_ids or params.bad_words
@@ -160,7 +159,6 @@ class RequestSampler:
     def accept(self, token_id: int) -> None:
         """Update the counts, the restrictions and the constraint. Call this method for every valid sample."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
-        self.num_accepted += 1
         if self._restrictions is not None:
             self._restrictions.accept(token_id)
         if self._constraint is not None:
@@ -204,12 +202,6 @@ class RequestSampler:
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
-def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sample]:
-    """Sample the next token of each request from logits ([rows, vocab], float32). Overwrites the logits."""
-    drawn = draw(logits, requests, [request.num_accepted for request in requests])
-    return to_samples(drawn, drawn.tokens.tolist(), requests)
-
-
 @torch.inference_mode()
 def draw(
     logits: torch.Tensor, requests: Sequence[RequestSampler], numbers: Sequence[int], resident: Resident | None = None
@@ -220,12 +212,12 @@ def draw(
     its token is NO_TOKEN. Other rows are unaffected. With `resident`, no parameters are copied to the device.
     """
     reports, errors = report_logprobs(logits, requests), {}
-    if resident is None and (logits.is_cuda or not all(each.is_greedy and not each.is_penalized for each in requests)):
+    if resident is None:
         resident = _to_resident(requests, numbers, logits)
     for row, (request, number) in enumerate(zip(requests, numbers, strict=True)):
         if request.is_on_host or (request.is_penalized and not logits.is_cuda):
             try:
-                if request.is_penalized and resident is not None:
+                if request.is_penalized:
                     penalize(logits[row], resident.counts[resident.slots[row]], request.params.penalties)
                 request.adjust(logits[row], number)
             except Exception as error:  # a constraint is code of the caller, so it may raise any error
@@ -235,8 +227,8 @@ def draw(
 
 def _to_resident(requests: Sequence[RequestSampler], numbers: Sequence[int], logits: torch.Tensor) -> Resident:
     """Copy the sampling state of requests to the device."""
-    slots = np.cumsum([request.is_penalized for request in requests]) - 1
-    slots[[not request.is_penalized for request in requests]] = -1
+    is_penalized = np.array([request.is_penalized for request in requests])
+    slots = np.where(is_penalized, np.cumsum(is_penalized) - 1, -1)
     heads = np.zeros((len(requests), COLUMNS), np.int64)
     heads[:, PARAMS], heads[:, SLOT] = np.stack([request.resident for request in requests]), slots
     counts = np.zeros((max(1, int(slots.max()) + 1), logits.shape[1]), np.int32)
@@ -259,25 +251,23 @@ def penalize(logits: torch.Tensor, counts: torch.Tensor, penalties: Penalties) -
     logits[at] = torch.where(found != 0, _clamped(changed, scores), scores)
 
 
-def _choose(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident | None) -> torch.Tensor:
-    if logits.is_cuda and resident is not None:
+def _choose(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
+    """Sample each row. On the CPU, rows that need the same operations form a group. Overwrites the logits."""
+    if logits.is_cuda:
         from kvtier.engine.sampling_triton import sample_rows
 
         return sample_rows(logits, resident)
-    random = [row for row, request in enumerate(requests) if not request.is_greedy]
-    if len(random) == len(requests) and resident is not None:
-        return _draw(logits, requests, resident)
-    chosen = logits.argmax(-1)
-    # argmax selects a NaN if there is one, else a +inf if there is one. It selects -inf only if all logits are -inf.
-    chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
-    if random and resident is not None:
-        chosen[random] = _draw(logits[random], [requests[row] for row in random], _rows_of(resident, random))
+    groups: dict[tuple[int, bool] | None, list[int]] = {}
+    for row, request in enumerate(requests):
+        kind = None if request.is_greedy else (request.params.top_k, request.is_sorted)
+        groups.setdefault(kind, []).append(row)
+    if len(groups) == 1:
+        return _choose_group(logits, requests, resident.heads, resident.positions)
+    chosen = torch.empty(len(requests), dtype=torch.int64)
+    for rows in groups.values():
+        mine = [requests[row] for row in rows]
+        chosen[rows] = _choose_group(logits[rows], mine, resident.heads[rows], resident.positions[rows])
     return chosen
-
-
-def _rows_of(resident: Resident, rows: list[int]) -> Resident:
-    slots = [resident.slots[row] for row in rows]
-    return Resident(resident.heads[rows], resident.positions[rows], resident.counts, slots)
 
 
 def to_samples(drawn: Drawn, tokens: Sequence[int], requests: Sequence[RequestSampler]) -> list[Sample]:
@@ -295,8 +285,8 @@ def to_samples(drawn: Drawn, tokens: Sequence[int], requests: Sequence[RequestSa
     return samples
 
 
-def _mixed(number: int) -> int:
-    """Return the output of the SplitMix64 generator in state `number`."""
+def _mixed(number: Any) -> Any:
+    """Return the output of the SplitMix64 generator in state `number`. `number` is an int or an array of uint64."""
     number = (number + _GOLDEN) & _MASK
     number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
@@ -313,48 +303,30 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
-    """Sample each row. Rows with equal top_k and `is_sorted` need the same operations, so they form a group."""
-    groups: dict[tuple[int, bool], list[int]] = {}
-    for row, request in enumerate(requests):
-        groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
-    if len(groups) == 1:
-        return _draw_group(logits, requests, resident)
-    chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
-    for rows in groups.values():
-        mine = _rows_of(resident, rows)
-        chosen[rows] = _draw_group(logits[rows], [requests[row] for row in rows], mine)
-    return chosen
-
-
-def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
+def _choose_group(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], heads: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """Sample the rows of one group. Overwrites the logits."""
-    params = resident.heads[:, PARAMS]
-    uniform, numbers = uniforms(params[:, 0], resident.positions), params[:, 1:4].view(torch.float64)
+    if requests[0].is_greedy:
+        # argmax selects a NaN if there is one, else a +inf if there is one, and -inf only if all logits are -inf.
+        chosen = logits.argmax(-1)
+        return _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
+    params = heads[:, PARAMS]
+    uniform, numbers = uniforms(params[:, 0], positions), params[:, 1:4].view(torch.float64)
     code = native().code if not requests[0].params.top_k else None
     if code is None or not code.takes(logits):
-        return _draw_in_torch(logits, requests, numbers, uniform)
+        return _draw_in_torch(logits, requests, numbers, torch.from_numpy(uniform))
     rows = np.empty(len(requests), SAMPLING_ROW)
     rows["temperature"], rows["min_p"], rows["top_p"] = numbers.numpy().T
-    rows["uniform"] = uniform.numpy()
+    rows["uniform"] = uniform
     return code.draw(logits, rows)
 
 
-def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return one random number in [0, 1) per row: the output of SplitMix64 for the row's key and position."""
-    state = keys + (positions + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps around
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ _shifted(state, shift)) * _signed(factor)
-    return _shifted(state ^ _shifted(state, 31), 11).double() * 2.0**-53
-
-
-def _shifted(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift 64-bit numbers to the right, with zeros from the left."""
-    return (numbers >> count) & ((1 << (64 - count)) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
+    states = keys.numpy().view(np.uint64) + positions.numpy().view(np.uint64) * _GOLDEN
+    numbers: np.ndarray[Any, np.dtype[np.float64]] = (_mixed(states) >> 11) * 2.0**-53
+    return numbers
 
 
 def _draw_in_torch(

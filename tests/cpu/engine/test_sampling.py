@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.engine.params import PENALTY, REPETITION_PENALTY
-from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, sample, uniforms
+from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, uniforms
 from kvtier.engine.sequence import StopChecker
 from kvtier.errors import ArgumentError, RangeError
-from sampling_support import penalize_row
+from sampling_support import penalize_row, sample
 
 VOCAB = 50  # native code only takes multiples of 16, so torch samples from 50 tokens, and native code from 64
 
