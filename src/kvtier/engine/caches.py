@@ -49,15 +49,8 @@ def open_caches(
             f"the model's {heads} KV heads cannot be split into {sharding.num_shards} equal shards: set kv_shards, or "
             f"tensor_parallel if kv_shards is not set, to a divisor of {heads}"
         )
-    wanted = _checked(stores, cache, num_ranks)
     with contextlib.ExitStack() as opened:
-        mine: dict[str, Store | ShardStores] = {}
-        for name, store in wanted.items():
-            if isinstance(store, tuple):
-                mine[name] = open_shards(store, sharding.shards, sharding.num_shards)
-                opened.callback(mine[name].close)
-            else:
-                mine[name] = store
+        mine, urls = _open_stores(stores, cache, sharding, opened)
         ranks = None
         if num_ranks > 1:
             rank_config = RankConfig(
@@ -65,7 +58,7 @@ def open_caches(
                 num_blocks=cache.num_blocks,
                 block_tokens=config.block_tokens,
                 num_host_blocks=num_host,
-                stores={name: store for name, store in wanted.items() if isinstance(store, tuple)},
+                stores=urls,
                 namespace=namespace,
                 secret=cache.secret,
                 timeout_seconds=config.rank_timeout_seconds,
@@ -107,24 +100,26 @@ def limit_known_keys(
     return replace(config, stores=tuple(map(limited, config.stores)))
 
 
-def _checked(
-    stores: Mapping[str, StoreOrUrls], config: CacheConfig, num_ranks: int
-) -> dict[str, Store | tuple[str, ...]]:
+def _open_stores(
+    stores: Mapping[str, StoreOrUrls], config: CacheConfig, sharding: Sharding, opened: contextlib.ExitStack
+) -> tuple[dict[str, Store | ShardStores], dict[str, tuple[str, ...]]]:
+    """Return all stores by name, and the URLs of the stores that were opened here. `opened` closes the latter."""
     names = [each.name for each in config.stores]
     if {*names} != {*stores}:
         raise ArgumentError(f"config.cache has stores {sorted(names)}, but the given stores are {sorted(stores)}")
-    checked: dict[str, Store | tuple[str, ...]] = {}
+    mine: dict[str, Store | ShardStores] = {}
+    urls: dict[str, tuple[str, ...]] = {}
     for name in names if config.prefix_caching else ():
         store = stores[name]
-        if isinstance(store, str):
-            checked[name] = (store,)
-        elif isinstance(store, Sequence):
-            checked[name] = tuple(store)
-        elif num_ranks > 1:
+        if isinstance(store, str | Sequence):
+            urls[name] = (store,) if isinstance(store, str) else tuple(store)
+            mine[name] = open_shards(urls[name], sharding.shards, sharding.num_shards)
+            opened.callback(mine[name].close)
+        elif sharding.num_ranks > 1:
             raise ArgumentError(
-                f"store {name!r} is already open, but all {num_ranks} ranks must open the store themselves; "
+                f"store {name!r} is already open, but all {sharding.num_ranks} ranks must open the store themselves; "
                 f"give the URL of the store instead, such as 'disk:/mnt/nvme/kv?bytes=200GiB'"
             )
         else:
-            checked[name] = store
-    return checked
+            mine[name] = store
+    return mine, urls

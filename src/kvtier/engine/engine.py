@@ -179,28 +179,23 @@ class Engine:
         outputs, self._undelivered = self._undelivered, []
         step = self.scheduler.schedule(now)
         outputs += [output for request in step.refused for output in self._refused(request)]
-        num_running = len(self._runs)
         if step.rows:
             outputs += self._start_step(step)
-        else:
-            self.tiers.submit(step.plan)
-        if not step.rows or len(self._runs) == self.config.phases:
-            outputs += self._collect(0 if not step.rows else self.config.phases - 1)
-        if not step.rows:
-            self.scheduler.update(step, [], now)
-            if not outputs and not num_running:
-                self.tiers.wait()
+            return outputs + self._collect(self.config.phases - 1)
+        num_running = len(self._runs)
+        self.tiers.submit(step.plan)
+        outputs += self._collect(0)
+        self.scheduler.update(step, [], now)
+        if not outputs and not num_running:
+            self.tiers.wait()
         return outputs
 
     def abort(self, request_id: str) -> bool:
         """Cancel all sequences of a request and release their blocks. Return False for an unknown request."""
-        mine = [key for key, sequence in self._live.items() if sequence.id == request_id]
-        for key in mine:
-            sequence = self._live.pop(key)
+        mine = [sequence for sequence in self._live.values() if sequence.id == request_id]
+        for sequence in mine:
             self.scheduler.cancel(sequence.request, self._clock())
-            sequence.finish_reason = FinishReason.ABORT
-            self._remember(sequence)
-            sequence.ticket.cancel()
+            self._end(sequence, FinishReason.ABORT)
         return bool(mine)
 
     def has_work(self) -> bool:
@@ -388,13 +383,9 @@ class Engine:
 
     def _fail_row(self, sequence: EngineSequence, now: float) -> list[Output]:
         """End a request that failed in a step, and the siblings that wait for its prompt."""
-        del self._live[sequence.request.id]
         self.scheduler.cancel(sequence.request, now)  # so that update() ignores the result of this row
-        sequence.ticket.cancel()
         reason = FinishReason.CONFLICT if sequence.sampler.has_conflict else FinishReason.ERROR
-        outputs = self._end(sequence, reason, sequence.sampler.error)
-        sequence.siblings = []
-        return outputs
+        return self._end(sequence, reason, sequence.sampler.error)
 
     def _settle(self, request: Request) -> None:
         """Start the siblings of a request once the prompt is computed. Release the request if it has ended."""
@@ -440,10 +431,8 @@ class Engine:
         return tokens
 
     def _refused(self, request: Request) -> list[Output]:
-        sequence = self._live.pop(request.id)
-        sequence.ticket.cancel()
         reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.REFUSED
-        return self._end(sequence, reason, request.reason)
+        return self._end(self._live[request.id], reason, request.reason)
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:
         """End all requests of a failed step and report `error` to them. Raise `error` if the engine cannot continue."""
@@ -451,7 +440,7 @@ class Engine:
         if self._ranks is not None:
             error = self._ranks.error_of(error)
         for request in self.scheduler.fail(step, self._clock()):
-            sequence = self._live.pop(request.id)
+            sequence = self._live[request.id]
             sequence.ticket.fail(error)
             why = sequence.sampler.error or f"{type(error).__name__}: {error}"
             outputs += self._end(sequence, FinishReason.ERROR, why)
@@ -459,8 +448,10 @@ class Engine:
             raise error
         return outputs
 
-    def _end(self, sequence: EngineSequence, reason: FinishReason, error: str) -> list[Output]:
+    def _end(self, sequence: EngineSequence, reason: FinishReason, error: str = "") -> list[Output]:
         """End a sequence and the siblings that wait for its prompt, without new tokens."""
+        del self._live[sequence.request.id]
+        sequence.ticket.cancel()  # no effect if the ticket has failed
         outputs = [each.end(reason, error) for each in (sequence, *sequence.siblings)]
         self._remember(sequence)
         return outputs

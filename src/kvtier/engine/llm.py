@@ -3,11 +3,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from kvtier.index import Listener
 from kvtier.memory.torch_types import AnyDType
 
 Prompt = str | Sequence[int]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,12 @@ class LLM:
             )
         interrupted = threading.Event()
         work: Future[list[list[Completion]]] | None = None
+        self._check_process()
         try:
-            work = self._submit(self._generate, prompts, each, progress, interrupted)
+            try:
+                work = self._thread.submit(self._generate, prompts, each, progress, interrupted)
+            except RuntimeError as error:  # after `close`, or at the exit of the interpreter
+                raise ClosedError("this LLM was closed; create another one") from error
             return work.result()
         except BaseException:  # the call failed or this thread was interrupted; let the engine finish its step
             interrupted.set()
@@ -120,13 +123,6 @@ class LLM:
         self._check_process()
         self._thread.shutdown()
         self.engine.close()
-
-    def _submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        self._check_process()
-        try:
-            return self._thread.submit(function, *arguments)
-        except RuntimeError as error:  # after `close`, or at the exit of the interpreter
-            raise ClosedError("this LLM was closed; create another one") from error
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

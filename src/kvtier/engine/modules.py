@@ -83,6 +83,7 @@ class DeviceCacheGroup:
         self._graph_sizes = graph_sizes if model.weights.device.type == "cuda" else ()
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
+        self.cache = model.new_cache(0, block_tokens)
         self.renew(num_blocks)
 
     def renew(self, num_blocks: int) -> None:
@@ -97,14 +98,12 @@ class DeviceCacheGroup:
             raise OutOfMemoryError(self._shortage(num_blocks)) from error
 
     def _shortage(self, num_blocks: int) -> str:
-        config, weights = self.model.config, self.model.weights
-        block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.block_tokens
-        block *= weights.dtype.itemsize
+        device, block = self.cache.device, self.block_bytes
         graphs = f" and CUDA graphs for up to {max(self._graph_sizes)} rows" if self._graph_sizes else ""
-        free = free_bytes(weights.device) / 2**30
+        free = free_bytes(device) / 2**30
         return (
             f"{num_blocks} device blocks of {block / 2**20:.2f} MiB{graphs} need more than "
-            f"{num_blocks * block / 2**30:.2f} GiB, but only {free:.2f} GiB are free on {weights.device}; lower "
+            f"{num_blocks * block / 2**30:.2f} GiB, but only {free:.2f} GiB are free on {device}; lower "
             f"num_blocks (--blocks){' or graph_sizes' if graphs else ''}"
         )
 

@@ -100,8 +100,6 @@ class _PhaseRows:
         self.numbers = Staging((num_numbers,), "i64", placement)
         self.tokens = Staging((max_rows,), "i64", placement)
         self.heads_perm = self.perm = Permutation.identity(0)
-        self.sizes: list[int] = []
-        """Number of blocks of each row. Empty if no row moves."""
         self.added = Added([], [], [])
         """Blocks that the tables on the device lack."""
         self.fills: list[tuple[int, I64, Any]] = []
@@ -178,7 +176,6 @@ class DeviceRows:
             after[ticket] = _RowState(position, owner, table, slot, num_counted)
         phase.heads_perm = _with_new(batch.perm, new_heads)
         phase.perm, phase.rows, phase.slots = batch.perm, rows, [each.slot for each in after.values()]
-        phase.sizes = [] if batch.perm.is_identity else [len(each.inputs.block_table) for each in rows]
         if phase.added.rows:
             at = np.array(phase.added.rows) * phase.tables.host.shape[1] + np.array(phase.added.first)
             phase.tables.send(copy, at, np.array(phase.added.count))
@@ -208,8 +205,9 @@ class DeviceRows:
         """Move the rows into the order of the batch, and add new rows and new blocks."""
         phase = self._phases[number]
         self.heads.warp(phase.heads_perm, copy, new=phase.heads.there)
-        if phase.sizes or phase.added.rows:
-            self.tables.append(phase.perm, phase.sizes, phase.added, phase.tables.there, copy)
+        sizes = [] if phase.perm.is_identity else [len(each.inputs.block_table) for each in phase.rows]
+        if sizes or phase.added.rows:
+            self.tables.append(phase.perm, sizes, phase.added, phase.tables.there, copy)
         for slot, tokens, counts in phase.fills:
             at, values = to_tensors([tokens, counts], self.counts.device)
             self.counts[slot].zero_()[at] = values

@@ -72,23 +72,18 @@ class TokenRestrictions:
         self._params = params
         self._single = [tokens[0] for tokens in params.bad_words if len(tokens) == 1]
         self._longer = [(tokens[:-1], tokens[-1]) for tokens in params.bad_words if len(tokens) > 1]
-        self._chosen: list[int] = []
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.can_conflict = bool(params.allowed_token_ids or params.bad_words)
         """True if the restrictions can forbid every token, for example together with a grammar."""
 
-    def accept(self, token_id: int) -> None:
-        if self._longer:
-            self._chosen.append(token_id)
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Change a row of logits in place."""
+    def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
+        """Change the row of logits for the token after `output` in place."""
         tokens, biases, is_forbidden = self._on(logits)
         if len(tokens):
             scores = logits[tokens]
             logits[tokens] = _clamped(scores + biases, scores)
         logits.masked_fill_(is_forbidden, -torch.inf)
-        ends = [last for first, last in self._longer if tuple(self._chosen[-len(first) :]) == first]
+        ends = [last for first, last in self._longer if tuple(output[-len(first) :]) == first]
         if ends:
             logits[ends] = -torch.inf
 
@@ -127,7 +122,7 @@ class RequestSampler:
         each = params.penalties
         penalties = np.array([each.repetition, each.presence, each.frequency], np.float64).view(np.int64)
         self._prompt, self.num_prompt = prompt, len(prompt)
-        self._counts: dict[int, int] = {}
+        self._output: list[int] = []
         self._ends_tensor: torch.Tensor | None = None
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
@@ -157,10 +152,8 @@ class RequestSampler:
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
-        """Update the counts, the restrictions and the constraint. Call this method for every valid sample."""
-        self._counts[token_id] = self._counts.get(token_id, 0) + 1
-        if self._restrictions is not None:
-            self._restrictions.accept(token_id)
+        """Add a token to the output, and update the constraint. Call this method for every valid sample."""
+        self._output.append(token_id)
         if self._constraint is not None:
             self._constraint.accept(token_id)
 
@@ -172,7 +165,7 @@ class RequestSampler:
         """Apply restrictions, `min_tokens` and the constraint to the logits of output token `number`."""
         restrictions = self._restrictions
         if restrictions is not None:
-            restrictions.apply(logits)
+            restrictions.apply(logits, self._output)
         if number < self._min_tokens:
             logits[self._ends_on(logits.device)] = -torch.inf
         if self._constraint is not None:
@@ -182,12 +175,12 @@ class RequestSampler:
 
     def counts(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int32]]]:
         """Return the tokens that the penalties use, and their counts, see IN_PROMPT."""
-        output = np.fromiter(self._counts, np.int64, len(self._counts))
+        output, times = np.unique(np.array(self._output, np.int64), return_counts=True)
         prompt = self._in_prompt if self.params.penalties.repetition != 1.0 else output[:0]
         tokens = np.union1d(prompt, output)
         counts = np.zeros(len(tokens), np.int32)
         counts[np.searchsorted(tokens, prompt)] = IN_PROMPT
-        counts[np.searchsorted(tokens, output)] += np.fromiter(self._counts.values(), np.int32, len(output))
+        counts[np.searchsorted(tokens, output)] += times.astype(np.int32)
         return tokens, counts
 
     def _ends_on(self, device: torch.device) -> torch.Tensor:

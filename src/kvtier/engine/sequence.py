@@ -72,9 +72,8 @@ class EngineSequence:
         if not self.sampler.params.max_tokens:  # the sample is not part of the output
             self.finish_reason = FinishReason.LENGTH
             return self.output("", [])
-        text, taken = "", 0
-        for sample in samples:
-            taken += 1
+        text = ""
+        for taken, sample in enumerate(samples, 1):
             is_end = self.sampler.is_end(sample.token_id)
             piece, is_stopped = self.stop.feed(
                 "" if is_end or self.stream is None else self.stream.add(sample.token_id)
@@ -86,8 +85,8 @@ class EngineSequence:
             if self.request.num_new_tokens + taken >= self.request.max_new_tokens:
                 self.finish_reason = FinishReason.LENGTH
                 break
-        if self.finish_reason is not None:
-            text += self._rest(stopped=self.finish_reason is FinishReason.STOP and not is_end)
+        if self.finish_reason is not None and not is_stopped:
+            text += self._rest()
         return self.output(text, samples[:taken])
 
     def take_scores(self, scores: list[PromptLogprobs]) -> list[Output]:
@@ -105,7 +104,7 @@ class EngineSequence:
     def end(self, reason: FinishReason, error: str = "") -> Output:
         self.finish_reason = reason
         try:
-            text = self._rest(stopped=False)
+            text = self._rest()
         except Exception as failure:  # raised by the tokenizer; the sequence still ends
             self.sampler.fail(failure)
             self.finish_reason, text, error = FinishReason.ERROR, "", error or self.sampler.error
@@ -125,9 +124,9 @@ class EngineSequence:
             stop_text=self.stop.found,
         )
 
-    def _rest(self, *, stopped: bool) -> str:
+    def _rest(self) -> str:
         """Return the held-back text, plus U+FFFD for an incomplete character. Stop strings never match this U+FFFD."""
-        if stopped or self.stream is None:
+        if self.stream is None:
             return ""
         rest = self.stream.finish()
         whole = rest.rstrip("\N{REPLACEMENT CHARACTER}")
