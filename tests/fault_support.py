@@ -10,7 +10,7 @@ import torch
 from engine_helpers import VOCAB, Answers, finish, prompts
 from kvtier.cache.config import CacheConfig
 from kvtier.engine import Model, NgramProposer, Penalties, SamplingParams, Tokenizer
-from kvtier.engine import modules as engine_modules
+from kvtier.engine import engine as engine_module
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
@@ -288,14 +288,14 @@ def inject(run, monkeypatch):
 
         monkeypatch.setattr(run.engine.manager, "explain", broken_explain)
     if run.stage == "inputs":
-        build = engine_modules._input
+        build = engine_module.plan_row
 
-        def broken_input(row, num_scored):
+        def broken_input(row, sequence):
             if row.request.num_new_tokens >= run.model.ages.get(row.request.id.split("#")[0], 1 << 30):
                 raise Break("inputs")
-            return build(row, num_scored)
+            return build(row, sequence)
 
-        monkeypatch.setattr(engine_modules, "_input", broken_input)
+        monkeypatch.setattr(engine_module, "plan_row", broken_input)
 
 
 def check_row_faults(model, stage, monkeypatch, *, exact=True):

@@ -20,7 +20,7 @@ from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.engine import Model, Penalties, SamplingParams
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.modules import InputBuilder, ModelForward, Sampler
+from kvtier.engine.modules import ModelForward, Sampler
 from kvtier.engine.ops import TorchOps
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
@@ -191,7 +191,7 @@ class Life:
         self.answers, self.numbers = Answers(), {}
         self.broken: set[str] = set()  # failed and aborted requests, whose answers may be incomplete
         self.fails_at = None  # the op whose next call raises Break
-        for module, op in ((InputBuilder, "setup"), (ModelForward, "forward"), (Sampler, "fetch"), (Sampler, "update")):
+        for module, op in ((ModelForward, "setup"), (ModelForward, "forward"), (Sampler, "fetch"), (Sampler, "update")):
             self._break(next(each for each in self.engine._pipeline.modules if type(each) is module), op)
 
     def _break(self, module, op: str) -> None:

@@ -151,14 +151,10 @@ class StepTransfers:
 
     def on_forward_launched(self) -> None:
         """Start deferred transfers and apply reports while the device computes."""
-        self.submit_deferred()
+        if self._deferred is not None:
+            self._controller.submit(self._deferred, self._after)
         if self._controller.overlaps_compute:
             self._runtime.poll()
-
-    def submit_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            self._controller.submit(deferred, self._after)
 
 
 class CacheRuntime:
@@ -196,7 +192,8 @@ class CacheRuntime:
     # ---- for the step ----------------------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> None:
-        self.begin_step(plan, ()).submit_deferred()
+        if plan:
+            self._controller.submit(plan)
 
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
         """Start the transfers of a plan. `loads` are the ids of the loads that the step waits for.
@@ -212,17 +209,13 @@ class CacheRuntime:
             self._controller.submit(plan)
         return StepTransfers(self, self._controller, loads, deferred or None)
 
-    def poll_before_step(self) -> None:
-        """Apply the reports that the next step needs.
+    def poll(self, *, before_step: bool = False) -> None:
+        """Apply new reports to the manager, without waiting.
 
-        Applying a report takes 0.1 ms on this thread, and no step waits for a save. With `overlaps_compute`, reports of
-        saves are therefore applied during the forward pass.
+        Applying a report takes 0.1 ms on this thread, and no step waits for a save. With `before_step` and
+        `overlaps_compute`, reports of saves are therefore left for the forward pass.
         """
-        self.poll(loads_only=self._controller.overlaps_compute)
-
-    def poll(self, *, loads_only: bool = False) -> None:
-        """Apply new reports to the manager, without waiting."""
-        for report in self._controller.poll(loads_only=loads_only):
+        for report in self._controller.poll(loads_only=before_step and self._controller.overlaps_compute):
             completed = self._manager.apply(report)
             self._cache_metrics.observe(completed)
             self._measure(completed)

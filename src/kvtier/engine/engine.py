@@ -22,7 +22,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.caches import StoreOrUrls, limit_known_keys, open_caches
 from kvtier.engine.model import Model
-from kvtier.engine.modules import InputBuilder, ModelForward, Sampler, StepRun, free_bytes, plan_row
+from kvtier.engine.modules import ModelForward, Sampler, StepRun, free_bytes, plan_row
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
 from kvtier.engine.rows import DeviceRows
 from kvtier.engine.sampling import RequestSampler
@@ -175,10 +175,12 @@ class Engine:
     def step(self) -> list[Output]:
         """Start a step, and return the output of the steps that ended. If there is nothing to compute, wait briefly."""
         now = self._clock()
-        self.tiers.poll_before_step()
+        self.tiers.poll(before_step=True)
         outputs, self._undelivered = self._undelivered, []
         step = self.scheduler.schedule(now)
-        outputs += [output for request in step.refused for output in self._refused(request)]
+        for request in step.refused:
+            reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.REFUSED
+            outputs += self._end(self._live[request.id], reason, request.reason)
         if step.rows:
             outputs += self._start_step(step)
             return outputs + self._collect(self.config.phases - 1)
@@ -291,9 +293,8 @@ class Engine:
 
     def _new_pipeline(self, ranks: Ranks | None, rows: DeviceRows, timeline: Timeline | None) -> Pipeline:
         config, device = self.config, self.model.weights.device
-        modules = InputBuilder(self.groups, rows, ranks), ModelForward(self.groups, rows, ranks), Sampler(rows)
         return Pipeline(
-            modules,
+            [ModelForward(self.groups, rows, ranks), Sampler(rows)],
             phases=config.phases,
             placement=Placement.parse(str(device)),
             executor=partial(Executor, threaded=config.phases > 1),
@@ -370,7 +371,9 @@ class Engine:
             except Exception as error:  # raised by the tokenizer or the stop checker
                 sequence.sampler.fail(error)
             if sequence.sampler.error:
-                outputs += self._fail_row(sequence, now)
+                self.scheduler.cancel(row.request, now)  # so that update() ignores the result of this row
+                reason = FinishReason.CONFLICT if sequence.sampler.has_conflict else FinishReason.ERROR
+                outputs += self._end(sequence, reason, sequence.sampler.error)
             elif tokens and sequence.first_token_at is None:
                 sequence.first_token_at = now
             results.append(RowResult(tokens, sequence.finish_reason is not None))
@@ -380,12 +383,6 @@ class Engine:
         if self.proposer is not None:
             self._propose(self.proposer)
         return outputs
-
-    def _fail_row(self, sequence: EngineSequence, now: float) -> list[Output]:
-        """End a request that failed in a step, and the siblings that wait for its prompt."""
-        self.scheduler.cancel(sequence.request, now)  # so that update() ignores the result of this row
-        reason = FinishReason.CONFLICT if sequence.sampler.has_conflict else FinishReason.ERROR
-        return self._end(sequence, reason, sequence.sampler.error)
 
     def _settle(self, request: Request) -> None:
         """Start the siblings of a request once the prompt is computed. Release the request if it has ended."""
@@ -429,10 +426,6 @@ class Engine:
         if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
             raise RangeError(f"draft tokens must be integers in [0, {vocab}), got {tokens}")
         return tokens
-
-    def _refused(self, request: Request) -> list[Output]:
-        reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.REFUSED
-        return self._end(self._live[request.id], reason, request.reason)
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:
         """End all requests of a failed step and report `error` to them. Raise `error` if the engine cannot continue."""

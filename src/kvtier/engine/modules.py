@@ -1,7 +1,7 @@
 """The pipeline modules of the engine. They run a scheduler step in the ops of the pipeline.
 
-SETUP     InputBuilder   sends rows that are new or changed to the device
-PREPARE   InputBuilder   moves the rows into the order of the batch, and copies the blocks in Step.copies
+SETUP     ModelForward   sends rows that are new or changed to the device
+PREPARE   ModelForward   moves the rows into the order of the batch, and copies the blocks in Step.copies
 FORWARD   ModelForward   computes the logits
 FORWARD   Sampler        samples tokens and writes them into the rows
 UNPREP    Sampler        copies the tokens to memory that the next step does not overwrite
@@ -83,7 +83,6 @@ class DeviceCacheGroup:
         self._graph_sizes = graph_sizes if model.weights.device.type == "cuda" else ()
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
-        self.cache = model.new_cache(0, block_tokens)
         self.renew(num_blocks)
 
     def renew(self, num_blocks: int) -> None:
@@ -95,17 +94,15 @@ class DeviceCacheGroup:
             if self.cache.is_cuda:  # steps run on another stream, which could write before the zeros are written
                 torch.cuda.synchronize(self.cache.device)
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(self._shortage(num_blocks)) from error
-
-    def _shortage(self, num_blocks: int) -> str:
-        device, block = self.cache.device, self.block_bytes
-        graphs = f" and CUDA graphs for up to {max(self._graph_sizes)} rows" if self._graph_sizes else ""
-        free = free_bytes(device) / 2**30
-        return (
-            f"{num_blocks} device blocks of {block / 2**20:.2f} MiB{graphs} need more than "
-            f"{num_blocks * block / 2**30:.2f} GiB, but only {free:.2f} GiB are free on {device}; lower "
-            f"num_blocks (--blocks){' or graph_sizes' if graphs else ''}"
-        )
+            config, weights = self.model.config, self.model.weights
+            block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.block_tokens
+            block *= weights.dtype.itemsize
+            graphs = f" and CUDA graphs for up to {max(self._graph_sizes)} rows" if self._graph_sizes else ""
+            raise OutOfMemoryError(
+                f"{num_blocks} device blocks of {block / 2**20:.2f} MiB{graphs} need more than "
+                f"{num_blocks * block / 2**30:.2f} GiB, but only {free_bytes(weights.device) / 2**30:.2f} GiB are "
+                f"free on {weights.device}; lower num_blocks (--blocks){' or graph_sizes' if graphs else ''}"
+            ) from error
 
     def free(self) -> None:
         """Free the memory of the cache. Call `renew` before the next step."""
@@ -140,8 +137,10 @@ def free_bytes(device: torch.device) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-class InputBuilder(Module):
-    """Sends new and changed rows to the device, and moves the rows into the order of the batch."""
+class ModelForward(Module):
+    """Moves the rows into the order of the batch, and runs the models of all groups. The first produces the logits."""
+
+    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
     def __init__(self, groups: Sequence[DeviceCacheGroup], rows: DeviceRows, ranks: Ranks | None = None) -> None:
         self._groups, self._rows, self._ranks = groups, rows, ranks
@@ -160,15 +159,6 @@ class InputBuilder(Module):
         if copies := batch.work.step.copies:
             for group in self._groups:
                 group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
-
-
-class ModelForward(Module):
-    """Runs the models of all cache groups. The first model produces the logits."""
-
-    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
-
-    def __init__(self, groups: Sequence[DeviceCacheGroup], rows: DeviceRows, ranks: Ranks | None = None) -> None:
-        self._groups, self._rows, self._ranks = groups, rows, ranks
 
     def forward(self, env: Environment) -> None:
         """Fill the caches and compute logits. Layers wait for blocks that are being loaded."""
@@ -307,14 +297,9 @@ def _accept(run: StepRun, rows: Sequence[RowInput], drawn: Drawn, tokens: list[i
 
 def plan_row(row: Row, sequence: EngineSequence) -> RowInput:
     """Return the input of a row. Raise an error if the input cannot be built."""
-    scored = _NONE if row.request.max_cached_tokens is None else scored_tokens(row)
-    return RowInput(row, sequence, _input(row, len(scored)), scored)
-
-
-def _input(row: Row, num_scored: int) -> SequenceInput:
-    request = row.request
+    request, known = row.request, row.stop - row.num_draft
     assert request.allocation is not None
-    known = row.stop - row.num_draft
+    scored = _NONE if request.max_cached_tokens is None else scored_tokens(row)
     if row.first == request.chain.num_tokens:
         tokens = [UNKNOWN]
     elif row.first == known - 1 == request.chain.num_tokens - 1:
@@ -322,8 +307,8 @@ def _input(row: Row, num_scored: int) -> SequenceInput:
     else:
         tokens = request.chain.token_range(row.first, known).tolist()
     tokens += request.draft[: row.num_draft]
-    num_sampled = row.num_draft + 1 if row.wants_token else 0
-    return SequenceInput(tokens, row.first, request.allocation.table, num_scored + num_sampled)
+    num_logits = len(scored) + (row.num_draft + 1 if row.wants_token else 0)
+    return RowInput(row, sequence, SequenceInput(tokens, row.first, request.allocation.table, num_logits), scored)
 
 
 def unknown_tokens(inputs: Sequence[SequenceInput]) -> list[int]:

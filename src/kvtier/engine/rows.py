@@ -45,7 +45,7 @@ class RowInput(NamedTuple):
     @property
     def num_sampled(self) -> int:
         """Number of tokens to sample: one, and one more for each draft token to verify."""
-        return self.row.num_draft + 1 if self.row.wants_token else 0
+        return self.inputs.num_logits - len(self.scored)
 
     @property
     def number(self) -> int:
@@ -135,7 +135,7 @@ class DeviceRows:
         for state in (self.heads, self.tables):
             state.front.zero_()
             state.back.zero_()
-        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and the two lists of `_written`
+        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and the two columns of `written`
         self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
         self.counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)
         """Token counts of rows with penalties (sampling.IN_PROMPT). Rows keep their slots, because counts are large."""
@@ -184,7 +184,9 @@ class DeviceRows:
         phase.layout = None
         if phase.num_resident < len(rows):
             phase.layout = BatchLayout.of([each.inputs for each in rows], self.block_tokens)
-            numbers = np.concatenate((*phase.layout.numbers, *_written(rows)))
+            # the rows that sample, and the positions of their sampled tokens
+            written = [(at, each.row.stop - each.row.num_draft) for at, each in enumerate(rows) if each.num_sampled]
+            numbers = np.concatenate((*phase.layout.numbers, np.array(written, np.int64).reshape(-1, 2).T.ravel()))
             phase.numbers.host[: len(numbers)] = numbers
             phase.numbers.send(copy, [0], [len(numbers)])
         self._states = after
@@ -302,9 +304,3 @@ def _with_new(perm: Permutation, new: list[int]) -> Permutation:
     index = perm.index.copy()
     index[new] = perm.size0
     return Permutation(index, perm.size0)
-
-
-def _written(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
-    """Return the rows that sample, and the positions of their sampled tokens."""
-    sampled = [(at, each.row.stop - each.row.num_draft) for at, each in enumerate(rows) if each.num_sampled]
-    return [at for at, _ in sampled], [position for _, position in sampled]

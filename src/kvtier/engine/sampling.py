@@ -70,7 +70,6 @@ class TokenRestrictions:
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
-        self._single = [tokens[0] for tokens in params.bad_words if len(tokens) == 1]
         self._longer = [(tokens[:-1], tokens[-1]) for tokens in params.bad_words if len(tokens) > 1]
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.can_conflict = bool(params.allowed_token_ids or params.bad_words)
@@ -93,7 +92,7 @@ class TokenRestrictions:
             bias, allowed = self._params.logit_bias, list(self._params.allowed_token_ids)
             mask = np.full(len(logits), bool(allowed))
             mask[allowed] = False
-            mask[self._single] = True
+            mask[[tokens[0] for tokens in self._params.bad_words if len(tokens) == 1]] = True
             arrays = np.array([token for token, _ in bias], np.int64), np.array([each for _, each in bias], np.float32)
             tokens, biases, is_forbidden = (torch.from_numpy(each).to(logits.device) for each in (*arrays, mask))
             self._tensors = tokens, biases.to(logits.dtype), is_forbidden

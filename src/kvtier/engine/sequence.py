@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.batch.pipeline import Ticket
 from kvtier.engine.params import Explanation, FinishReason, Output, PromptLogprobs
@@ -95,11 +95,8 @@ class EngineSequence:
             raise StateError("a logit of the prompt is NaN or infinite, so its log-probabilities are undefined")
         count = self.sampler.params.prompt_logprobs
         cut = [score if len(score.top) == count else score._replace(top=score.top[:count]) for score in scores]
-        outputs = []
-        for begin in range(0, len(cut), _SCORES_PER_OUTPUT):
-            outputs.append(self.output("", []))
-            outputs[-1].prompt_logprobs = tuple(cut[begin : begin + _SCORES_PER_OUTPUT])
-        return outputs
+        parts = (cut[begin : begin + _SCORES_PER_OUTPUT] for begin in range(0, len(cut), _SCORES_PER_OUTPUT))
+        return [replace(self.output("", []), prompt_logprobs=tuple(part)) for part in parts]
 
     def end(self, reason: FinishReason, error: str = "") -> Output:
         self.finish_reason = reason

@@ -78,22 +78,15 @@ class DraftProposer:
         tables = [each.allocation.table for each in requests if each.allocation is not None]
         limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)
         room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
-        drafts: list[list[int]] = [[] for _ in requests]
+        drafts = [[request.chain.last_token] for request in requests]
         for depth in range(self.num_tokens):
             # the input token at this depth needs a KV slot at position chain.num_tokens - 1 + depth
             alive = [i for i in range(len(requests)) if depth <= room[i]]
             if not alive:
                 break
-            inputs = [
-                SequenceInput(
-                    [drafts[i][-1] if depth else requests[i].chain.last_token],
-                    requests[i].chain.num_tokens - 1 + depth,
-                    tables[i],
-                )
-                for i in alive
-            ]
+            inputs = [SequenceInput(drafts[i][-1:], requests[i].chain.num_tokens - 1 + depth, tables[i]) for i in alive]
             batch = ForwardBatch.build(inputs, group.block_tokens, group.model.weights.device)
             logits = group.model.logits(group.model.forward(batch, group.cache))
             for i, token in zip(alive, logits.argmax(-1).tolist(), strict=True):
                 drafts[i].append(token)
-        return [tuple(draft) for draft in drafts]
+        return [tuple(draft[1:]) for draft in drafts]
