@@ -50,5 +50,5 @@ def test_sampled_tokens_pass_top_k_top_p_and_min_p():
         before = running - weights[row][kept]
         assert sampled[row] in kept[before < request.params.top_p * running[-1] * (1 + 1e-5)].tolist()
         assert weights[row][sampled[row]] >= request.params.min_p * (1 - 1e-5)
-        if request.is_greedy:
+        if request.params.is_greedy:
             assert sampled[row] == order[0]

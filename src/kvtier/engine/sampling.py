@@ -72,8 +72,6 @@ class TokenRestrictions:
         self._params = params
         self._longer = [(tokens[:-1], tokens[-1]) for tokens in params.bad_words if len(tokens) > 1]
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self.can_conflict = bool(params.allowed_token_ids or params.bad_words)
-        """True if the restrictions can forbid every token, for example together with a grammar."""
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
         """Change the row of logits for the token after `output` in place."""
@@ -136,9 +134,6 @@ class RequestSampler:
         """True if the host changes the logits before a token is sampled."""
         self.resident = np.concatenate((key, filters, [params.top_k], penalties, [-1, self.is_on_host]))
         """The columns PARAMS of a head. The slot is -1, which means no slot."""
-        self.is_greedy = params.is_greedy
-        self.is_sorted = bool(params.top_k) or params.top_p < 1.0
-        """True if top_k or top_p needs the tokens sorted by weight."""
         self.error = ""
         """Reason why the request failed. Samples of a failed request are invalid."""
         self.has_conflict = False
@@ -162,14 +157,14 @@ class RequestSampler:
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor, number: int) -> None:
         """Apply restrictions, `min_tokens` and the constraint to the logits of output token `number`."""
-        restrictions = self._restrictions
-        if restrictions is not None:
-            restrictions.apply(logits, self._output)
+        if self._restrictions is not None:
+            self._restrictions.apply(logits, self._output)
         if number < self._min_tokens:
             logits[self._ends_on(logits.device)] = -torch.inf
         if self._constraint is not None:
             self._constraint.forbid(logits)
-        if restrictions is not None and restrictions.can_conflict and bool(logits.isneginf().all()):
+        # together with a grammar, for example, these restrictions can forbid every token
+        if (self.params.allowed_token_ids or self.params.bad_words) and bool(logits.isneginf().all()):
             raise NoTokenError(_CONFLICT)
 
     def counts(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int32]]]:
@@ -251,8 +246,8 @@ def _choose(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: 
         return sample_rows(logits, resident)
     groups: dict[tuple[int, bool] | None, list[int]] = {}
     for row, request in enumerate(requests):
-        kind = None if request.is_greedy else (request.params.top_k, request.is_sorted)
-        groups.setdefault(kind, []).append(row)
+        params = request.params
+        groups.setdefault(None if params.is_greedy else (params.top_k, params.top_p < 1.0), []).append(row)
     if len(groups) == 1:
         return _choose_group(logits, requests, resident.heads, resident.positions)
     chosen = torch.empty(len(requests), dtype=torch.int64)
@@ -299,7 +294,7 @@ def _choose_group(
     logits: torch.Tensor, requests: Sequence[RequestSampler], heads: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Sample the rows of one group. Overwrites the logits."""
-    if requests[0].is_greedy:
+    if requests[0].params.is_greedy:
         # argmax selects a NaN if there is one, else a +inf if there is one, and -inf only if all logits are -inf.
         chosen = logits.argmax(-1)
         return _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
@@ -335,8 +330,9 @@ def _draw_in_torch(
     weights = logits.sub_(highest)
     weights.div_(temperature).exp_()
     tokens = None
-    if requests[0].is_sorted:
-        if top_k := params[0].top_k:
+    top_k = params[0].top_k
+    if top_k or params[0].top_p < 1.0:  # these filters need the tokens sorted by weight
+        if top_k:
             weights, tokens = weights.topk(min(top_k, weights.shape[1]), dim=-1)
             mass = top_p * _running(weights)[:, -1:]
         else:

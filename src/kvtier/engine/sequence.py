@@ -23,8 +23,8 @@ class StopChecker:
         """With `include`, `feed` also returns the stop string."""
         self._stops = tuple(stops)
         self._include = include
-        self._held = ""
-        self._longest = max(map(len, stops), default=0)
+        self.held = ""
+        """Text that was held back and not released yet."""
         self.found = ""
         """The stop string that was found first."""
 
@@ -32,21 +32,17 @@ class StopChecker:
         """Add text. Returns the text that can be released, and True if a stop string ends the output."""
         if not self._stops:
             return piece, False
-        text = self._held + piece
+        text = self.held + piece
         ends = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if ends:
-            self._held = ""
+            self.held = ""
             end, self.found = min(ends, key=lambda found: found[0])
             return text[: end + len(self.found) if self._include else end], True
         # hold back the longest suffix of the text that is a prefix of a stop string
-        lengths = range(min(self._longest - 1, len(text)), 0, -1)
+        lengths = range(min(max(map(len, self._stops)) - 1, len(text)), 0, -1)
         keep = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return text[: len(text) - keep], False
-
-    def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
 
 
 @dataclass(slots=True)
@@ -75,9 +71,8 @@ class EngineSequence:
         text = ""
         for taken, sample in enumerate(samples, 1):
             is_end = self.sampler.is_end(sample.token_id)
-            piece, is_stopped = self.stop.feed(
-                "" if is_end or self.stream is None else self.stream.add(sample.token_id)
-            )
+            decoded = "" if is_end or self.stream is None else self.stream.add(sample.token_id)
+            piece, is_stopped = self.stop.feed(decoded)
             text += piece
             if is_end or is_stopped:
                 self.finish_reason = FinishReason.STOP
@@ -128,7 +123,7 @@ class EngineSequence:
         rest = self.stream.finish()
         whole = rest.rstrip("\N{REPLACEMENT CHARACTER}")
         text, is_stopped = self.stop.feed(whole)
-        return text if is_stopped else text + self.stop.finish() + rest[len(whole) :]
+        return text if is_stopped else text + self.stop.held + rest[len(whole) :]
 
     def explain(self) -> Explanation:
         request = self.request

@@ -358,7 +358,7 @@ def test_stop_checker_on_pieces_equals_search_in_whole_text(text, stops, cuts):
             break
     if not is_stopped:
         assert not any(stop in text for stop in stops)
-        assert shown + checker.finish() == text
+        assert shown + checker.held == text
     else:
         assert text[len(shown) :].startswith(checker.found)
         assert checker.found in stops
