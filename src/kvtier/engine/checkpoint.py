@@ -7,7 +7,6 @@ architecture, it interleaves the two halves of each head in the rows of q and k.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,6 @@ from kvtier.engine.packaged import DEFAULT_MODEL, resolve
 from kvtier.engine.weights import Assembler, Products, RawMatrix, SafetensorsFolder
 from kvtier.errors import ArgumentError, CheckpointError, UnavailableError
 from kvtier.memory.torch_types import AnyDType, element_type, torch_dtype
-
-_LAYER_NAMES: Mapping[str, str] = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP_NAMES: Mapping[str, str] = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 
 
 class GgufFile:
@@ -60,15 +40,18 @@ class GgufFile:
         self._header = read_header(self._map, path)
         tied = "output.weight" not in self._header.tensors
         self.config = ModelConfig.from_gguf(self._header.metadata, tied_embeddings=tied)
+        architecture = gguf.MODEL_ARCH[self.config.architecture.upper()]
+        num_layers = min(self.config.num_layers, len(self._header.tensors))  # a damaged file may state any number
+        self._names = gguf.get_tensor_name_map(architecture, num_layers)
 
     def __contains__(self, name: str) -> bool:
-        return _gguf_name(name) in self._header.tensors
+        return self._gguf_name(name) in self._header.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._header.tensors[_gguf_name(name)].shape
+        return self._tensor(name).shape
 
     def raw(self, name: str) -> RawMatrix | None:
-        tensor = self._header.tensors[_gguf_name(name)]
+        tensor = self._tensor(name)
         kind = self._kind(tensor).name
         if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
             return None
@@ -77,7 +60,7 @@ class GgufFile:
         return (kind, rows.view(torch.bfloat16) if kind == "BF16" else rows)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        kind = self._kind(self._header.tensors[_gguf_name(name)])
+        kind = self._kind(self._tensor(name))
         try:
             values = self._gguf.quants.dequantize(self._rows(name), kind)
         except NotImplementedError as error:
@@ -95,6 +78,12 @@ class GgufFile:
         if tensor is None:
             return base
         return base / torch.from_numpy(self._stored(tensor).view(np.float32).reshape(-1).copy())
+
+    def _gguf_name(self, name: str) -> Any:
+        return self._names.get_name(name, (".weight", ".bias"))  # None if the architecture has no such tensor
+
+    def _tensor(self, name: str) -> GgufTensor:
+        return self._header.tensors[self._gguf_name(name)]
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the bytes of a tensor as [rows, bytes per row]. A vector has one row."""
@@ -120,19 +109,11 @@ class GgufFile:
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the rows in Hugging Face order. llama files interleave the two halves of each head of q and k."""
-        rows = self._stored(self._header.tensors[_gguf_name(name)])
+        rows = self._stored(self._tensor(name))
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows
         order = np.arange(len(rows)).reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2)
         return rows[order.reshape(-1)]
-
-
-def _gguf_name(name: str) -> str:
-    if not name.startswith("model.layers."):
-        return _TOP_NAMES.get(name, name)
-    layer, rest = name.removeprefix("model.layers.").split(".", 1)
-    part, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
 def _products(name: Products | str) -> Products:
