@@ -256,48 +256,30 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Decodes the tokens of an output one at a time into whole characters. Skips special tokens.
+    """Decodes the tokens of an output one at a time. Skips special tokens.
 
-    Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back. Invalid bytes become U+FFFD at once. Tokens
-    are decoded together with the tokens released before them, because the text of a token may depend on the previous
-    tokens. For example, a space at the start of a text may be dropped.
+    The bytes of an incomplete UTF-8 character, at most 3, are held back. Invalid bytes become U+FFFD at once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []
-        self._held: list[int] = []
-        self._incomplete = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_first = True
 
     def add(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
-        own = self._tokenizer.token_bytes(token_id)
-        if not own or token_id in self._tokenizer.special_ids:
+        data = self._tokenizer.token_bytes(token_id)
+        if not data or token_id in self._tokenizer.special_ids:
             return ""
-        self._held.append(token_id)
-        if self._incomplete or own[-1] >= 0x80:
-            before, data = self._incomplete, self._incomplete + own
-            text, length = codecs.utf_8_decode(data, "replace", False)
-            self._incomplete = data[length:]
-            if self._incomplete:
-                # Release the earlier tokens, unless this token completes a character that they began.
-                apart = before.decode("utf-8", "replace") + codecs.utf_8_decode(own, "replace", False)[0]
-                return self._release(len(self._held) - 1 if apart == text else 0)
-        return self._release(len(self._held))
+        if self._is_first:
+            self._is_first = False
+            text = self._tokenizer.decode([token_id], skip_special=False)  # may lack the leading space of the token
+            data = data if _REPLACEMENT in text else text.encode()
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """Return the held text, with U+FFFD for a character that was never completed."""
-        self._incomplete = b""
-        return self._release(len(self._held))
-
-    def _release(self, count: int) -> str:
-        if not count:
-            return ""
-        released, decode = self._held[:count], self._tokenizer.decode
-        known = decode(self._shown, skip_special=False)
-        text = decode(self._shown + released, skip_special=False)[len(known) :]
-        self._shown, self._held = released, self._held[count:]
-        return text
+        """Return U+FFFD for a character that was never completed."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _until_end(text: str, content: str) -> str:

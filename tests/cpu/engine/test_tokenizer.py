@@ -179,21 +179,17 @@ def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
         data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
         complete, length = codecs.utf_8_decode(data, "replace", False)
         assert len(data) - length <= 3
-        # Keep the complete characters of the held-back text. An unpaired surrogate is decoded as two U+FFFD.
-        held = {"": "", "\ufffd": "", "\ufffd\ufffd": "", "ab\ufffd": "ab"}[whole[len(shown) :]]
-        assert shown + held == complete
+        assert whole[len(shown) :] in ("", "\ufffd", "\ufffd\ufffd")  # an unpaired surrogate becomes two U+FFFD
+        assert shown == complete
     assert shown + stream.finish() == bytes_tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("ids", [[257], [0xEF, 0xBF, 0xBD], [0x80], [0xE2, 0x28]])
 def test_token_stream_outputs_definite_replacement_char_at_once(bytes_tokenizer, ids):
     """U+FFFD is not held back if it is part of the text, or stands for bytes that no later token can complete."""
-    stream, num_tokens_kept = bytes_tokenizer.stream(), []
-    decode = bytes_tokenizer.decode
+    stream = bytes_tokenizer.stream()
     for _ in range(50):
-        assert "".join(stream.add(token) for token in ids) == decode(ids)
-        num_tokens_kept.append(len(stream._held) + len(stream._shown))
-    assert max(num_tokens_kept) <= 3  # each call decodes only a few tokens again
+        assert "".join(stream.add(token) for token in ids) == bytes_tokenizer.decode(ids)
 
 
 def test_token_stream_joins_token_that_spans_two_characters(bytes_tokenizer):
