@@ -18,8 +18,9 @@ import torch
 
 from kvtier.errors import ArgumentError, RangeError
 
-Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
+I32 = np.ndarray[Any, np.dtype[np.int32]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
+Table = Sequence[int] | I32
 # A table of torch types, because numpy takes 5 us to compute the name of a type.
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 
@@ -68,7 +69,7 @@ class BatchLayout:
 
     numbers: tuple[I64, ...]
     """input_ids, positions, slots, query_starts, context_lens and logit_rows of the ForwardBatch."""
-    tables: np.ndarray[Any, np.dtype[np.int32]]
+    tables: I32
     query_lens: tuple[int, ...]
     contexts: tuple[int, ...]
 
@@ -107,9 +108,7 @@ class BatchLayout:
         )
 
 
-def _padded(
-    tables: Sequence[Table], lengths: np.ndarray[Any, np.dtype[np.int64]]
-) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _padded(tables: Sequence[Table], lengths: I64) -> I32:
     """Return block tables as rows of one array, padded with 0."""
     padded = np.zeros((len(tables), lengths.max()), np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(tables)

@@ -72,15 +72,12 @@ class _Reader:
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
-        if kind == _ARRAY:
-            return self._array()
-        return self._scalar(_SCALARS[kind])
-
-    def _array(self) -> list[Any]:
-        kind, count = self._scalar("I"), self._scalar("Q")
-        if kind in (_STRING, _ARRAY):
-            return [self._value(kind) for _ in range(count)]
-        return list(self._unpack(f"<{count}{_SCALARS[kind]}"))
+        if kind != _ARRAY:
+            return self._scalar(_SCALARS[kind])
+        element_kind, count = self._scalar("I"), self._scalar("Q")
+        if element_kind in (_STRING, _ARRAY):
+            return [self._value(element_kind) for _ in range(count)]
+        return list(self._unpack(f"<{count}{_SCALARS[element_kind]}"))
 
     def _scalar(self, code: str) -> Any:
         return self._unpack(f"<{code}")[0]

@@ -116,52 +116,32 @@ class EngineNative:
     def attend(self, q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Compute attention for q [sequences, heads, dim] over cache [blocks, 2, tokens, kv_heads, dim]."""
         sequences, heads, dim = q.shape
-        _, _, block_tokens, kv_heads, _ = cache.shape
         threads = torch.get_num_threads()
-        out = q.new_empty(sequences, heads, dim)
         longest = -(-longest // _LANES) * _LANES
-        scratch = q.new_empty(threads * heads * longest)
-        block_stride, v_offset, token_stride = cache.stride()[:3]
-        sizes = (ctypes.c_long * 11)(
-            *(sequences, q.stride(0), heads, kv_heads, dim, tables.stride(0), block_tokens, block_stride),
-            *(token_stride, v_offset, longest),
-        )
-        self._attend(
-            *(q.data_ptr(), cache.data_ptr(), tables.data_ptr(), lengths.data_ptr(), out.data_ptr()),
-            *(scratch.data_ptr(), ctypes.addressof(sizes), dim**-0.5, threads),
-        )
+        out, scratch = q.new_empty(sequences, heads, dim), q.new_empty(threads * heads * longest)
+        sizes = _longs(sequences, q.stride(0), heads, cache.shape[3], dim, tables.stride(0), *_layout(cache), longest)
+        self._attend(*_addresses(q, cache, tables, lengths, out, scratch), sizes, dim**-0.5, threads)
         return out
 
     def attend_chunk(self, q: Tensor, cache: Tensor, table: Tensor, context: int, out: Tensor) -> None:
         """Compute attention for the last tokens of a sequence, q [tokens, heads, dim], over its `context` tokens."""
         count, heads, dim = q.shape
-        _, _, block_tokens, kv_heads, _ = cache.shape
-        threads = torch.get_num_threads()
+        kv_heads, threads = cache.shape[3], torch.get_num_threads()
         scratch = q.new_empty(threads * self._chunk_scratch(dim, heads // kv_heads))
-        block_stride, v_offset, token_stride = cache.stride()[:3]
-        sizes = (ctypes.c_long * 10)(
-            *(count, context, q.stride(0), heads, kv_heads, dim, block_tokens, block_stride, token_stride, v_offset)
-        )
-        self._attend_chunk(
-            *(q.data_ptr(), cache.data_ptr(), table.data_ptr(), out.data_ptr(), scratch.data_ptr()),
-            *(ctypes.addressof(sizes), dim**-0.5, threads),
-        )
+        sizes = _longs(count, context, q.stride(0), heads, kv_heads, dim, *_layout(cache))
+        self._attend_chunk(*_addresses(q, cache, table, out, scratch), sizes, dim**-0.5, threads)
 
     def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x, if given, to residual in place. Return the RMS norm of residual. Row lengths are multiples of 16."""
         out = torch.empty_like(residual)
-        added = None if x is None else x.data_ptr()
-        self._norm(
-            *(added, residual.data_ptr(), weight.data_ptr(), out.data_ptr()),
-            *(residual.shape[0], residual.shape[1], eps, torch.get_num_threads()),
-        )
+        self._norm(*_addresses(x, residual, weight, out), *residual.shape, eps, torch.get_num_threads())
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """Return silu(left half) * right half. The length of each half must be a multiple of 16."""
         tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, dim)
-        self._gate(gate_up.data_ptr(), out.data_ptr(), tokens, dim, torch.get_num_threads())
+        self._gate(*_addresses(gate_up, out), tokens, dim, torch.get_num_threads())
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -169,16 +149,9 @@ class EngineNative:
 
         qkv is [tokens, heads + 2 kv_heads, dim]. dim must be a multiple of 32.
         """
-        _, _, block_tokens, kv_heads, dim = cache.shape
-        block_stride, v_offset, token_stride = cache.stride()[:3]
-        sizes = (ctypes.c_long * 8)(
-            *(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, kv_heads, dim),
-            *(block_tokens, block_stride, token_stride, v_offset),
-        )
-        self._rotate(
-            *(qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr(), slots.data_ptr()),
-            *(ctypes.addressof(sizes), torch.get_num_threads()),
-        )
+        kv_heads, dim = cache.shape[3:]
+        sizes = _longs(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, kv_heads, dim, *_layout(cache))
+        self._rotate(*_addresses(qkv, cos, sin, cache, slots), sizes, torch.get_num_threads())
 
     def draw(self, logits: Tensor, params: np.ndarray[Any, Any]) -> Tensor:
         """Sample one token per row of logits, or -1 if no token of the row can be sampled. Overwrite the logits.
@@ -200,6 +173,20 @@ class EngineNative:
         return x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % multiple == 0
 
 
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    return [None if each is None else each.data_ptr() for each in tensors]
+
+
+def _layout(cache: Tensor) -> tuple[int, int, int, int]:
+    """Return the number of tokens of a block, the strides of blocks and tokens, and the offset of the values."""
+    block_stride, v_offset, token_stride = cache.stride()[:3]
+    return cache.shape[2], block_stride, token_stride, v_offset
+
+
+def _longs(*numbers: int) -> ctypes.Array[ctypes.c_long]:
+    return (ctypes.c_long * len(numbers))(*numbers)
+
+
 def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | None:
     """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if native code does not support it.
 
@@ -215,7 +202,7 @@ def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | No
     raw = rows.numpy().reshape(-1, _LANES, columns // _BLOCK, _BLOCK_BYTES[kind])
     factors, elements = _split_blocks(kind, raw)
     if integer:
-        elements = _group_columns(elements)
+        elements = elements.reshape(*elements.shape[:3], -1, 4).transpose(0, 2, 3, 1, 4)  # see native_integer.h
         kind = "Q8 integer" if kind == "Q8_0" else "Q4 integer"
     else:
         elements = elements.transpose(0, 2, 3, 1)
@@ -242,13 +229,6 @@ def _split_blocks(kind: str, raw: _U8) -> tuple[_U8, _U8]:
     if kind == "Q4_0":
         factors = np.concatenate((factors, -8 * factors), axis=-1)
     return np.ascontiguousarray(factors.transpose(0, 2, 3, 1)).view(np.uint8), raw[..., 2 * num_factors :]
-
-
-def _group_columns(elements: _U8) -> _U8:
-    """Return elements [tiles, lanes, blocks, bytes] as [tiles, blocks, groups, lanes, 4], see native_integer.h."""
-    tiles, lanes, blocks, count = elements.shape
-    grouped = elements.reshape(tiles, lanes, blocks, count // 4, 4).transpose(0, 2, 3, 1, 4)
-    return np.ascontiguousarray(grouped)
 
 
 @functools.cache  # compile and load once per process

@@ -44,9 +44,9 @@ class SpecialText:
         token at the end of a string is marked too, because a template may append the rest of the token.
         """
         strings = list(_strings(value))
-        if not any(self._positions(string) for string in strings):
-            return None
         chars = {string[at] for string in strings for at in self._positions(string)}
+        if not chars:
+            return None
         used = set().union(*strings)
         free = (chr(_LAST_MARK - i) for i in range(_NUM_MARKS) if chr(_LAST_MARK - i) not in used)
         mark_of = dict(zip(sorted(chars), free, strict=False))
