@@ -29,7 +29,7 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     """Compute attention for q [tokens, heads, head_dim], one sequence at a time. Reference implementation."""
     out = torch.empty_like(q)
     group = q.shape[1] // cache.shape[3]
-    for rows, table, context in _sequences(batch):
+    for rows, table, context in sequences_of(batch):
         blocks = cache[table[: -(-context // cache.shape[2])]]
         keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys.float()) * q.shape[2] ** -0.5
@@ -48,7 +48,7 @@ def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code:
     out = torch.empty(q.shape, dtype=q.dtype)
     if code is not None and 1 in batch.query_lens:
         _attend_singles(q, cache, batch, code, out)
-    for rows, table, context in _sequences(batch):
+    for rows, table, context in sequences_of(batch):
         count = rows.stop - rows.start
         if count == 1 and code is not None:
             continue
@@ -75,7 +75,7 @@ def _attend_singles(q: Tensor, cache: Tensor, batch: ForwardBatch, code: EngineN
     out[rows] = code.attend(q[rows], cache, batch.block_tables[chosen], batch.context_lens[chosen], longest)
 
 
-def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
+def sequences_of(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
     """Yield the rows, block table and number of tokens of each sequence."""
     starts = itertools.accumulate(batch.query_lens, initial=0)
     for index, (start, count, context) in enumerate(zip(starts, batch.query_lens, batch.contexts, strict=False)):

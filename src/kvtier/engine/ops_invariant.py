@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.ops import Heads, TorchOps
+from kvtier.engine.ops import Heads, TorchOps, sequences_of
 from kvtier.engine.weights import Linear
 from kvtier.errors import ArgumentError, UnavailableError
 
@@ -51,17 +51,15 @@ class InvariantOps:
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         out = torch.empty(heads.q.shape)
-        start = 0
-        for index, (count, context) in enumerate(zip(batch.query_lens, batch.contexts, strict=True)):
-            table, first = batch.block_tables[index], context - count
+        for whole, table, context in sequences_of(batch):
+            first = context - (whole.stop - whole.start)
             for tile in range(first // TILE, (context - 1) // TILE + 1):
                 begin, end = max(first, tile * TILE), min(context, (tile + 1) * TILE)
-                rows = slice(start + begin - first, start + end - first)
+                rows = slice(whole.start + begin - first, whole.start + end - first)
                 queries = heads.q.new_zeros(TILE, *heads.q.shape[1:])
                 inside = slice(begin - tile * TILE, end - tile * TILE)
                 queries[inside] = heads.q[rows]
                 out[rows] = _attend_tile(queries, tile * TILE, end, cache, table)[inside]
-            start += count
         return out.flatten(1)
 
     def _by_tiles(self, name: str, shape: tuple[int, ...], compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -96,27 +96,20 @@ class TensorSource(Protocol):
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Assembler:
     """Reads and fuses all weights. Raises CheckpointError for a missing tensor or a wrong shape."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: TensorSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        products: Products = Products.EXACT,
-    ) -> None:
-        self._config = config
-        self._source = source
-        self._products = products
-        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._packs = device.type == "cpu" and dtype == torch.float32
+    config: ModelConfig
+    source: TensorSource
+    dtype: torch.dtype
+    device: torch.device
+    products: Products = Products.EXACT
 
     def model(self) -> ModelWeights:
         """Read all weights. Raises UnavailableError if integer products were chosen and no matrix supports them."""
         weights = self._model()
-        if self._products is Products.INTEGER and weights.arithmetic == str(weights.dtype):
+        if self.products is Products.INTEGER and weights.arithmetic == str(weights.dtype):
             reason = native().reason if native().code is None else "no matrix is stored as Q8_0, Q4_0 or Q4_1"
             raise UnavailableError(
                 f"integer products need a quantised GGUF file, the CPU, f32 and native code, but the model has dtype "
@@ -125,7 +118,7 @@ class Assembler:
         return weights
 
     def _model(self) -> ModelWeights:
-        config = self._config
+        config = self.config
         names = ["model.embed_tokens.weight"]
         embedding = self._joined(names, [config.vocab_size], config.hidden_dim)
         if config.tied_embeddings:
@@ -137,11 +130,11 @@ class Assembler:
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
             norm=self._joined(["model.norm.weight"], [config.hidden_dim]),
             head=head,
-            inverse_frequencies=self._source.inverse_frequencies(config).to(self._options["device"]),
+            inverse_frequencies=self.source.inverse_frequencies(config).to(self.device),
         )
 
     def _layer(self, index: int) -> LayerWeights:
-        config, prefix = self._config, f"model.layers.{index}."
+        config, prefix = self.config, f"model.layers.{index}."
         hidden, attention = config.hidden_dim, f"{prefix}self_attn."
         q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = [f"{attention}{part}_proj" for part in "qkv"]
@@ -168,28 +161,30 @@ class Assembler:
 
     def _joined(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Stack tensors by rows. Each tensor is read directly into its rows of the result."""
-        out = torch.empty(sum(rows), *columns, **self._options)
+        out = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
         for name, part, height in zip(names, out.split(list(rows)), rows, strict=True):
             self._check(name, (height, *columns))
-            self._source.read_into(name, part)
+            self.source.read_into(name, part)
         return out
 
     def _packed(self, names: Sequence[str]) -> PackedWeight | None:
-        raws = [self._source.raw(name) for name in names] if self._packs else []
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            return None
+        raws = [self.source.raw(name) for name in names]
         stored = [raw for raw in raws if raw is not None]
         kinds = {kind for kind, _ in stored}
         if len(stored) != len(raws) or len(kinds) != 1:
             return None
-        integer = self._products is Products.INTEGER
+        integer = self.products is Products.INTEGER
         return pack(kinds.pop(), torch.cat([rows for _, rows in stored]), integer=integer)
 
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
-        if name not in self._source:
+        if name not in self.source:
             raise CheckpointError(
-                f"the checkpoint has no tensor {name!r}, which a {self._config.architecture} model with "
-                f"{self._config.num_layers} layers needs; files are missing, or the configuration is wrong"
+                f"the checkpoint has no tensor {name!r}, which a {self.config.architecture} model with "
+                f"{self.config.num_layers} layers needs; files are missing, or the configuration is wrong"
             )
-        shape = self._source.shape(name)
+        shape = self.source.shape(name)
         if shape != wanted:
             raise CheckpointError(
                 f"{name} has shape {list(shape)}, but the configuration requires {list(wanted)}; "
