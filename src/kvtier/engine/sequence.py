@@ -120,10 +120,7 @@ class EngineSequence:
         """Return the held-back text, plus U+FFFD for an incomplete character. Stop strings never match this U+FFFD."""
         if self.stream is None:
             return ""
-        rest = self.stream.finish()
-        whole = rest.rstrip("\N{REPLACEMENT CHARACTER}")
-        text, is_stopped = self.stop.feed(whole)
-        return text if is_stopped else text + self.stop.held + rest[len(whole) :]
+        return self.stop.held + self.stream.finish()
 
     def explain(self) -> Explanation:
         request = self.request
