@@ -72,22 +72,21 @@ class EngineNative:
         library = ctypes.CDLL(str(path))
         pointer, number, real, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
-        def function(name: str, *types: Any) -> Any:
+        def function(name: str, *types: Any, returns: Any = None) -> Any:
             function = library[f"kvtier_{name}"]
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype = types, returns
             return function
 
         self._product = function("product", ctypes.c_int, *[pointer] * 4, *[number] * 3, threads)
         self._attend = function("attend", *[pointer] * 7, real, threads)
         self._attend_chunk = function("attend_chunk", *[pointer] * 6, real, threads)
-        library.kvtier_chunk_scratch.argtypes, library.kvtier_chunk_scratch.restype = (number, number), number
-        self._chunk_scratch = library.kvtier_chunk_scratch
+        self._chunk_scratch = function("chunk_scratch", number, number, returns=number)
         self._norm = function("norm", *[pointer] * 4, number, number, real, threads)
         self._gate = function("gate", pointer, pointer, number, number, threads)
         self._rotate = function("rotate", *[pointer] * 6, threads)
         self._draw = function("draw", *[pointer] * 4, number, number, threads)
-        library.kvtier_lanes.restype = ctypes.c_int
-        self.has_fast_long_inputs = library.kvtier_lanes() == 16 and vendor() == "AuthenticAMD"  # 16: AVX-512
+        lanes = function("lanes", returns=ctypes.c_int)()
+        self.has_fast_long_inputs = lanes == 16 and vendor() == "AuthenticAMD"  # 16: AVX-512
         """True if products and attention are faster than those of torch for any number of tokens.
 
         On processors of AMD, torch uses MKL without AVX-512. GFLOP/s per core: products 107 to 116 in torch, here 214

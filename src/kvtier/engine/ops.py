@@ -54,15 +54,12 @@ def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code:
             continue
         if code is not None and (count < context or code.has_fast_long_inputs):
             code.attend_chunk(q[rows], cache, table, context, out[rows])
-            continue
-        if count == context:
-            out[rows] = _attend(q[rows], k[rows], v[rows], None, causal=True)
-            continue
-        keys, values = _gathered(cache, table, context)
-        if count == 1:
-            out[rows] = _attend_one(q[rows], keys, values)
+        elif count == context:
+            out[rows] = _attend(q[rows], k[rows], v[rows])
+        elif count == 1:
+            out[rows] = _attend_one(q[rows], *_gathered(cache, table, context))
         else:
-            out[rows] = _attend(q[rows], keys, values, _visible(rows, context, q.device), causal=False)
+            out[rows] = _attend(q[rows], *_gathered(cache, table, context), _visible(rows, context, q.device))
     return out
 
 
@@ -95,10 +92,11 @@ def _gathered(cache: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Compute attention for q [queries, heads, dim] over k and v [context, kv_heads, dim]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute attention for q [queries, heads, dim] over k and v [context, kv_heads, dim], causal without a mask."""
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    has_groups = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=has_groups)
     return out.squeeze(0).transpose(0, 1)
 
 
