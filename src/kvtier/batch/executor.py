@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import torch
 
 from kvtier.batch.data import BatchData, Side
-from kvtier.memory import Placement, Stream, context
+from kvtier.memory import Event, Placement, Stream, context
 
 
 class Streams:
@@ -27,27 +27,23 @@ class Streams:
     def of(self, side: Side) -> Stream | None:
         return self._engine if side == "engine" else self._executor
 
-    def engine(self) -> contextlib.AbstractContextManager[None]:
-        return _current(self._engine)
-
     @contextlib.contextmanager
-    def executor(self, batch: BatchData) -> Iterator[None]:
-        """Make the executor's stream current. It waits for `ready` first, and records `done` last if no op fails."""
-        if self._executor is not None:
-            self._executor.wait(batch.ready)
-        with _current(self._executor):
+    def on(self, side: Side, *, after: Event | None = None, then: Event | None = None) -> Iterator[None]:
+        """Make the stream of a side current. It waits for `after` first, and records `then` last if no op fails.
+
+        On a GPU, the stream is also the current stream of torch, because modules use both libraries.
+        """
+        stream = self.of(side)
+        if stream is None:
             yield
-        if self._executor is not None:
-            self._executor.record(batch.done)
-
-    def record_ready(self, batch: BatchData) -> None:
-        if self._engine is not None:
-            self._engine.record(batch.ready)
-
-    def wait_done(self, batch: BatchData) -> None:
-        """Make the engine's stream wait for the executor's work on this batch."""
-        if self._engine is not None:
-            self._engine.wait(batch.done)
+            return
+        if after is not None:
+            stream.wait(after)
+        of_torch = torch.cuda.stream(stream.native) if stream.placement.is_device else contextlib.nullcontext()
+        with context(stream=stream), of_torch:
+            yield
+        if then is not None:
+            stream.record(then)
 
     def synchronize(self) -> None:
         """Wait for the engine's stream. Called once per step. Raise an error if work on the stream has failed."""
@@ -70,17 +66,6 @@ class Streams:
         for stream in (self._engine, self._executor):
             if stream is not None:
                 stream.close()
-
-
-@contextlib.contextmanager
-def _current(stream: Stream | None) -> Iterator[None]:
-    """Make `stream` the current stream of kvtier and, on a GPU, of torch too, because modules use both libraries."""
-    if stream is None:
-        yield
-        return
-    of_torch = torch.cuda.stream(stream.native) if stream.placement.is_device else contextlib.nullcontext()
-    with context(stream=stream), of_torch:
-        yield
 
 
 Work = Callable[[BatchData], None]

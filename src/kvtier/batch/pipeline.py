@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Module, check_modules
+from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Module, Side, check_modules
 from kvtier.batch.executor import Executor, Streams, Work
 from kvtier.batch.timeline import Timeline, TimelineSpan
 from kvtier.errors import ArgumentError, ClosedError, StateError
@@ -48,7 +47,7 @@ class Ticket:
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
 
     def __init__(
-        self, request: Any, in_flight: Sequence[Container[Ticket]], on_retire: Callable[[Ticket], object]
+        self, request: Any, in_flight: Collection[Container[Ticket]], on_retire: Callable[[Ticket], object]
     ) -> None:
         self.request = request
         self.status = TicketStatus.RUNNING
@@ -91,8 +90,6 @@ class Ticket:
 
     def release(self) -> None:
         """Set the final status. The pipeline calls this once, when no batch with this request is in flight."""
-        if self.status is not TicketStatus.RETIRING or self.num_in_flight:
-            raise StateError(f"{self!r} cannot be released")
         self.status = self._outcome
         del self._on_retire  # the callback refers to the pipeline, and would keep it alive as long as this ticket
         self._in_flight = ()
@@ -170,10 +167,9 @@ class Pipeline:
         # copies of cache blocks. While 256 MiB were copied in each direction, a decode step took 12.9 ms with the
         # kernel and 17 to 18.5 ms with the copy engines (H200, measured on 2026-11-15).
         self._free = [BatchData(phase, "gather" if place.is_device else None) for phase in range(phases)]
-        self._batches: deque[BatchData] = deque()  # batches in flight, oldest first
         self._steps = itertools.count()
         self._order = RowOrder()  # the rows of the latest batch
-        self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch in flight
+        self._in_flight: dict[BatchData, Collection[Ticket]] = {}  # batches with their requests, oldest first
         self._running: dict[Ticket, None] = {}  # requests that may be in the next batch
         self._retiring: list[Ticket] = []  # requests with a decided outcome that were not removed yet
         self._broken_at: int | None = None  # the step that failed on the device; results of later steps are invalid
@@ -192,7 +188,7 @@ class Pipeline:
     def add(self, request: Any) -> Ticket:
         """Add a request. If a module raises, the request fails immediately."""
         self._check_open()
-        ticket = Ticket(request, self._in_flight, self._retire)
+        ticket = Ticket(request, self._in_flight.values(), self._retire)
         self._running[ticket] = None
         try:
             with self._span("ADD", BatchOp.ADD):
@@ -243,38 +239,34 @@ class Pipeline:
         batch = self._free.pop()
         batch.begin(next(self._steps), perm, order.tickets, tokens, work)
         try:
-            with self._streams.engine():
+            with self._streams.on("engine", then=batch.ready):
                 self._run_op(BatchOp.SETUP, batch)
-                self._streams.record_ready(batch)
         except BaseException as error:  # the order of rows on the device has not changed
-            self._give_up(batch, order.tickets, error)
+            self._fail_on_host(batch, error)
             return batch
         self._take(order)
-        self._in_flight.append(order.row_of)
-        self._batches.append(batch)
+        self._in_flight[batch] = order.row_of
         self._executor.submit(batch)
         return batch
 
     @property
     def has_result(self) -> bool:
         """True if the oldest batch in flight has run, so that `collect` does not wait for the executor."""
-        return bool(self._batches) and self._executor.has_result() and self._batches[0].done.query()
+        return bool(self._in_flight) and self._executor.has_result() and next(iter(self._in_flight)).done.query()
 
     def collect(self) -> BatchData | None:
         """Process the results of the oldest batch in flight and return it. Return None if no batch is in flight."""
         if not self.num_in_flight:
             return None
         batch = self._executor.collect()
-        del self._in_flight[0]
-        self._batches.popleft()
-        rows: Sequence[Ticket] = batch.requests
+        del self._in_flight[batch]
         if batch.error is None and self._broken_at is not None and batch.sequence > self._broken_at:
             batch.error = StateError("an earlier batch failed on the device")  # this batch used invalid rows
         try:
             if batch.error is not None:
-                self._after_failure(batch, rows)
+                self._give_up(batch, "executor")
             else:
-                self._fetch_and_update(batch, rows)
+                self._fetch_and_update(batch)
         finally:
             if self._broken_at is not None and not self.num_in_flight:  # the order of rows on the device is unknown
                 self._take(RowOrder())
@@ -282,10 +274,9 @@ class Pipeline:
         self._release()
         return batch
 
-    def _fetch_and_update(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
+    def _fetch_and_update(self, batch: BatchData) -> None:
         try:
-            with self._streams.engine():
-                self._streams.wait_done(batch)
+            with self._streams.on("engine", after=batch.done):
                 self._run_op(BatchOp.FETCH, batch)
                 try:
                     self._streams.synchronize()
@@ -295,7 +286,7 @@ class Pipeline:
                 self._run_op(BatchOp.UPDATE, batch)
             self._free.append(batch)
         except BaseException as error:
-            self._give_up(batch, rows, error)
+            self._fail_on_host(batch, error)
 
     def drain(self) -> None:
         while self.collect():
@@ -332,7 +323,7 @@ class Pipeline:
             batch.error = StateError("an earlier batch failed on the device")
             return
         try:
-            with self._streams.executor(batch):
+            with self._streams.on("executor", after=batch.ready, then=batch.done):
                 for op in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP):
                     self._run_op(op, batch)
         except BaseException as error:  # the executor's thread must continue after any error
@@ -382,27 +373,22 @@ class Pipeline:
             ticket.has_run = True
         self._order = order
 
-    def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
+    def _fail_on_host(self, batch: BatchData, error: BaseException) -> None:
         """Fail the requests of a batch after an error in a host op. Raise SystemExit and KeyboardInterrupt again."""
-        self._streams.settle("engine")
-        batch.abandon()
         batch.error, batch.failed_itself = error, True
-        self._free.append(batch)
-        for ticket in rows:
-            ticket.fail(error)
+        self._give_up(batch, "engine")
         self._release()
         if not isinstance(error, Exception):
             raise error
 
-    def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
-        """Free the slot of a batch after an error on the device. If the error is its own, fail its requests."""
-        self._streams.settle("executor")
-        error, failed_itself = batch.error, batch.failed_itself
+    def _give_up(self, batch: BatchData, side: Side) -> None:
+        """Free the slot of a batch after an error on one side. If the error is its own, fail its requests."""
+        self._streams.settle(side)
         batch.abandon()
         self._free.append(batch)
-        if failed_itself and error is not None:
-            for ticket in rows:
-                ticket.fail(error)
+        if batch.failed_itself and batch.error is not None:
+            for ticket in batch.requests:
+                ticket.fail(batch.error)
 
     def _retire(self, ticket: Ticket) -> None:
         del self._running[ticket]
