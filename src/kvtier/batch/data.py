@@ -105,21 +105,8 @@ class Environment:
         return value
 
 
-# States of a BatchData. Each op is allowed in exactly one state. abandon() changes any state to free.
-#
-#   free --begin()--> begun --SETUP--> ready                                    engine
-#   ready --PREPARE--> prepared --FORWARD--> forwarded --UNPREP--> done         executor
-#   done --FETCH--> fetched --UPDATE--> free                                    engine
-_BEFORE = {
-    BatchOp.SETUP: "begun",
-    BatchOp.PREPARE: "ready",
-    BatchOp.FORWARD: "prepared",
-    BatchOp.UNPREP: "forwarded",
-    BatchOp.FETCH: "done",
-    BatchOp.UPDATE: "fetched",
-}
-_NO_ROWS = Permutation.identity(0)
-_AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
+_PER_BATCH = [op for op in BatchOp if op.per_batch]
+_NEXT: dict[BatchOp, BatchOp | None] = dict(zip(_PER_BATCH, [*_PER_BATCH[1:], None], strict=True))
 
 
 class BatchData:
@@ -132,18 +119,14 @@ class BatchData:
 
     def __init__(self, phase: int, path: PathName | None = None) -> None:
         """`path` is the path of the copies, see BatchCopy."""
-        if phase < 0:
-            raise ArgumentError(f"a phase must be at least 0, got {phase}")
         self.phase = phase
         self._path = path
-        self.state = "free"
+        self.next_op: BatchOp | None = None
+        """The op that the batch needs next. None if the slot is free."""
         self.sequence = -1
         """Number of the step, counted over all phases."""
         self.ready, self.done = Event(), Event()
-        self._clear()
-
-    def _clear(self) -> None:
-        self.perm = _NO_ROWS
+        self.perm = Permutation.identity(0)
         self.requests: Sequence[Any] = ()
         self.local_token_num: Sequence[int] = ()
         self.work: Any = None
@@ -177,16 +160,13 @@ class BatchData:
         work: Any = None,
     ) -> None:
         """Fill a free slot for a step. Pass one request per row of the new order and one token count per rank."""
-        if self.state != "free":
-            raise StateError(f"phase {self.phase} is {self.state}, because step {self.sequence} is not finished")
+        if self.next_op is not None:
+            raise StateError(f"phase {self.phase} is in use, because step {self.sequence} is not finished")
         if len(requests) != len(perm):
             raise ArgumentError(f"a batch of {len(perm)} rows needs {len(perm)} requests, got {len(requests)}")
-        if sequence <= self.sequence:
-            raise StateError(f"step {sequence} cannot follow step {self.sequence} in phase {self.phase}")
-        self._clear()
-        self.sequence, self.perm = sequence, perm
+        self.sequence, self.perm, self.error, self.failed_itself = sequence, perm, None, False
         self.requests, self.local_token_num, self.work = tuple(requests), tuple(local_token_num), work
-        self.state = "begun"
+        self.next_op = BatchOp.SETUP
 
     def environment(self, op: BatchOp) -> Environment:
         """Return the environment of an op.
@@ -200,31 +180,25 @@ class BatchData:
         return self._environment
 
     def check(self, op: BatchOp) -> None:
-        """Raise if `op` is not the next op of this batch."""
-        if not op.per_batch:
-            raise ArgumentError(f"{op.name} runs per request, not per batch")
-        if self.state != _BEFORE[op]:
-            raise StateError(f"{op.name} needs a batch that is {_BEFORE[op]}, but phase {self.phase} is {self.state}")
+        """Raise StateError if `op` is not the next op of this batch."""
+        if self.next_op is not op:
+            found = "is free" if self.next_op is None else f"needs {self.next_op.name} next"
+            raise StateError(f"{op.name} cannot run, because phase {self.phase} {found}")
 
     def finish(self, op: BatchOp) -> None:
         """Record that `op` has run. The work of a device op may still be queued."""
         self.check(op)
-        self.state = _AFTER[op]
-        if self.state == "free":
-            self._drop()
+        self.next_op = _NEXT[op]
+        if self.next_op is None:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Free the slot after an error. This is allowed in any state."""
-        self.state = "free"
-        self._drop()
-
-    def _drop(self) -> None:
-        """Drop references to tensors.
+        """Free the slot, at any time, and drop references to tensors.
 
         The batch and its environment refer to each other. This cycle would keep the tensors alive until a garbage
         collection.
         """
-        self.work, self._environment = None, Environment()
+        self.next_op, self.work, self._environment = None, None, Environment()
 
 
 BATCH = Key("batch", BatchData)
