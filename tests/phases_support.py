@@ -25,6 +25,7 @@ from kvtier.engine.ops import TorchOps
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import MemoryStore
+from scheduler_support import check_scheduler
 from storage_support import Fault, FaultyStore
 from support import check_pipeline
 
@@ -224,7 +225,7 @@ class Life:
         before = [each.num_preempted for each in running]
         self.take(self.engine.step())
         self.seen["preempted"] += [each.num_preempted for each in running] != before
-        self.engine.scheduler.check()
+        check_scheduler(self.engine.scheduler)
 
     def add(self) -> None:
         number = self.chance.randrange(len(CASES))
@@ -246,7 +247,7 @@ class Life:
             if not self.engine.has_work():
                 break
             self.take(self.engine.step())
-            self.engine.scheduler.check()
+            check_scheduler(self.engine.scheduler)
         assert not self.engine._live
         check_pipeline(self.engine._pipeline)
         assert self.engine.manager.stats.num_allocations == 0

@@ -176,10 +176,33 @@ def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool 
         scheduler.update(step, device.run(step, scheduler=scheduler), float(taken))
         device.move(scheduler)
         if check:
-            scheduler.check()
+            check_scheduler(scheduler)
         if not had_work and not step.plan:
             return taken
     raise AssertionError(f"the scheduler still has work after {steps} steps")
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raise an error if the states of requests or the metadata of the cache are inconsistent."""
+    waiting, running, leaving = scheduler._waiting, scheduler._running, scheduler._leaving
+    for request in waiting:
+        assert request.state is RequestState.WAITING, f"{request!r} is in the waiting list"
+        assert request.allocation is None, f"{request!r} is in the waiting list, but holds KV"
+    for request in running:
+        assert request.state is RequestState.RUNNING, f"{request!r} is in the running list"
+        assert request.allocation is not None, f"{request!r} is in the running list, but holds no KV"
+    assert len({id(request) for request in (*waiting, *running)}) == len(waiting) + len(running), "listed twice"
+    for request in leaving:
+        assert request.state.is_over, f"{request!r} has not ended"
+        assert request.in_flight, f"{request!r} keeps its KV, but it has no row in flight"
+        assert request.allocation is not None, f"{request!r} has a row in flight, but holds no KV"
+    in_flight = {id(row.request) for step, _ in scheduler._steps for row in step.rows}
+    for request in (*waiting, *running, *leaving):
+        assert bool(request.in_flight) == (id(request) in in_flight), (
+            f"{request!r} has {len(request.in_flight)} rows in flight, but the steps disagree"
+        )
+    assert len(running) + len(leaving) == scheduler.manager.stats.num_allocations, "another number of requests hold KV"
+    scheduler.manager.check()
 
 
 def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> None:
@@ -208,7 +231,7 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
     assert places == sorted(places), "rows must be ordered: generating requests, then started prompts, then new prompts"
     if step.preempted:
         assert all(row.request in ran for row in rows), "a step that preempted a request also admitted one"
-    elif len(scheduler.in_flight) == 1 and step.num_tokens < limits.max_step_tokens:
+    elif len(scheduler._steps) == 1 and step.num_tokens < limits.max_step_tokens:
         assert all(row.wants_token for row in rows), "a prompt was cut although the step could take more tokens"
         idle = [other for other in ran if other in scheduler.running and other not in [row.request for row in rows]]
         assert all(other.allocation.is_loading for other in idle) or scheduler.manager.transfers.in_flight

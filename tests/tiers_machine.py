@@ -35,6 +35,7 @@ from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.storage import MemoryStore
+from scheduler_support import check_scheduler
 from storage_support import Fault, FaultyStore
 
 BLOCK = 4
@@ -292,7 +293,7 @@ class TiersMachine(RuleBasedStateMachine):
     def check_scheduler(self):
         self.steps["steps"] += 1
         if hasattr(self, "scheduler"):
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
 
     def teardown(self):
         """Run all requests until they end. Then check that no transfer and no lease remains."""
@@ -308,7 +309,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work()
         assert not self.manager.has_plans
         self.apply_reports()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         assert not self.manager.transfers.in_flight
         assert self.manager.tree.num_leases == 0
         self.tiers.close()

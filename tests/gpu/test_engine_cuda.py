@@ -19,6 +19,7 @@ from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.speculate import DraftProposer, NgramProposer
 from kvtier.scheduler import SchedulerConfig
 from phases_support import Alternating
+from scheduler_support import check_scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 TINY = ModelConfig("llama", 3, 64, 96, 4, 2, 16, 97, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -56,7 +57,7 @@ def generate_all(device: str, num_blocks: int, *, graph_sizes=(), proposer=None,
         for output in engine.step():
             assert not output.error
             outputs.setdefault(output.request_id, []).extend(output.token_ids)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
         if not engine.has_work() and not waiting:
             break
     engine.close()

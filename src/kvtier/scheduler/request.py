@@ -207,9 +207,6 @@ class Step:
         """Ids of the loads that the rows wait for, layer by layer."""
         return tuple(load for row in self.rows for load in row.loads)
 
-    def __bool__(self) -> bool:
-        return bool(self.rows or self.refused or self.plan)
-
 
 class RowResult(NamedTuple):
     """Accepted drafts and the sampled token of a row; empty if `wants_token` is False. `finished`: the request ends."""

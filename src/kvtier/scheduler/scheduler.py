@@ -52,11 +52,6 @@ class Scheduler:
         """Requests that were admitted and have not ended, in the order of their admission."""
         return tuple(self._running)
 
-    @property
-    def in_flight(self) -> tuple[Step, ...]:
-        """Steps without results, oldest first."""
-        return tuple([step for step, _ in self._steps])
-
     def has_work(self) -> bool:
         """True if there are requests to run."""
         return bool(not self.is_paused and (self._waiting or self._running))
@@ -187,28 +182,6 @@ class Scheduler:
             for request in [request for request in self._leaving if not request.in_flight]:
                 self._leaving.remove(request)
                 self._release(request, now)
-
-    def check(self) -> None:
-        """Raise StateError if the states of requests or the metadata of the cache are inconsistent."""
-        for request in self._waiting:
-            if request.state is not RequestState.WAITING or request.allocation is not None:
-                raise StateError(f"{request!r} is in the waiting list, but holds KV or has another state")
-        for request in self._running:
-            if request.state is not RequestState.RUNNING or request.allocation is None:
-                raise StateError(f"{request!r} is in the running list, but holds no KV or has another state")
-        if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
-            raise StateError("a request is listed twice")
-        for request in self._leaving:
-            if not (request.state.is_over and request.in_flight and request.allocation is not None):
-                raise StateError(f"{request!r} keeps its KV, but it has not ended or has no row in flight")
-        in_flight = {id(row.request) for step, _ in self._steps for row in step.rows}
-        for request in (*self._waiting, *self._running, *self._leaving):
-            if bool(request.in_flight) != (id(request) in in_flight):
-                raise StateError(f"{request!r} has {len(request.in_flight)} rows in flight, but the steps disagree")
-        num_holders = len(self._running) + len(self._leaving)
-        if num_holders != self.manager.stats.num_allocations:
-            raise StateError(f"{num_holders} requests run or leave, but {self.manager.stats.num_allocations} hold KV")
-        self.manager.check()
 
     # ---- selection -------------------------------------------------------------------------------------------------
 

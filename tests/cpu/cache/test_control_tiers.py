@@ -21,6 +21,7 @@ from kvtier.messages import Route, split_keys
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
 from kvtier.transfer import HostMemory
+from scheduler_support import check_scheduler
 from storage_support import Fault, FaultyStore
 from tiers_machine import TiersMachine
 
@@ -72,7 +73,7 @@ class Cache:
         if not step.rows:
             self.tiers.wait()
         self.tiers.poll()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def compute(self, row) -> RowResult:
         table, tokens = row.request.allocation.table, row.request.chain.tokens

@@ -17,6 +17,7 @@ from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore, MemoryStore, Store
+from scheduler_support import check_scheduler
 from storage_support import Fault, FaultyStore
 
 TINY = ModelConfig("llama", 2, 16, 24, 2, 1, 8, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -77,7 +78,7 @@ def play(engine: Engine, talks: list[list[list[int]]]) -> Answers:
                     answers[int(output.request_id)].append(tuple(outputs[output.request_id]))
                     if len(answers[int(output.request_id)]) < NUM_TURNS:
                         send(output.request_id)
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     return answers
 
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine_helpers import Answers, Recorder, alone, finish, greedy, prompts, recorded, serve
 from kvtier.engine import InvariantOps, Model, SamplingParams, load_model
 from kvtier.engine.sequence import FinishReason
+from scheduler_support import check_scheduler
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
@@ -142,7 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, steps):
         for _ in range(steps):
             self.answers.take(self.engine.step())
-            self.engine.scheduler.check()
+            check_scheduler(self.engine.scheduler)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -14,6 +14,7 @@ from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engin
 from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model, load_tokenizer
 from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, RangeError, StateError
+from scheduler_support import check_scheduler
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_n_answers_share_the_blocks_of_the_prompt(model, length, shared):
     answers = Answers()
     while len(engine.scheduler.running) < 4:
         answers.take(engine.step())
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     tables = [request.allocation.table[: shared // 4].tolist() for request in engine.scheduler.running]
     assert all(table == tables[0] for table in tables)
     finish(engine, answers)
@@ -275,7 +276,7 @@ def test_abort_frees_blocks_and_ends_output(model):
     assert engine.abort(other)
     assert engine.manager.stats.num_allocations == 1
     assert engine.manager.tree.tiers[0].pool.num_free == 32 - len(engine.scheduler.running[0].allocation.table)
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert not engine.abort(other)
     assert not engine.abort("unknown")
     num_tokens_before = {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other}
@@ -293,7 +294,7 @@ def test_abort_also_cancels_answers_that_have_not_started(model):
             engine.step()
         assert engine.abort(name)
         assert not engine.has_work()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ def test_step_error_ends_only_requests_in_the_step(model, num_steps_before):
         answers.take(engine.step())
     faulty.raise_next = RuntimeError("the device failed")
     answers.take(engine.step())
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     finish(engine, answers)
     failed = [key for key, answer in answers.items() if answer.reason is FinishReason.ERROR]
     assert failed
@@ -384,7 +385,7 @@ def test_interrupt_propagates_and_the_engine_continues(model):
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert engine.explain(name).state == "error"
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     again = engine.add(prompt, greedy(4))
     assert finish(engine)[again].tokens == alone(model, prompt, greedy(4)).tokens
 

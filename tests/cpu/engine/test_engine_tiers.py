@@ -20,6 +20,7 @@ from kvtier.engine.speculate import DraftProposer
 from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
+from scheduler_support import check_scheduler
 
 TINY = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
@@ -270,7 +271,7 @@ def test_disk_and_restart_never_change_an_answer(
         engine = make(model, num_blocks, HostConfig(num_host), disk=disk, stores={"disk": store})
         assert talk(engine, talks) == expected
         engine.tiers.save_all()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
         engine.close()
 
 

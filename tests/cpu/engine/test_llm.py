@@ -23,6 +23,7 @@ from kvtier.engine.runner import EngineRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, CheckpointError, ClosedError
+from scheduler_support import check_scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
@@ -120,7 +121,7 @@ def test_llm_generate_cancels_its_requests_on_interrupt(llm):
         llm.generate(["Once", "upon", "a"], [endless, interrupts, endless])
     assert not llm.engine.has_work()
     assert llm.engine.manager.stats.num_allocations == 0
-    llm.engine.scheduler.check()
+    check_scheduler(llm.engine.scheduler)
     assert llm.generate("Once upon", GREEDY)[0][0].text == expected[0][0].text
 
 

@@ -314,7 +314,7 @@ def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_
         name = engine.add(requests[0], greedy(50))
         for _ in range(8):
             engine.step()
-        assert engine.scheduler.in_flight
+        assert engine.scheduler._steps
         assert all(stats.num_objects >= 0 for stats in engine._ranks.stats("disk"))  # a call while a step is in flight
         assert engine.abort(name)
         assert_equal(answers_of(engine, requests), expected)

@@ -27,6 +27,7 @@ from kvtier.errors import StateError
 from kvtier.index import MediaItem, Shortage
 from kvtier.messages import Route, split_keys
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
+from scheduler_support import check_scheduler
 
 
 def scheduler_of(lab: Lab, **limits) -> Scheduler:
@@ -47,7 +48,7 @@ def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
                     worker.device[int(row.request.allocation.table[block])] = content(row.request.chain, block)
         scheduler.update(step, [RowResult((5,) if row.wants_token else ()) for row in step.rows], lab.now)
         lab.run_workers()
-        scheduler.check()
+        check_scheduler(scheduler)
         if not scheduler.has_work():
             return done
     raise AssertionError(f"the scheduler still has work after {steps} steps")

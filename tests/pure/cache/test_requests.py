@@ -13,6 +13,7 @@ from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.index import MediaItem, Namespace
 from kvtier.messages import Plan, Report, Route, StoreLookup, TransferRequest, TransferResult
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
+from scheduler_support import check_scheduler
 
 CAT, DOG = MediaItem(5, 6, b"a cat"), MediaItem(5, 6, b"a dog")
 IDENTITIES = {
@@ -233,7 +234,7 @@ def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
         results = [RowResult((5,) if row.wants_token else (), False) for row in step.rows]
         scheduler.update(step, results, lab.now)
         lab.run_workers()
-        scheduler.check()
+        check_scheduler(scheduler)
         if not scheduler.has_work() and not any(worker.todo for worker in lab.workers):
             return
     raise AssertionError(f"the scheduler still has work after {steps} steps")

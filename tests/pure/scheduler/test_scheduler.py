@@ -17,7 +17,7 @@ from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease, MissReason, Namespace
 from kvtier.messages import Plan, Report, Route, TransferRequest, TransferResult
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
-from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
+from scheduler_support import BLOCK, Device, alone, check_scheduler, make, request, run, verify_step
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from([b"", b"", b"a", b"a\0x"])
@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_generated_tokens(self):
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         for each, prompt in self.requests:
             new = tuple(each.chain.tokens.tolist())[len(prompt) :]
             assert new == alone(prompt, len(new))
@@ -160,7 +160,7 @@ def test_full_prompt_hit_recomputes_only_last_token():
     assert step.copies[0].num_tokens == 3
     scheduler.update(step, device.run(step), 1.0)
     assert second.num_cached_tokens == 7
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_partly_matching_block_is_copied_and_reused():
@@ -172,7 +172,7 @@ def test_partly_matching_block_is_copied_and_reused():
     assert created.num_cached_tokens == 6
     assert step.copies[0].num_tokens == 2
     scheduler.update(step, device.run(step), 1.0)
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 9], [1, 2, 9] * 3])
@@ -226,7 +226,7 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
         step = scheduler.schedule(0.0)
         num_computed += sum(row.num_tokens for row in step.rows)
         scheduler.update(step, device.run(step), 0.0)
-        scheduler.check()
+        check_scheduler(scheduler)
     assert [each.state for each in created] == [RequestState.FINISHED] * 3
     assert [each.num_preempted for each in created] == [0, 0, 0]
     # of the four generated tokens of each request, the last one is not computed
@@ -245,7 +245,7 @@ def test_prompt_is_not_started_if_tenant_quota_has_no_room(caching):
         step = scheduler.schedule(0.0)
         num_computed += sum(row.num_tokens for row in step.rows)
         scheduler.update(step, device.run(step), 0.0)
-        scheduler.check()
+        check_scheduler(scheduler)
         order += [each.id for each in created if each.state is RequestState.FINISHED and each.id not in order]
     assert [each.num_preempted for each in created] == [0, 0, 0, 0]
     # of the four generated tokens of each request, the last one is not computed
@@ -320,7 +320,7 @@ def test_request_larger_than_pool_is_refused_with_token_counts():
     assert "9 tokens" in created.reason
     assert "8 tokens" in created.reason
     scheduler.update(step, [], 0.0)
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_request_that_does_not_fit_next_to_pins_is_refused():
@@ -423,7 +423,7 @@ def test_request_cancelled_during_step_receives_no_tokens():
     assert created.state is RequestState.CANCELLED
     assert created.num_new_tokens == 0
     assert not scheduler.cancel(created, 0.0)
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_explain_reports_reason_of_miss():
@@ -529,7 +529,7 @@ def test_save_queue_has_at_most_1024_jobs():
     for i in range(1100):
         request(scheduler, str(i), [i] * 5, 1)
         run(scheduler, device, check=i % 50 == 0)  # check rarely, because a check visits all blocks
-    scheduler.check()
+    check_scheduler(scheduler)
     assert len(scheduler.manager.queues[0].jobs) == 1024
 
 
@@ -539,7 +539,7 @@ def test_failed_load_counts_as_miss():
     step = scheduler.schedule(9.0)
     scheduler.update(step, device.run(step), 9.0)
     device.move(scheduler, ok=False)
-    scheduler.check()
+    check_scheduler(scheduler)
     run(scheduler, device)
     assert created.state is RequestState.FINISHED
     assert created.num_cached_tokens == 0
@@ -562,9 +562,9 @@ def test_reset_discards_transfers_in_flight():
     step = scheduler.schedule(9.0)
     scheduler.update(step, device.run(step), 9.0)
     scheduler.manager.reset()
-    scheduler.check()
+    check_scheduler(scheduler)
     device.move(scheduler)
-    scheduler.check()
+    check_scheduler(scheduler)
     run(scheduler, device)
     assert created.state is RequestState.FINISHED
     assert scheduler.manager.stats.num_allocations == 0
@@ -576,9 +576,9 @@ def test_cancel_during_load_releases_all_leases():
     step = scheduler.schedule(9.0)
     scheduler.update(step, device.run(step), 9.0)
     scheduler.cancel(created, 9.0)
-    scheduler.check()
+    check_scheduler(scheduler)
     device.move(scheduler)
-    scheduler.check()
+    check_scheduler(scheduler)
     assert not scheduler.manager.transfers.leases
 
 

@@ -8,7 +8,7 @@ import random
 from kvtier.cache.config import HostConfig
 from kvtier.index import Chain, Hints
 from kvtier.scheduler import Request
-from scheduler_support import Device, alone, make, run
+from scheduler_support import Device, alone, check_scheduler, make, run
 
 NUM_STEPS = 20_000 * int(os.environ.get("KVTIER_SOAK", "1"))
 SALTS = (b"", b"", b"a", b"a\0x", b"b")
@@ -68,9 +68,9 @@ def test_random_hints_with_learned_policy_change_no_answer():
                 device.move(scheduler, rng.randint(0, 3), ok=rng.random() < 0.9)
                 num_steps += 1
             if number % 10 == 0:
-                scheduler.check()
+                check_scheduler(scheduler)
         run(scheduler, device, check=False)
-        scheduler.check()
+        check_scheduler(scheduler)
         num_fits += tracker.table.is_fitted
         for each, prompt in requests:
             new = tuple(each.chain.tokens.tolist())[len(prompt) :]

@@ -11,7 +11,7 @@ import pytest
 from kvtier.cache.config import HostConfig, WritebackConfig, WritePolicy
 from kvtier.errors import StateError
 from kvtier.scheduler import Request, RequestState, RowResult, Step
-from scheduler_support import BLOCK, WORTHLESS, Device, Inputs, alone, make, request, run, verify_step
+from scheduler_support import BLOCK, WORTHLESS, Device, Inputs, alone, check_scheduler, make, request, run, verify_step
 
 NUM_STEPS = 24_000 * int(os.environ.get("KVTIER_SOAK", "1"))
 _NUM_LIVES = 240
@@ -62,7 +62,7 @@ class Life:
             self.update()
         if self.random.random() < 0.5:
             self.compute()
-        scheduler.check()
+        check_scheduler(scheduler)
 
     def add(self) -> None:
         prompt = tuple(self.random.randrange(2) for _ in range(self.random.randint(1, 14)))
@@ -220,11 +220,11 @@ def test_stop_discards_row_in_flight_and_then_frees_blocks():
     scheduler.update(first, device.compute(first, sent, {"a"}), 2.0)
     assert created.state is RequestState.FINISHED
     assert scheduler.manager.stats.num_allocations == 1
-    scheduler.check()
+    check_scheduler(scheduler)
     scheduler.update(second, device.compute(second, later), 3.0)
     assert created.num_new_tokens == 1
     assert scheduler.manager.stats.num_allocations == 0
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_cancelled_request_keeps_blocks_while_rows_run():
@@ -235,7 +235,7 @@ def test_cancelled_request_keeps_blocks_while_rows_run():
     for step, left in ((first, 1), (second, 0)):
         scheduler.update(step, [WORTHLESS], 3.0)
         assert scheduler.manager.stats.num_allocations == left
-        scheduler.check()
+        check_scheduler(scheduler)
     assert created.num_new_tokens == 0
 
 
