@@ -145,13 +145,12 @@ class SchedulerConfig:
     """The priority of a request for admission rises by one each time it has waited this long, so that none starves."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_step_tokens", "max_context"):
-            if getattr(self, name) < 1:
-                raise RangeError(f"{name} must be at least 1, got {getattr(self, name)}")
+        least = {"max_rows": 1, "max_step_tokens": 1, "max_context": 1, "lookahead_tokens": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.max_rows > self.max_step_tokens:
             raise RangeError(f"max_step_tokens must be at least max_rows={self.max_rows}, got {self.max_step_tokens}")
-        if self.lookahead_tokens < 0:
-            raise RangeError(f"lookahead_tokens must be at least 0, got {self.lookahead_tokens}")
         if self.age_seconds <= 0:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 

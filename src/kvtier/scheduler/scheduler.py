@@ -91,22 +91,16 @@ class Scheduler:
         # ignores the row. A new load of these blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
-        rows = tuple([row for row in builder.rows if row.request.state is RequestState.RUNNING])
-        allocations = [_held(row.request) for row in rows]
-        for allocation in allocations:
-            if not allocation.lease.committed:  # true only in the first step of a request
+        copies = []
+        for row in builder.rows:
+            allocation = _held(row.request)
+            if row.first == allocation.num_cached_tokens:  # the first step of a request, or its repetition
                 self.manager.on_scheduled(allocation, now=now)
-        copies = tuple(
-            [
-                allocation.copy
-                for row, allocation in zip(rows, allocations, strict=True)
-                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # only in the first step
-            ]
-        )
-        plan = self.manager.plan(now=now)
-        step = Step(rows, copies, tuple(builder.preempted), tuple(builder.refused), plan)
-        for row in rows:
+                if allocation.copy is not None:
+                    copies.append(allocation.copy)
             row.request.in_flight += (row,)
+        plan = self.manager.plan(now=now)
+        step = Step(tuple(builder.rows), tuple(copies), tuple(builder.preempted), tuple(builder.refused), plan)
         self._steps.append((step, now))
         return step
 
@@ -131,9 +125,9 @@ class Scheduler:
             raise StateError("cannot pause while a step is in flight; pause between update() and schedule()")
         self.is_paused = True
         for request in list(self._running):
-            self._to_waiting(request, now)
-            request.num_preempted += 1
-        self._end_prefetches()
+            self._preempt(request, now)
+        for request in self._waiting:
+            self._end_prefetch(request)
 
     def resume(self) -> None:
         self.is_paused = False
@@ -178,10 +172,9 @@ class Scheduler:
 
     def _free_leaving(self, now: float) -> None:
         """Release the KV of ended requests that have no more rows in flight."""
-        if self._leaving:
-            for request in [request for request in self._leaving if not request.in_flight]:
-                self._leaving.remove(request)
-                self._release(request, now)
+        for request in [request for request in self._leaving if not request.in_flight]:
+            self._leaving.remove(request)
+            self._release(request, now)
 
     # ---- selection -------------------------------------------------------------------------------------------------
 
@@ -197,20 +190,18 @@ class Scheduler:
         # Only a row that computes just the last known token has drafts. No request is preempted for drafts.
         drafts = min(len(request.draft), builder.budget - count) if known == 1 and not request.in_flight else 0
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
-        if ahead and self.manager.allocate(_held(request), first + count + ahead) is None:
-            builder.take(Row.of(request, count + drafts))
-            return
-        while True:
-            shortage = self.manager.allocate(_held(request), first + count)
-            if shortage is None:
-                builder.take(Row.of(request, count))
-                return
+        while (shortage := self.manager.allocate(_held(request), first + count + ahead)) is not None:
+            if ahead:
+                drafts = ahead = 0  # they are optional
+                continue
             if any(_may_help(other.chain, request, shortage) for other in self._leaving):
                 builder.is_full = True  # `update` of the step in flight releases the blocks of ended requests
                 return
             victim = self._victim(request, shortage)
             if victim.in_flight:
-                builder.preempt_later(victim)
+                builder.to_preempt.append(victim)
+                builder.is_full = True
+                builder.drop_row(victim)
                 return
             if victim is request and self._is_alone(request, shortage):
                 if self._end_prefetches(request, shortage):
@@ -225,9 +216,12 @@ class Scheduler:
                     self._refuse(request, builder, _no_room(shortage))
                     return
                 request.stuck_at = request.chain.num_tokens
-            self._preempt(victim, builder, now)
+            self._preempt(victim, now)
+            builder.preempted.append(victim)
+            builder.drop_row(victim)
             if victim is request:
                 return
+        builder.take(Row.of(request, count + drafts))
 
     def _may_continue(self, request: Request, now: float) -> bool:
         """True if a running request needs another row, and the row does not depend on results or loads in flight."""
@@ -337,11 +331,10 @@ class Scheduler:
         """True if the end of a transfer in flight could resolve a shortage."""
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
-    def _end_prefetches(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
-        """End all prefetches, or only prefetches whose end could resolve `shortage`. Return True if there were any."""
+    def _end_prefetches(self, request: Request, shortage: Shortage) -> bool:
+        """End all prefetches whose end could resolve `shortage`. Return True if there were any."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
-        if request is not None and shortage is not None:
-            prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
+        prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
         for other in prefetching:
             self._end_prefetch(other)
         return bool(prefetching)
@@ -425,16 +418,15 @@ class Scheduler:
     def _victim(self, request: Request, shortage: Shortage) -> Request:
         """Select the request to preempt, which is the latest arrival among the requests with the lowest priority."""
         others = [
-            (-other.priority, other.arrival, place)
-            for place, other in enumerate(self._running)
+            other
+            for other in reversed(self._running)  # at equal arrival, the latest admission
             if other.priority <= request.priority and _may_help(other.chain, request, shortage)
         ]
-        return self._running[max(others)[2]]
+        return max(others, key=lambda other: (-other.priority, other.arrival))
 
-    def _preempt(self, request: Request, builder: _StepBuilder, now: float) -> None:
+    def _preempt(self, request: Request, now: float) -> None:
         self._to_waiting(request, now)
         request.num_preempted += 1
-        builder.give_back(request)
 
     def _to_waiting(self, request: Request, now: float) -> None:
         """Release the KV of a request and queue the request again. Published blocks stay in the cache.
@@ -526,18 +518,7 @@ class _StepBuilder:
         self.rows.append(row)
         self.budget -= row.num_tokens
 
-    def give_back(self, request: Request) -> None:
-        """Record a preempted request and remove its row."""
-        self.preempted.append(request)
-        self._remove_row(request)
-
-    def preempt_later(self, request: Request) -> None:
-        """Remove the new row of a request that has a row in flight, so that the next step can preempt the request."""
-        self.to_preempt.append(request)
-        self.is_full = True
-        self._remove_row(request)
-
-    def _remove_row(self, request: Request) -> None:
+    def drop_row(self, request: Request) -> None:
         for row in [row for row in self.rows if row.request is request]:
             self.rows.remove(row)
             self.budget += row.num_tokens
