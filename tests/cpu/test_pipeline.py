@@ -132,7 +132,7 @@ def pipeline_of(phases=2, seed=None):
 
 
 def names(pipeline):
-    return [ticket.request.name for ticket in pipeline.order]
+    return [ticket.request.name for ticket in pipeline._order.tickets]
 
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
@@ -482,11 +482,11 @@ class PipelineMachine(RuleBasedStateMachine):
     def step(self, data):
         rows = data.draw(st.permutations(self.running))[: data.draw(st.integers(0, MAX_ROWS))]
         generating = rows[: data.draw(st.integers(0, len(rows)))]
-        before = list(self.pipeline.order)
+        before = list(self.pipeline._order.tickets)
         self.pipeline.step(rows, generating=generating)
-        if before == list(self.pipeline.order):
+        if before == list(self.pipeline._order.tickets):
             return  # SETUP failed, or the old order was already right
-        is_generating = [ticket in generating for ticket in self.pipeline.order]
+        is_generating = [ticket in generating for ticket in self.pipeline._order.tickets]
         assert is_generating == sorted(is_generating, reverse=True), "generating requests must come first"
 
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 20))

@@ -20,12 +20,11 @@ class Streams:
     """
 
     def __init__(self, placement: Placement, *, threads: bool) -> None:
-        wanted = threads or placement.is_device
-        self._engine = Stream(placement) if wanted else None
-        self._executor = Stream(placement) if wanted else None
+        sides: tuple[Side, ...] = ("engine", "executor") if threads or placement.is_device else ()
+        self._streams = {side: Stream(placement) for side in sides}
 
     def of(self, side: Side) -> Stream | None:
-        return self._engine if side == "engine" else self._executor
+        return self._streams.get(side)
 
     @contextlib.contextmanager
     def on(self, side: Side, *, after: Event | None = None, then: Event | None = None) -> Iterator[None]:
@@ -47,13 +46,13 @@ class Streams:
 
     def synchronize(self) -> None:
         """Wait for the engine's stream. Called once per step. Raise an error if work on the stream has failed."""
-        if self._engine is None or self._executor is None:
+        if not self._streams:
             return
         try:
-            self._engine.synchronize()
+            self._streams["engine"].synchronize()
         except Exception:
             with contextlib.suppress(Exception):  # clears the same error on the executor's stream
-                self._executor.synchronize()
+                self._streams["executor"].synchronize()
             raise
 
     def settle(self, side: Side) -> None:
@@ -63,9 +62,8 @@ class Streams:
             stream.record().settle()
 
     def close(self) -> None:
-        for stream in (self._engine, self._executor):
-            if stream is not None:
-                stream.close()
+        for stream in self._streams.values():
+            stream.close()
 
 
 Work = Callable[[BatchData], None]

@@ -147,12 +147,11 @@ class Pipeline:
         phases: int = 2,
         placement: Placement | str = CPU,
         executor: Callable[[Work], Executor] = Executor,
-        host_streams: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
-        """With `host_streams` and the default `executor`, copies and tasks on the CPU run on streams, as on a GPU.
+        """With the default `executor`, copies and tasks on the CPU run on streams, as on a GPU.
 
-        Otherwise they run immediately, in the thread of the op.
+        With another one, they run immediately, in the thread of the op.
         """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
@@ -161,7 +160,7 @@ class Pipeline:
         self.phases = phases
         self._timeline = timeline
         place = Placement.parse(placement)
-        self._streams = Streams(place, threads=host_streams and executor is Executor)
+        self._streams = Streams(place, threads=executor is Executor)
         self._executor = executor(self._execute)
         # On a device, a kernel ("gather") makes the copies. The copy engines of the GPU would first finish the queued
         # copies of cache blocks. While 256 MiB were copied in each direction, a decode step took 12.9 ms with the
@@ -179,11 +178,6 @@ class Pipeline:
     def num_in_flight(self) -> int:
         """Number of batches that were submitted and not yet collected."""
         return len(self._in_flight)
-
-    @property
-    def order(self) -> tuple[Ticket, ...]:
-        """The rows of the latest batch."""
-        return self._order.tickets
 
     def add(self, request: Any) -> Ticket:
         """Add a request. If a module raises, the request fails immediately."""

@@ -298,7 +298,6 @@ class Engine:
             phases=config.phases,
             placement=Placement.parse(str(device)),
             executor=partial(Executor, threaded=config.phases > 1),
-            host_streams=False,
             timeline=timeline,
         )
 
