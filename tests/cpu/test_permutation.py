@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.state import Permutation
+from kvtier.state.permutation import find_runs
 
 
 @st.composite
@@ -20,8 +21,8 @@ def rows_of(perm):
 
 
 @given(perm=permutations())
-def test_permutation_runs_are_minimal_and_complete(perm):
-    runs = perm.runs()
+def test_runs_of_old_rows_are_minimal_and_complete(perm):
+    runs = find_runs(~perm.is_new, perm.index)
     copied = {}
     for new, old, length in zip(*runs, strict=True):
         copied |= {int(new) + k: int(old) + k for k in range(length)}
@@ -36,18 +37,9 @@ def test_permutation_runs_are_minimal_and_complete(perm):
 
 
 @given(perm=permutations())
-def test_permutation_moved_runs_skip_unmoved_rows(perm):
-    runs = perm.runs(moved_only=True)
-    moved = [int(new) + k for new, _, length in zip(*runs, strict=True) for k in range(length)]
+def test_permutation_moved_rows_are_old_rows_at_other_places(perm):
+    moved = np.flatnonzero(perm.is_moved).tolist()
     assert moved == [i for i, row in enumerate(rows_of(perm)) if row not in (None, i)]
-
-
-@given(perm=permutations())
-def test_permutation_new_runs_cover_new_rows(perm):
-    runs = perm.new_runs()
-    assert runs[0].tolist() == runs[1].tolist()
-    new = [int(start) + k for start, _, length in zip(*runs, strict=True) for k in range(length)]
-    assert new == [i for i, row in enumerate(rows_of(perm)) if row is None]
 
 
 @given(perm=permutations(), size=st.integers(0, 12))

@@ -13,10 +13,6 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-Runs = tuple[I64, I64, I64]
-"""Runs of adjacent rows as arrays (new, old, length). Run k moves length[k] rows from row old[k] to row new[k]."""
-
-
 class Permutation:
     """The old number of each row in the new order. A number of `size0` (number of old rows) or more means a new row.
 
@@ -70,26 +66,18 @@ class Permutation:
         return not np.count_nonzero(self.index != np.arange(self.size0))
 
     @property
-    def keeps_places(self) -> bool:
-        """True if every row that stays keeps its place. Other rows may be new or dropped."""
-        return not np.count_nonzero(~self.is_new & (self.index != np.arange(len(self))))
+    def is_moved(self) -> Bools:
+        """For each row of the new order, True if it is an old row at another place."""
+        moved: Bools = ~self.is_new & (self.index != np.arange(len(self)))
+        return moved
 
     @property
     def num_new(self) -> int:
         return int(np.count_nonzero(self.is_new))
 
-    def runs(self, *, moved_only: bool = False) -> Runs:
-        """Return the runs of old rows. `moved_only` omits rows that keep their place."""
-        wanted = ~self.is_new & (self.index != np.arange(len(self))) if moved_only else ~self.is_new
-        return find_runs(wanted, self.index)
 
-    def new_runs(self) -> Runs:
-        """Return the runs of new rows. `old` equals `new`, because the data of new rows is already in the new order."""
-        return find_runs(self.is_new, np.arange(len(self)))
-
-
-def find_runs(wanted: Bools, source: I64) -> Runs:
-    """Return the runs of wanted rows whose sources increase by one.
+def find_runs(wanted: Bools, source: I64) -> tuple[I64, I64, I64]:
+    """Return the first row, the source and the length of each run of wanted rows whose sources increase by one.
 
     wanted  1 1 1 0 1        begins  1 0 1 0 1
     source  4 5 0 . 1        ends    0 1 1 0 1

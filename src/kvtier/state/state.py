@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.memory import Allocator, BatchCopy, Buffer, Placement
+from kvtier.memory import BatchCopy, Buffer, Placement
 from kvtier.memory.torch_types import AnyDType
 from kvtier.state.permutation import I64, Permutation
 from kvtier.state.warp import Added, Rows, append_rows, warp_rows
@@ -21,18 +21,11 @@ class State:
     The first dimension has one row per sequence in the batch. `warp` reorders the rows for the next batch.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: AnyDType,
-        placement: Placement | str | None = None,
-        *,
-        allocator: Allocator | None = None,
-    ) -> None:
+    def __init__(self, shape: Sequence[int], dtype: AnyDType, placement: Placement | str | None = None) -> None:
         if not shape or any(extent < 0 for extent in shape):
             raise ArgumentError(f"a State needs rows as its first dimension, got the shape {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
-        buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
+        buffers = [Buffer(size, dtype, placement) for _ in range(2)]
         # Use the Buffers' own references, because references to their tensors would not record copies in flight.
         self._front, self._back = (
             Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
@@ -72,7 +65,7 @@ class State:
         copy all rows to the back, call `swap` and return True.
         """
         rows, given = np.array(added, np.int64).reshape(3, -1), Rows("the source", source)
-        moves = not perm.keeps_places
+        moves = bool(np.count_nonzero(perm.is_moved))
         append_rows(self._front, perm, sizes, rows, given, self._back if moves else self._front, copy)
         if moves:
             self.swap()

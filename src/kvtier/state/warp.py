@@ -30,7 +30,7 @@ class Added(NamedTuple):
 class Rows:
     """A tensor as rows of memory. Error messages use `name`. The reference `holding` keeps the memory alive."""
 
-    __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
+    __slots__ = ("address", "end", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
     def __init__(self, name: str, tensor: torch.Tensor, holding: MemoryRef | None = None) -> None:
         shape = tensor.shape
@@ -43,12 +43,8 @@ class Rows:
         self.address = self.holding.pointer
         self.num_rows = shape[0]
         self.row_bytes = self.holding.nbytes // self.num_rows if self.num_rows else 0
+        self.end = self.address + self.num_rows * self.row_bytes  # after the last row
         self.row_kind = tensor.dtype, shape[1:]
-
-    @property
-    def end(self) -> int:
-        """Address after the last row."""
-        return self.address + self.num_rows * self.row_bytes
 
     def must_match(self, other: Rows) -> None:
         """Raise if the rows of both tensors differ in type or shape."""
@@ -137,14 +133,13 @@ def warp_ragged(
         rows_in.must_be_apart(packed)
     starts0 = _offsets("offset0", offset0, perm.size0, old.num_rows)
     starts1 = _offsets("new_offset", new_offset, len(perm), fresh.num_rows)
-    kept, rows = ~perm.is_new, np.arange(len(perm))
-    source = np.where(perm.is_new, 0, perm.index)
-    begin = np.where(kept, starts0[source] if perm.size0 else 0, starts1[rows])
-    end = np.where(kept, starts0[source + 1] if perm.size0 else 0, starts1[rows + 1])
-    offsets = np.concatenate(([0], np.cumsum(end - begin)))
+    kept, source = ~perm.is_new, perm.index[~perm.is_new]
+    begin, sizes = starts1[:-1].copy(), np.diff(starts1)
+    begin[kept], sizes[kept] = starts0[source], np.diff(starts0)[source]
+    offsets = np.concatenate(([0], np.cumsum(sizes)))
     packed.must_hold(int(offsets[-1]), "the new order")
     for source_rows, chosen in ((old, kept), (fresh, perm.is_new)):
-        _add_rows(copy, source_rows, begin[chosen], (end - begin)[chosen], packed, offsets[:-1][chosen])
+        _add_rows(copy, source_rows, begin[chosen], sizes[chosen], packed, offsets[:-1][chosen])
     return offsets
 
 
@@ -263,17 +258,16 @@ def _warp_in_place(rows: Rows, perm: Permutation, new: Rows | None, copy: BatchC
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
     """
-    target, source, length = perm.runs(moved_only=True)
-    if len(target):
-        ends = np.cumsum(length)
-        at, moved = ends - length, rows.tensor[: int(ends[-1])]
-        buffer = empty_like(Buffer.wrap(moved))
-        scratch = Rows("scratch", buffer.torch().view(moved.shape), buffer.holding)
-        _add_rows(copy, rows, source, length, scratch, at)
-        _add_rows(copy, scratch, at, length, rows, target)
+    moved, added = np.flatnonzero(perm.is_moved), np.flatnonzero(perm.is_new)
+    if len(moved):
+        like = rows.tensor[: len(moved)]
+        buffer = empty_like(Buffer.wrap(like))
+        scratch = Rows("scratch", buffer.torch().view(like.shape), buffer.holding)
+        at, each = np.arange(len(moved)), np.ones_like(moved)
+        _add_rows(copy, rows, perm.index[moved], each, scratch, at)
+        _add_rows(copy, scratch, at, each, rows, moved)
     if new is not None:
-        target, source, length = perm.new_runs()
-        _add_rows(copy, new, source, length, rows, target)
+        _add_rows(copy, new, added, np.ones_like(added), rows, added)
 
 
 def _whole_numbers(name: str, values: Any, count: int) -> I64:
