@@ -67,9 +67,7 @@ class GgufFile:
             raise CheckpointError(
                 f"{name} in {self._path} is quantized as {kind.name}, which the gguf package cannot dequantize"
             ) from error
-        if not values.flags.writeable:
-            values = values.copy()
-        out.copy_(torch.from_numpy(values).view(out.shape))
+        out.copy_(torch.from_numpy(np.require(values, requirements="W")).view(out.shape))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
         """Return the rotary frequencies, divided by the llama3 scaling factors if the file contains such factors."""
