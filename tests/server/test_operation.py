@@ -467,6 +467,12 @@ def test_tenant_over_max_requests_is_429(guarded):
     assert guarded.post(TEXT, body, "acme-secret-key").status_code == 200
 
 
+def test_large_body_of_tokenize_counts_as_one_request(guarded):
+    text = {"messages": MESSAGES, "chat_template_kwargs": {"note": "x" * 3000}}
+    for path, body in (("/tokenize", text), ("/detokenize", {"tokens": [5] * 2000})):
+        assert guarded.post(path, body, "acme-secret-key").status_code == 200
+
+
 def test_two_authorization_headers_are_400(guarded):
     for keys in (("acme-secret-key", "root-secret-key"), ("root-secret-key", "root-secret-key")):
         headers = [("Authorization", f"Bearer {key}") for key in keys]

@@ -86,7 +86,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         414: "the URL is too long",
         431: "the headers are too large",
         429: "too many requests; see Retry-After",
-        503: "the server is starting, asleep or shutting down; see Retry-After",
+        503: "the server is overloaded, asleep, shutting down or failing; see Retry-After",
         504: "the request took too long",
     }.items()
 }
@@ -182,7 +182,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
     async def close_session(request: Request) -> dict[str, Any]:
         """End a session. Its cached blocks can be evicted early, because no further request is expected."""
         with admission.admit(1, request.state.tenant):
-            body = (await bodies.read(request, SessionBody)).body
+            body = (await bodies.read(request, SessionBody, is_counted=True)).body
             salt = salt_of(request.state.tenant, None)
             return await completions.engine.call("close_session", session_id=body.session_id, salt=salt)
 
@@ -212,7 +212,7 @@ def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 async def _tokenized(request: Request, model: type[Body], bodies: Bodies, admission: Admission) -> Prepared[Body]:
     """Prepare a request that generates nothing, and charge its tenant."""
     with admission.admit(1, request.state.tenant):
-        prepared = await bodies.read(request, model)
+        prepared = await bodies.read(request, model, is_counted=True)
     admission.spend(request.state.tenant, math.ceil(len(prepared.prompts[0]) / _TOKENIZED))
     return prepared
 
@@ -238,7 +238,7 @@ def _add_model(app: FastAPI, names: Sequence[str], max_context: int, bodies: Bod
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        """Return the model by name."""
+        """Return the model with this name."""
         if name not in all_models:
             raise unknown_model(name, names)
         return all_models[name]

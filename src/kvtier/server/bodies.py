@@ -6,6 +6,7 @@ Small bodies are prepared in the event loop, and large ones in a worker process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -49,19 +50,22 @@ class Bodies:
     pool: WorkerPool
     limits: Limits
     admission: Admission
-    _num_bytes: Counter[str] = field(default_factory=Counter)  # bytes of each body above _FREE_BYTES, by tenant
+    _num_bytes: Counter[str] = field(default_factory=Counter)  # bytes above _FREE_BYTES, over all bodies of a tenant
 
-    async def read(self, request: Request, model: type[Body]) -> Prepared[Body]:
-        """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects."""
-        prepared: Prepared[Body] = await self._read(request, model)
+    async def read(self, request: Request, model: type[Body], *, is_counted: bool = False) -> Prepared[Body]:
+        """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects.
+
+        `is_counted` is True if the caller has already admitted the request.
+        """
+        prepared: Prepared[Body] = await self._read(request, model, is_counted)
         return prepared
 
     async def read_as_chat(self, request: Request, model: type[AgentRequest]) -> Prepared[ChatRequest]:
-        """Read a body of another API, and prepare the chat request it is translated into. Errors name chat fields."""
-        prepared: Prepared[ChatRequest] = await self._read(request, model)
+        """Read a body of another API, translate it to a chat request and prepare this. Errors may name chat fields."""
+        prepared: Prepared[ChatRequest] = await self._read(request, model, is_counted=False)
         return prepared
 
-    async def _read(self, request: Request, model: type[BaseModel]) -> Prepared[Any]:
+    async def _read(self, request: Request, model: type[BaseModel], is_counted: bool) -> Prepared[Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(400, "the body must be JSON: send the header Content-Type: application/json")
@@ -73,7 +77,7 @@ class Bodies:
             job: dict[str, Any] = {"model": model, "data": data, "max_tokens": self.admission.max_tokens(tenant)}
             if len(data) <= _INLINE_BYTES:
                 return self.preparation.prepare(**job)
-            with self.admission.prepare(tenant):
+            with contextlib.nullcontext() if is_counted else self.admission.prepare(tenant):
                 work = self.pool.run("prepare", name, **job)
                 prepared: Prepared[Any] = await before_deadline(request, self.limits, work)
                 return prepared
@@ -94,7 +98,7 @@ class Bodies:
                     self._num_bytes[name] += num_added
                     is_above_share = request.state.tenant is not None and self._num_bytes[name] > most // 2
                     if num_added and (self._num_bytes.total() > most or is_above_share):
-                        message = f"unfinished bodies exceed {most} bytes, or {most // 2} for one tenant; retry later"
+                        message = f"buffered bodies exceed {most} bytes, or {most // 2} of one tenant; retry later"
                         raise ApiError(503, message, code="buffers")
         except TimeoutError as error:
             message = f"the body did not arrive within {limits.body_seconds:g} s"

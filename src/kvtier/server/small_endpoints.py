@@ -56,7 +56,7 @@ def add_aliases(app: FastAPI, engine: Heartbeat, admission: Admission) -> None:
 
     @app.post("/sleep", name="vllm_sleep", openapi_extra=_query("level", *_LEVELS))
     async def vllm_sleep(request: Request) -> dict[str, Any]:
-        """Free device memory, like /control/sleep. Both of vLLM's levels, 1 and 2, keep the weights in memory."""
+        """Free device memory, like /control/sleep. The levels 1 and 2 have the same effect: both keep the weights."""
         level = request.query_params.get("level", "1")
         if level not in _LEVELS:
             raise ApiError(400, f"level must be {' or '.join(_LEVELS)}", "level")
@@ -85,7 +85,7 @@ def add_detokenize(app: FastAPI, bodies: Bodies, admission: Admission) -> None:
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
         with admission.admit(1, request.state.tenant):
-            prepared = await bodies.read(request, DetokenizeRequest)
+            prepared = await bodies.read(request, DetokenizeRequest, is_counted=True)
         return Response(to_json({"prompt": prepared.text}), media_type="application/json")
 
 
