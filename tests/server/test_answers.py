@@ -227,6 +227,11 @@ def test_parser_returns_text_without_tags_unchanged(text):
             f'<tool_call>{{"{"x" * 300}": 1, "name": "f"}}',
             (f'<tool_call>{{"{"x" * 300}": 1, "name": "f"}}', "", []),
         ),
+        (
+            TAGGED,
+            f'<tool_call>{{"arguments": {{}}, "{"x" * 300}": 1, "name": "f"}}',
+            (f'<tool_call>{{"arguments": {{}}, "{"x" * 300}": 1, "name": "f"}}', "", []),
+        ),
         (BARE, '{"name": "other", "parameters": {}}', ('{"name": "other", "parameters": {}}', "", [])),
         (BARE, '{"answer": 42}', ('{"answer": 42}', "", [])),
         (AnswerSyntax("arguments", ("f",)), '{"a": 1}', ("", "", [["f", '{"a": 1}']])),

@@ -46,6 +46,16 @@ def test_answers_fit_grammars_of_all_kinds(server, kind, value, fits):
             assert fits(text), text
 
 
+def test_size_limit_of_grammar_counts_bytes_of_utf8():
+    from kvtier.server.errors import ApiError
+    from kvtier.server.grammars import answer_grammar
+    from kvtier.server.protocol import CompletionRequest
+
+    body = CompletionRequest(model="any", prompt="Say", guided_regex="é" * 300_000)
+    with pytest.raises(ApiError, match="600000 bytes"):
+        answer_grammar(body)
+
+
 def test_guided_choice_can_force_any_text(server):
     for text in ODD_CHOICES:
         assert texts(server, guided_choice=[text]) == [text]

@@ -5,7 +5,7 @@
     START --<think>--> REASONING --</think>--> START
     START, TAIL --{--> CALL                 calls without tags (Llama 3), at the start of the answer or after a call
     START --any other text--> CONTENT --<tool_call>--> CALL --end of the object--> TAIL --</tool_call>--> START
-    CALL --not a call--> CONTENT            the text of the call becomes content
+    CALL --not a call--> CONTENT            the text that looked like a call becomes content
     LIST --{--> CALL --end of the object--> LIST        tool_choice "required": the grammar allows only a list of calls
     ARGUMENTS                               tool_choice with a name: the grammar allows only the arguments
 
@@ -34,8 +34,9 @@ class AnswerSyntax:
 
     calls: CallForm = "none"
     tools: tuple[str, ...] = ()
-    """Names of the tools. With the form "arguments", the only name is the function to call."""
+    """Names of the tools. With the form "arguments", the only name is that of the function to call."""
     max_calls: int | None = None
+    """Limit on tool calls in the answer; None for no limit. Further calls are dropped."""
     has_reasoning: bool = False
     starts_in_reasoning: bool = False
     """True if the prompt ends with the tag that opens the reasoning."""
@@ -58,7 +59,7 @@ class CallDelta:
 
     index: int
     id: str | None
-    """`id` and `name` are set in the first part of a call only."""
+    """`id` and `name` are None in all parts of a call except the first."""
     name: str | None
     arguments: str
     """Next characters of the arguments, which are JSON."""
@@ -129,6 +130,7 @@ class _CallScanner:
 
     def _key_or_end(self, char: str) -> None:
         if char == '"':
+            self._key = ""
             self._start_value(char, self._in_key)
         elif char == "}":
             self._end()
@@ -280,11 +282,11 @@ class AnswerParser:
         return self._take()
 
     def finish(self) -> AnswerDelta:
-        """Return the text that was held back. Call it once, after the last text."""
+        """End the answer, and return the parts of the text that was held back."""
         rest, self._text = self._text, ""
         if self._state == self._reasoning:
             self._add("reasoning", rest)
-        elif self._state in (self._start, self._plain):
+        elif self._state in (self._start, self._content):
             self._add("content", "" if self._drops_space and not rest.strip(_SPACE) else rest)
         elif self._state == self._call and not self._is_open_call and self._syntax.calls != "list":
             self._add("content", self._raw)
@@ -309,7 +311,7 @@ class AnswerParser:
         elif self._may_be_bare and text[0] == "{":
             self._go(text, self._call)
         else:
-            self._go(text if self._drops_space else self._text, self._plain)
+            self._go(text if self._drops_space else self._text, self._content)
         self._may_be_reasoning = False
         return True
 
@@ -328,7 +330,7 @@ class AnswerParser:
         self._text = self._text[size:]
         return False
 
-    def _plain(self) -> bool:
+    def _content(self) -> bool:
         self._may_be_bare = False
         if self._syntax.calls != "tagged":
             size = len(self._text)
@@ -372,7 +374,7 @@ class AnswerParser:
         size = len(self._raw)
         self._add("content", self._text[:size])
         self._reset_call()
-        self._go(self._text[size:], self._plain)
+        self._go(self._text[size:], self._content)
         return True
 
     def _emit(self, scanner: _CallScanner) -> None:

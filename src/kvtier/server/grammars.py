@@ -17,7 +17,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class AnswerGrammar(NamedTuple):
-    """A grammar, and where the request contains it."""
+    """A grammar, and its place in the request."""
 
     grammar: Grammar
     field: str
@@ -48,8 +48,8 @@ def answer_grammar(body: Sampling) -> AnswerGrammar | None:
             raise ApiError(400, f"{other} cannot be combined with {field}: the grammar ends the answer", other)
     try:
         grammar = _grammar(kind, value)
-        if len(grammar.text) > schemas.MAX_SCHEMA_BYTES:
-            size, most = len(grammar.text), schemas.MAX_SCHEMA_BYTES
+        size, most = len(grammar.text.encode(errors="surrogatepass")), schemas.MAX_SCHEMA_BYTES
+        if size > most:
             raise ArgumentError(f"the schema has {size} bytes; the limit is {most}")
         if kind == "json":
             schemas.check_shape(json.loads(grammar.text) if isinstance(value, str) else value)
