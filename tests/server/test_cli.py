@@ -96,7 +96,7 @@ def test_error_for_invalid_settings_names_the_cause(capsys, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ('port = "high"', "serve.port must be int, got 'high'"),
+        ('port = "high"', "serve.port must be of type int, got 'high'"),
         ('json = "perhaps"', "serve.json must be true or false"),
         ('log-level = "loud"', "must be one of debug, info, warning, error"),
     ],
@@ -292,7 +292,18 @@ def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (rows[0]["status"], rows[-1]["damaged"], rows[-1]["objects"]) == ("corrupt", 1, 40)
     assert main(["verify", str(folder)]) == 0
-    assert "39 objects read" in capsys.readouterr().out
+    assert "39 objects checked" in capsys.readouterr().out
+
+
+def test_verify_counts_invalid_records_and_exits_with_1(folder, capsys):
+    table = sorted(folder.glob("segment-*.table"))[0]
+    data = bytearray(table.read_bytes())
+    data[5000] ^= 1  # inside a record
+    table.write_bytes(bytes(data))
+    assert main(["verify", str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert "39 objects checked" in output
+    assert "0 damaged, 0 could not be read, 1 invalid records or files" in output
 
 
 def test_inspect_rejects_invalid_folder_and_reads_folder_in_use(folder, tmp_path, capsys):

@@ -111,7 +111,7 @@ def test_inspect_and_verify_commands_accept_store_url(redis_port, capsys):
         assert shown.count("2,000 bytes") == 30
         assert "hunter2" not in shown
         assert main(["verify", url]) == 0
-        assert "30 objects read, 60,000 bytes" in capsys.readouterr().out
+        assert "30 objects checked, 60,000 bytes" in capsys.readouterr().out
         name = prefix + key_of(3).hex()
         raw.setrange(name, 1000, b"\x00damage")
         assert main(["verify", url, "--json"]) == 1

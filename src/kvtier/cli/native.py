@@ -14,7 +14,7 @@ from kvtier.storage.checksum import SOURCE as STORAGE
 
 
 def build_native(options: argparse.Namespace) -> int:
-    """Compile all libraries. Return 1 if one of them has no variant that runs on every processor."""
+    """Compile all libraries. Return 1 if the variant for every processor of a library could not be compiled."""
     folder = Path(options.folder).resolve()
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     failed = False

@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentTypeError as error:
             self.error(f"{where}: {error}")
         except ValueError:
-            self.error(f"{where} must be {convert.__name__}, got {value!r}")
+            self.error(f"{where} must be of type {convert.__name__}, got {value!r}")
         if action.choices is not None and converted not in action.choices:
             self.error(f"{where} must be one of {', '.join(map(str, action.choices))}, got {value!r}")
         return converted

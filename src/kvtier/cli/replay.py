@@ -143,7 +143,7 @@ def _plan_fleet(options: argparse.Namespace, trace: Trace, setup: Deployment) ->
     met = "meets" if cache.ttft["p99"] <= options.ttft_p99 else "misses"
     print(f"\nTTFT p99 with cache-aware routing {met} the target of {options.ttft_p99:g} s")
     print(
-        f"The router takes {cache.decision_seconds * 1e6:.0f} us per request, and its index takes "
+        f"The router takes {cache.decision_seconds * 1e6:.0f} us per request, and its index occupies "
         f"{cache.index_bytes / 2**20:.0f} MiB. One core handles {capacity:,.0f} requests per second, and this load "
         f"uses {rate / capacity:.1%} of the core. At this load per replica, one index becomes the bottleneck at "
         f"{setup.replicas * capacity / rate:,.0f} replicas"

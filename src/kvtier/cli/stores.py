@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
     command.add_argument("where", metavar="STORE", help=_WHERE)
     command.add_argument("--objects", action="store_true", help="also list every object")
     command.add_argument("--secret", metavar="FILE", help=_SECRET)
-    text = "Verify the checksums of all objects in a store. If objects are damaged, quarantines them and exits with 1."
+    text = "Verify the checksums of all objects in a store. Quarantines damaged objects. Exits with 1 for any defect."
     examples = "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json"
     command = add_command(commands, "verify", text, examples, verify, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
@@ -97,8 +97,8 @@ def verify(options: argparse.Namespace) -> int:
         "unreadable": unreadable + result.num_unreadable,
         "seconds": round(result.seconds, 3),
     }
-    text = "{objects} objects read, {bytes:,} bytes in {seconds} s: {damaged} damaged, {failed} could not be read"
-    _print_row(options, summary, text)
+    counts = "{damaged} damaged, {failed} could not be read, {unreadable} invalid records or files"
+    _print_row(options, summary, "{objects} objects checked, {bytes:,} bytes in {seconds} s: " + counts)
     return 0 if result.ok and not unreadable else 1
 
 

@@ -381,7 +381,7 @@ def test_inspect_and_verify_read_encrypted_folder_with_secret(reopen, folder, tm
     (tmp_path / "secret").write_bytes(SECRET)
     copy = shutil.copytree(folder, tmp_path / "copy")
     assert main(["verify", str(copy), "--secret", str(tmp_path / "secret")]) == 0
-    assert "2 objects read, 10,000 bytes" in capsys.readouterr().out
+    assert "2 objects checked, 10,000 bytes" in capsys.readouterr().out
     assert main(["inspect", str(copy), "--secret", str(tmp_path / "secret")]) == 0
     assert "2 objects (10,000 bytes" in capsys.readouterr().out
     assert main(["inspect", str(copy)]) == 1
