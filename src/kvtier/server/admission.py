@@ -12,7 +12,7 @@ from kvtier.server.config import Tenant, tenant_name
 from kvtier.server.errors import ApiError
 from kvtier.server.messages import Started
 
-_DECAY = 0.9  # weight of the old value in the moving average of request times
+_DECAY = 0.9  # weight of the old value in the moving average of request durations
 
 
 class Admission:
@@ -29,13 +29,13 @@ class Admission:
         self.num_rows = started.max_rows  # maximum number of answers that run at once, in all replicas together
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
-        self._debts: dict[str, tuple[float, float]] = {}
+        self._debts: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and time of the last request
         self.num_answers = 0  # admitted and not finished
         self.num_device_blocks = started.num_blocks  # current size of the device tier
         self.closed = ""  # reason to reject all requests; empty if requests are accepted
 
     def max_tokens(self, tenant: Tenant | None) -> int:
-        """Return the token limit of one request. It depends on context length, device tier and tenant quota."""
+        """Return the limit on the tokens of a prompt plus one answer. It depends on context, device tier and quota."""
         quota = tenant.device_blocks if tenant is not None else 0
         num_blocks = min(quota, self.num_device_blocks) if quota else self.num_device_blocks
         return min(self._started.max_context, num_blocks * self._started.block_tokens)
@@ -63,7 +63,7 @@ class Admission:
 
     @contextmanager
     def prepare(self, tenant: Tenant | None) -> Iterator[None]:
-        """Check a tenant's quotas, and count its request until the with statement ends.
+        """Check a tenant's quotas, and count one request of the tenant until the with statement ends.
 
         Raises 429 above a quota, 503 if closed.
         """

@@ -1,4 +1,4 @@
-"""AnswerBlocks: splits an answer into blocks of reasoning, text and tool calls, for the Messages and Responses APIs."""
+"""AnswerBlocks: splits an answer into reasoning, content and tool calls, for the Messages and Responses APIs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BlockChange(NamedTuple):
 
 
 class AnswerBlocks:
-    """The blocks of one answer, in the order in which the model writes them. At most the last block is open."""
+    """The blocks of one answer, in the order in which the model writes them. Only the last block can be open."""
 
     def __init__(self, syntax: AnswerSyntax, id_prefix: str) -> None:
         """The id of a tool call is `id_prefix`, followed by the number of the call."""
@@ -104,5 +104,5 @@ class AnswerBlocks:
 
 
 def server_event(kind: str, body: dict[str, object]) -> bytes:
-    """Return a server-sent event with a name. The body starts with the name as `type`."""
+    """Return a server-sent event named `kind`. The data consists of the field `type`, which is `kind`, and `body`."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **body}))

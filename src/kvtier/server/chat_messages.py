@@ -43,7 +43,7 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("function.name of a tool call must be a string")
     if not isinstance(function.get("arguments"), str | dict | None):
-        raise ValueError("function.arguments must be a string with a JSON object")
+        raise ValueError("function.arguments must be a JSON object, or a string that contains one")
     return call
 
 
@@ -128,11 +128,11 @@ class NamedToolChoice(Strict):
 
 
 def check_end(messages: Sequence[Message], add_prompt: bool | None, is_continued: bool | None) -> None:
-    """Check add_generation_prompt and continue_final_message. Raises ValueError for a contradiction."""
+    """Raise ValueError if continue_final_message contradicts add_generation_prompt or the last message."""
     if not is_continued:
         return
     if add_prompt:
-        raise ValueError("continue_final_message excludes add_generation_prompt: true")
+        raise ValueError("continue_final_message cannot be combined with add_generation_prompt: true")
     last = messages[-1].for_template()
     if last["role"] != "assistant" or not last["content"].strip():
-        raise ValueError("continue_final_message needs a final message of the assistant that is not empty")
+        raise ValueError("continue_final_message: the final message must have the role assistant and must not be empty")

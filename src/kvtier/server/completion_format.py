@@ -83,8 +83,8 @@ def merge(outputs: Sequence[Output]) -> Output:
 class _Answer:
     """State of one answer: parser, position in the text and, if the answer is not streamed, the text and its parts.
 
-    Log-probabilities are rendered as they arrive. If they were rendered at the end, 16 answers of 2,000 tokens with 20
-    alternatives would block the event loop for 2 s (x86-64, 2026-11-16).
+    Log-probabilities are encoded as JSON when they arrive. If they were encoded at the end, 16 answers of 2,000 tokens
+    with 20 alternatives would block the event loop for 2 s (x86-64, 2026-11-16).
     """
 
     text: list[str] = field(default_factory=list)
@@ -98,6 +98,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     length: int = 0
+    """Position in the text, in characters, for `text_offset`."""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
     def add(self, output: Output, delta: AnswerDelta, lists: Mapping[str, Sequence[Any]]) -> int:
@@ -112,10 +113,10 @@ class _Answer:
         self.finish_reason = output.finish_reason
         num_bytes = utf8_bytes(output.text)
         for name, values in lists.items():
-            pieces, rendered = self.lists.setdefault(name, []), to_json(values)[1:-1]
-            if rendered:
-                pieces.append(rendered)
-            num_bytes += len(rendered)
+            pieces, encoded = self.lists.setdefault(name, []), to_json(values)[1:-1]
+            if encoded:
+                pieces.append(encoded)
+            num_bytes += len(encoded)
         return num_bytes
 
     def message(self) -> dict[str, Any]:
@@ -354,7 +355,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def with_usage(data: bytes, usage: Usage) -> bytes:
-    """Add the usage to an event."""
+    """Return a copy of an event with the usage added."""
     return data.removesuffix(b"}\n\n") + b',"usage":' + to_json(usage.body()) + b"}\n\n"
 
 
@@ -389,5 +390,5 @@ def _call_body(call: CallDelta) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    """Replace minus infinity, which JSON cannot represent."""
+    """Return `value`, or -9999 if it is lower. JSON cannot represent minus infinity."""
     return max(value, -9999.0)

@@ -139,7 +139,7 @@ class Completions:
         names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
         priority = body.priority or 0
         grammar = prepared.grammar.grammar if prepared.grammar is not None else None
-        if tenant is not None:  # a request cannot exceed its tenant's priority
+        if tenant is not None:  # a higher priority is lowered to the tenant's limit
             priority = min(priority, tenant.max_priority)
         submits = tuple(
             Submit(name, tuple(prompt), params, priority, salt, grammar, body.hints)
@@ -249,7 +249,7 @@ class Completions:
                     if not any(output.prompt_logprobs for output in outputs):
                         yield outputs
                         continue
-                    for output in outputs:  # one at a time, because rendering log-probabilities takes milliseconds
+                    for output in outputs:  # one at a time, because formatting log-probabilities takes milliseconds
                         yield [output]
                         await asyncio.sleep(0)
             record.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"

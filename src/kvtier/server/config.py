@@ -60,7 +60,7 @@ class EngineOptions:
     tensor_parallel: int = option(1, "number of processes that share the model's heads", metavar="RANKS")
     invariant: bool = option(False, "make answers independent of the other requests in a batch; slower")
     products: str = option("exact", "products with quantised matrices on the CPU", choices=("exact", "integer"))
-    """`integer` is faster for few tokens. It rounds the activations, so that answers can differ."""
+    """`integer` is faster for few tokens. It rounds the activations, so answers can differ."""
     max_rows: int = option(64, "maximum number of requests per step")
     max_step_tokens: int = option(
         0, "maximum number of tokens per step; longer prompts are split; 0: 512 on a GPU, 128 on a CPU"
@@ -79,7 +79,7 @@ class EngineOptions:
 
     @property
     def step_tokens(self) -> int:
-        """Maximum number of tokens per step."""
+        """Maximum number of tokens per step. An automatic value is at least `max_rows`."""
         automatic = _CPU_STEP_TOKENS if self.device == "cpu" else _GPU_STEP_TOKENS
         return self.max_step_tokens or max(automatic, self.max_rows)
 
@@ -101,7 +101,7 @@ class Limits:
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The thread that replies does no other work and needs milliseconds. 5 s are enough even if the machine swaps."""
+    """The thread that replies only passes on commands, in milliseconds. 5 s are enough even if the machine swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
     cores, which reach 100 GFLOP/s."""
@@ -109,11 +109,11 @@ class Limits:
     """Calls that save or clear stores take the longest."""
     connections: int = option(1024, "open connections; fewer if ulimit -n is low", "max_connections")
     connections_per_address: int = option(512, "open connections from one address", "max_connections_per_address")
-    """An address is an IPv4 address or an IPv6 /64 network. The limit is at most three quarters of `connections`."""
+    """An address is an IPv4 address or an IPv6 /64 network. The limit is at most three quarters of the total limit."""
     url_bytes: int = option(8 << 10, "length of a URL; longer URLs get 414", "max_url_bytes")
     header_bytes: int = option(64 << 10, "total size of all headers; larger headers get 431", "max_header_bytes")
     headers: int = 100
-    """Number of headers in a request."""
+    """Maximum number of headers in a request."""
     header_seconds: float = option(10.0, "time to receive the headers of a request")
     idle_seconds: float = option(15.0, "time between two requests on a connection")
     """httpx and OpenAI's client close idle connections after 5 s, before the server does. These clients therefore never

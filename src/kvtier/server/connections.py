@@ -31,8 +31,9 @@ class ConnectionTable(Generic[Connection]):
         idle --request head complete--> busy --response complete--> idle
 
     At the limit of its address, a new connection replaces the oldest idle one of the address. At the total limit, it
-    replaces the oldest one of the address with the most idle connections. Busy connections are not closed. A request
-    without a key is answered at once, so an attacker without a key has idle connections, which health checks replace.
+    replaces the oldest idle one of the address with the most idle connections. Busy connections are not closed. An
+    attacker without a key has only idle connections, because requests without a key are answered at once. New
+    connections, such as those of health checks, can therefore replace them.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:
@@ -98,7 +99,7 @@ def make_table(limits: Limits) -> ConnectionTable[Any]:
 
 
 def address_group(host: str) -> str:
-    """Return the key under which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the name under which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -123,7 +123,7 @@ async def sleep(engine: Heartbeat, admission: Admission) -> dict[str, Any]:
 
 
 async def wake(engine: Heartbeat, admission: Admission) -> dict[str, Any]:
-    """Allocate device memory and accept requests, unless the server shuts down."""
+    """Allocate device memory. Accept requests again, unless the server is shutting down."""
     result = await engine.call("wake")
     if is_asleep(admission):
         admission.closed = ""

@@ -94,6 +94,7 @@ def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
 
 
 def _ghost(engine: Engine) -> dict[str, Any] | None:
+    """Return estimates of the hit rate at other sizes of the device tier, or None if they are disabled."""
     ghost = engine.manager.tree.ghost
     if ghost is None:
         return None

@@ -1,6 +1,6 @@
 """Errors in OpenAI's and Anthropic's formats. They name the invalid field, but contain no prompt and no internal data.
 
-Importing this module loads neither pydantic nor starlette, because the engine and the worker processes import it.
+Importing this module loads neither pydantic nor starlette. The engine process imports it and needs neither of them.
 """
 
 from __future__ import annotations

@@ -40,10 +40,12 @@ class Exposition:
         self._pages.clear()
 
     def encode(self, accept: str) -> tuple[bytes, str]:
-        """Return the page and its content type. Between two updates, each format is encoded once.
+        """Return the page and its content type. Between two updates, each format is encoded at most once.
 
         `accept` is the value of the header Accept. The format is OpenMetrics if the header lists it, and Prometheus'
-        text format otherwise. Parameters are ignored, so clients without a key can cause only two encodings per update.
+        text format otherwise. Parameters of media types (such as `;version=1.0.0`) are ignored, so there are only two
+        formats. Clients of the metrics port, which need no API key, can therefore cause at most two encodings per
+        update.
         """
         media_types = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
         content_type = openmetrics.CONTENT_TYPE_LATEST if _OPEN_METRICS in media_types else CONTENT_TYPE_PLAIN_0_0_4
@@ -54,8 +56,8 @@ class Exposition:
     def _encode(self, *, is_open: bool) -> bytes:
         if not is_open:
             return generate_latest(self._registry)
-        # By default, the encoder of prometheus-client 0.26 escapes the colon in vLLM's names. ALLOWUTF8 disables the
-        # escaping. No name needs it, because a Registry accepts only names that are valid in both formats.
+        # By default, the encoder of prometheus-client 0.26 escapes the colon in vLLM's names. ALLOWUTF8 disables
+        # escaping. No name needs escaping, because a Registry accepts only names that are valid in both formats.
         return cast(bytes, openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8))
 
 
@@ -84,6 +86,6 @@ def _histogram_of(metric: CollectedMetric) -> HistogramMetricFamily:
     for labels, value in metric.series:
         assert isinstance(value, Distribution)
         bounds = [*map(floatToGoString, value.bounds), "+Inf"]
-        buckets = zip(bounds, accumulate(value.counts), strict=True)  # buckets are cumulative in the formats
+        buckets = zip(bounds, accumulate(value.counts), strict=True)  # both formats have cumulative buckets
         family.add_metric(labels, list(buckets), value.total)
     return family

@@ -88,7 +88,7 @@ def _token_ids(values: list[Any], where: str = "") -> list[int]:
     if set(map(type, values)) != {int} or min(values) < 0 or max(values) > _MAX_TOKEN_ID:
         valid = (type(value) is int and 0 <= value <= _MAX_TOKEN_ID for value in values)
         at = next(index for index, is_valid in enumerate(valid) if not is_valid)
-        raise ValueError(f"{where}item {at} is not a token id, an integer in [0, {_MAX_TOKEN_ID}]")
+        raise ValueError(f"{where}item {at} must be a token id: an integer in [0, {_MAX_TOKEN_ID}]")
     return values
 
 
@@ -117,7 +117,7 @@ def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
             raise ValueError("all prompts must be texts if the first one is a text")
         return value
     if not all(isinstance(prompt, list) for prompt in value):
-        raise ValueError("expected a text, token ids, texts, or lists of token ids")
+        raise ValueError("expected a text, a list of texts, a list of token ids, or a list of lists of token ids")
     return [_token_ids(prompt, f"prompt {index}: ") for index, prompt in enumerate(value)]
 
 
@@ -155,9 +155,9 @@ def _biases(values: dict[str, float]) -> dict[str, float]:
     low, high = LOGIT_BIAS
     for name, value in values.items():
         if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _MAX_TOKEN_ID):
-            raise ValueError(f"every key is a token id, an integer in [0, {_MAX_TOKEN_ID}]")
+            raise ValueError(f"every key must be a token id: an integer in [0, {_MAX_TOKEN_ID}]")
         if not low <= value <= high:
-            raise ValueError(f"the bias of token {name} is not in [{low:g}, {high:g}]")
+            raise ValueError(f"the bias of token {name} must be in [{low:g}, {high:g}]")
     return values
 
 

@@ -19,7 +19,7 @@ HEADER = "x-kvtier-ignored"
 
 
 class ApiField(NamedTuple):
-    """A field of a request, and the class of the field.
+    """A field of a request.
 
     `places` contains c if /v1/chat/completions has the field, and t if /v1/completions has it. Fields of other APIs,
     which have tables of their own (agent_fields.py), have empty `places`.
@@ -28,6 +28,7 @@ class ApiField(NamedTuple):
     places: str
     origin: Literal["OpenAI", "Anthropic", "vLLM", "kvtier"]
     kind: Literal["honoured", "ignored", "refused"]
+    """The class of the field."""
     note: str = ""
     neutral: tuple[Any, ...] = ()
     """Values of a refused field that have no effect and are accepted. None is always accepted."""

@@ -1,4 +1,4 @@
-"""Fast load generator for `kvtier bench`: streaming clients without an HTTP library, which can disconnect early."""
+"""Fast load generator for `kvtier bench`. Its clients use no HTTP library, read streams and can disconnect early."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoadReport:
     num_disconnected: int = 0
     num_tokens: int = 0  # one per event, although an event can contain several tokens
     num_incomplete: int = 0
-    """Streams that the server ended without [DONE]."""
+    """Number of streams that ended without [DONE], although the client did not disconnect."""
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     """Seconds between successive events of one stream."""
@@ -66,7 +66,7 @@ class LoadReport:
 
 
 async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object] = lambda _: None) -> LoadReport:
-    """Run the clients until all requests are complete or the time has passed."""
+    """Run the clients until the number of requests or the time limit is reached. Complete the requests in flight."""
     report, began = LoadReport(), time.monotonic()
     numbers = iter(range(options.requests)) if options.requests else iter(range(1 << 62))
     deadline = began + options.seconds if options.seconds else float("inf")

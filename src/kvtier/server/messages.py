@@ -6,8 +6,8 @@
     front end <--Reply(0), then Reply-- worker process
 
 A frame is a length (four bytes, big-endian) and a body. To and from the engine process, a body is one byte for the type
-of the message, followed by MessagePack. A body can contain only the types declared here, so that neither process can
-make the other one run code. The receiver skips an invalid body (FormatError). To and from workers, a body is a pickle.
+of the message, followed by MessagePack. This body can contain only the types declared here, so neither process can make
+the other one run code. The receiver skips an invalid body (FormatError). To and from workers, a body is a pickle.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ Event = EngineFailed | StepOutputs | Reply
 
 
 class WireReply(NamedTuple):
-    """A `Reply` on the wire. An exception is sent as class name and text; both are empty if there is no error."""
+    """A `Reply` on the wire. `kind` and `text` are the class name and text of the error, or empty without an error."""
 
     id: int | str
     value: dict[str, Any] | None
@@ -179,7 +179,7 @@ def _to_wire(reply: Reply) -> WireReply:
 
 
 def _from_wire(wire: WireReply) -> Reply:
-    """Return a reply. An error class that kvtier does not define becomes a KvtierError with the name in its text."""
+    """Return a reply. An error of a class that kvtier.errors lacks becomes a KvtierError with the class in its text."""
     value = wire.value if wire.started is None else wire.started
     if not wire.kind:
         return Reply(wire.id, value)

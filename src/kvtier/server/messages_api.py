@@ -1,7 +1,7 @@
 """Requests of Anthropic's Messages API, and their translation into chat requests.
 
-A request becomes a ChatRequest, so that admission, templates, grammars and parsers are the same for both APIs. This
-module is also imported by worker processes (prepare.py).
+A request becomes a ChatRequest, so admission, templates, grammars and parsers are the same as for chat completions.
+This module is also imported by worker processes (prepare.py).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class CountTokensRequest(Strict):
     def _has_text_to_continue(self) -> Self:
         message = self.messages[-1].chat_messages()[-1]
         if message["role"] == "assistant" and not message.get("tool_calls") and not message["content"].strip():
-            raise ValueError("messages: the final message of the assistant is empty, so it cannot be continued")
+            raise ValueError("messages: the final message is the assistant's, but it has no text to continue")
         return self
 
     @property

@@ -99,14 +99,14 @@ async def _disconnect(receive: Receive) -> None:
 class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
-    Compares all keys in constant time, so that response times reveal nothing about them. Without keys, rejects admin
-    requests from other machines, and all requests from pages of other sites.
+    Compares all keys in constant time, so that response times reveal nothing about them. If the server has no keys,
+    rejects admin requests from other machines, and all requests from pages of other sites, except `origins`.
     """
 
     def __init__(
         self, app: ASGIApp, tenants: Sequence[Tenant], limits: Limits, log: RequestLog, origins: Sequence[str] = ()
     ) -> None:
-        """`origins` are other sites whose pages may send requests even if there are no keys."""
+        """`origins` are other sites whose pages may send requests even if the server has no keys."""
         self._app = app
         self._origins = frozenset(origins)
         self._keys = [(hashlib.sha256(tenant.key.encode()).digest(), tenant) for tenant in tenants]
@@ -206,5 +206,5 @@ def _reject_cross_site(headers: dict[str, str], allowed: frozenset[str]) -> None
     is_cross_origin = origin is not None and origin.partition("://")[2] != host
     is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
     if not is_local or ((is_cross_origin or is_cross_site) and origin not in allowed):
-        message = "this server has no API keys and accepts requests from this machine only"
-        raise ApiError(403, f"{message}, and from web pages of other sites only with --allow-origin")
+        message = "this server has no API keys, so it accepts requests only under a local host name"
+        raise ApiError(403, f"{message}, and from pages of other sites only if --allow-origin lists the site")

@@ -38,11 +38,11 @@ AgentRequest = MessagesRequest | ResponsesRequest
 """Requests of other APIs, which are translated into chat requests."""
 _BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 _REMOVED_BILLING_LINE = (
-    "a billing line was removed from the start of the system text: it changes with every request, so that the cached "
+    "a billing line was removed from the start of the system text: it changes with every request, so the cached "
     "prefix would end there"
 )
 _KEPT_BILLING_LINE = (
-    "the system text starts with a billing line that changes with every request, so that the cached prefix ends there; "
+    "the system text starts with a billing line that changes with every request, so the cached prefix ends there; "
     "start the server without --keep-billing-line"
 )
 _TAIL_TOKENS = 16  # enough for the end of a generation prompt, such as "<think>\n", even at one token per byte
@@ -64,9 +64,9 @@ class Prepared(Generic[Body]):
     source: AgentRequest | None = None
     """The request that `body` was translated from, without its prompt."""
     notes: tuple[str, ...] = ()
-    """Remarks about the prompt for the explanation of the request."""
+    """Remarks about the prompt. They are part of the explanation of the request."""
     text: str = ""
-    """Text of the tokens in a request to detokenize."""
+    """Text of the tokens, for a request to detokenize."""
     token_texts: Sequence[str] = ()
     """Text of each token, if a request to tokenize asks for them."""
 
@@ -237,7 +237,7 @@ class Preparation:
         return AnswerSyntax(calls, names, body.max_calls, has_reasoning, starts)
 
     def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool = True) -> list[int]:
-        """Encode the only prompt of a body: a conversation or a text."""
+        """Encode the only prompt of a body: a conversation, a text or tokens."""
         if body.messages is not None:
             messages, _ = self._without_billing_line(body.messages)
             return self._encode_request(body.to_chat(), messages, max_tokens)
@@ -266,8 +266,8 @@ class Preparation:
         ends: Mapping[str, bool] | None = None,
     ) -> list[int]:
         """`variables` are passed to the template. `ends` are options of Tokenizer.chat_text for the prompt's end."""
-        rendered = [message.for_template() for message in messages]
-        self._check_sizes(["".join(message["content"] for message in rendered)], "messages", max_tokens)
+        conversation = [message.for_template() for message in messages]
+        self._check_sizes(["".join(message["content"] for message in conversation)], "messages", max_tokens)
         options: dict[str, Any] = {
             "parse_special": parse_special,
             "max_tokens": max_tokens,
@@ -279,7 +279,7 @@ class Preparation:
             name = "chat_template_kwargs"
             raise ApiError(400, f"{name}: {', '.join(taken)} is reserved; rename the variable", name)
         try:
-            return self._tokenizer.encode_chat(rendered, **variables, **options)
+            return self._tokenizer.encode_chat(conversation, **variables, **options)
         except StateError as error:
             raise ApiError(400, f"{error}: use /v1/completions", "messages") from error
         except (ArgumentError, TypeError) as error:
@@ -303,7 +303,7 @@ class Preparation:
             raise unknown_model(name, self._config.names)
 
     def _check_sizes(self, texts: Sequence[str], name: str, max_tokens: int) -> None:
-        """Reject texts with more bytes than `max_tokens` tokens can have, before any text is rendered or tokenized."""
+        """Reject texts with more bytes than `max_tokens` tokens can have, before the template or tokenizer runs."""
         try:
             for text in texts:
                 self._tokenizer.check_size(len(text.encode(errors="surrogatepass")), max_tokens)

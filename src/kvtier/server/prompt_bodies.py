@@ -1,4 +1,4 @@
-"""Bodies of /tokenize, /detokenize, /v1/sessions and the control API."""
+"""Bodies of /tokenize, /detokenize, /v1/sessions/close and the control API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _PromptOrMessages(Strict):
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt and messages: set one of them")
+            raise ValueError("prompt and messages: set exactly one of them")
         if self.messages is not None:
             check_end(self.messages, self.add_generation_prompt, self.continue_final_message)
         return self

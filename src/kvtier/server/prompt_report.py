@@ -11,7 +11,7 @@ from kvtier.engine.tokenizer import Tokenizer
 
 
 class ScoredToken(NamedTuple):
-    """A token of a prompt. `score` is None if its log-probability is not computed."""
+    """A token of a prompt. `score` is None if the log-probability of the token is not computed."""
 
     token_id: int
     score: PromptLogprobs | None

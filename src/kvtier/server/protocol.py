@@ -168,7 +168,7 @@ class Sampling(Strict):
     def sampling_params(
         self, *, max_tokens: int, logprobs: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
     ) -> SamplingParams:
-        """Return the engine's parameters. `bad_words` has the tokens of each bad word. May raise ArgumentError."""
+        """Return the engine's parameters, with the tokens of each bad word. Raises ArgumentError if any is invalid."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         presence, frequency = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
         return SamplingParams(
@@ -245,7 +245,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the answer."""
+        """Name and value of the field that limits the answer. The value is None if no field does."""
         limits = (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens))
         given = [(name, limit) for name, limit in limits if limit is not None]
         return min(given, key=lambda limit: limit[1], default=("max_tokens", None))

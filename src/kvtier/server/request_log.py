@@ -24,11 +24,11 @@ class RequestRecord:
     tenant: str
     endpoint: str
     ended: float = 0.0  # Unix time
-    finish: str = "disconnected"  # or stop, length, timeout, refused, error
+    finish: str = "disconnected"  # other values: stop, length, timeout, refused, error
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
-    ttft_seconds: float | None = None
+    ttft_seconds: float | None = None  # None before the first token
     seconds: float = 0.0
     tokens_from: dict[str, int] = field(default_factory=dict)  # cached tokens by tier
     client_id: str = ""  # id that the client gave the request

@@ -123,7 +123,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: Grammar, tenant: bytes) -> Compilation:
-        """Return the cached compilation of a schema, or start one. Its callbacks may run on the compiling thread."""
+        """Return the cached future of a schema, or start to compile. Callbacks may run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

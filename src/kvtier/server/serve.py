@@ -86,7 +86,7 @@ class FrontEnd:
 def make_front_end(
     config: ServerConfig, engine: EngineLink, started: Started, tokenizer: Tokenizer, tracing: Tracing | None
 ) -> FrontEnd:
-    """Start the worker pool and build the application. Call it in a running event loop."""
+    """Start the worker pool and build the application. Needs a running event loop."""
     limits = config.limits
     admission = Admission(started, limits.waiting)
     model = (config.engine.model, config.model_names, started.vocab_size, started.eos_token_ids)
@@ -207,7 +207,7 @@ def _uvicorn_config(limits: Limits, app: Any, request_log: RequestLog) -> uvicor
 async def _serve_metrics(listener: socket.socket, config: uvicorn.Config, listens: asyncio.Event) -> None:
     """Serve the metrics port until cancelled. Sets `listens` once the port listens.
 
-    The limits on connections are the same as for the main port, but are counted separately.
+    The limits on connections are the same as for the main port. The connections are counted separately.
     """
     _log.info("metrics at %s/metrics, without a key", _address(listener))
     server = _Uvicorn(config, listens.set)

@@ -185,7 +185,8 @@ class WorkerPool:
     async def _serve(self) -> None:
         """Run a process and send calls to it. Replaces the process if it fails.
 
-        A failed start is repeated, because the process may have been killed. After two in a row, waiting calls fail.
+        A failed start is repeated, because the process may have been killed. After the second failed start in a row,
+        waiting calls fail.
         """
         num_failed = 0
         while True:
