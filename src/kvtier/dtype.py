@@ -24,7 +24,7 @@ class DType:
     """The name in messages and files."""
     bits: int
     numpy_name: str
-    """The numpy or ml_dtypes type of one element."""
+    """Name of the numpy or ml_dtypes type of one element."""
 
     def __str__(self) -> str:
         return self.name

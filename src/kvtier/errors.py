@@ -17,7 +17,7 @@ KvtierError
 │   └── TransferTimeoutError (TimeoutError)  a transfer or the wait for a transfer timed out
 │       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
 ├── StoreError (RuntimeError)        a store could not be opened, listed or closed
-│   └── StoreInUseError              a process that does not answer has the store open
+│   └── StoreInUseError              another process has the store and does not share it
 ├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version

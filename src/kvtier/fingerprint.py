@@ -73,7 +73,7 @@ def model_files(folder: Path) -> Sequence[Path]:
 
 
 def canonical(value: Any) -> bytes:
-    """Encode nested tuples of strings, bytes and numbers, so that different values differ. Lists count as tuples."""
+    """Encode nested tuples of strings, bytes and numbers without ambiguity. Lists count as tuples."""
     if isinstance(value, tuple | list):
         parts = [canonical(each) for each in value]
         return b"(" + b"".join(len(part).to_bytes(8, "little") + part for part in parts) + b")"

@@ -202,8 +202,8 @@ class CacheGroup:
         """Split layers into consecutive runs of about equal size.
 
         If the layers have equal sizes, there is one run per `piece_bytes` bytes, but at least `min_groups` runs and at
-        most one per layer. Otherwise there may be fewer. The model waits for the first run, so the first run is not
-        larger than the average run, unless it is a single layer.
+        most one per layer. If the sizes differ, there may be fewer runs. The model waits for the first run, so the
+        first run is not larger than the average run, unless it is a single layer.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes

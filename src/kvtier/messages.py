@@ -46,7 +46,7 @@ class TransferRequest:
     source_slots: bytes = b""
     target_slots: bytes = b""
     keys: bytes = b""
-    """Keys of the blocks if the source or the target is a store."""
+    """Keys of the blocks if the source or the target is a store, else empty."""
     tenant: bytes = b""
     """Owner of the blocks, if the target is a store."""
 
@@ -56,7 +56,8 @@ class TransferRequest:
         agree = sources in (0, size) and targets in (0, size) and keys in (0, size // 4 * KEY_BYTES)
         if not agree or not size or size % 4 or not (keys or (sources and targets)):
             raise ArgumentError(
-                f"transfer {self.id} has {sources} bytes of source slots, {targets} of target slots and {keys} of keys"
+                f"transfer {self.id} has {sources} bytes of source slots, {targets} of target slots, {keys} of keys; "
+                "it needs 4 bytes per slot, 32 per key, and the same number of blocks in all of them"
             )
 
     @property
@@ -141,7 +142,7 @@ class StoreLookup:
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Id of the probe that ends with this lookup, or 0. Every probe ends once on each rank, even if it failed."""
+    """Id of the probe that ends with this lookup, else 0. Every probe ends once on each rank, even if it failed."""
 
 
 @dataclass(frozen=True, slots=True)

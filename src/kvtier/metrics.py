@@ -131,7 +131,7 @@ class Family(Generic[Series]):
     def of(self, *values: str) -> Series:
         """Return the series for these label values. The values must be in the order of the labels."""
         if len(values) != len(self.labels):
-            raise ArgumentError(f"{self.name} has the labels {self.labels}, got {values}")
+            raise ArgumentError(f"{self.name} needs one value for each of the labels {self.labels}, got {values}")
         with self._lock:
             if values not in self._series:
                 self._series[values] = self._make()

@@ -110,7 +110,8 @@ def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = 
     `only` is the name of a variant; other variants are then ignored. `make` must raise UnavailableError if this machine
     cannot run the library. If `make` raises OSError or AttributeError for a cached library, the file is assumed to be
     incomplete, and the library is compiled again. A library that another user could have written is not loaded, because
-    its code would have all rights of this process. A private copy is compiled instead.
+    its code would have all rights of this process. It is compiled again instead. If another user could write to the
+    cache directory, the new library is private to this process.
     """
     if only is not None:
         source = source.with_only(only)

@@ -18,7 +18,7 @@ class EventConfig:
     """Endpoints and format of an EventPublisher."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Address on which to listen for subscribers. Anyone who can connect to it can read prompts in the events."""
+    """Address on which to listen. Any subscriber can read the tokens of prompts, unless `token_ids` is False."""
     replay_endpoint: str = ""
     """Address at which subscribers can request missed messages. If it is empty, there is no replay."""
     topic: str = ""

@@ -56,7 +56,7 @@ class EventPublisher:
             """Address to which subscribers connect."""
             self._replay = self._open(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
             self.replay_endpoint = str(self._replay.getsockopt_string(zmq.LAST_ENDPOINT)) if self._replay else ""
-            """Address for replay requests, or empty."""
+            """Address for replay requests; empty if there is no replay."""
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StateError(
