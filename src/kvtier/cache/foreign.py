@@ -26,7 +26,7 @@ from kvtier.cache.writeback import reserve_up_to
 from kvtier.errors import RangeError
 from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
 from kvtier.index.node import IS_ABSENT, Node
-from kvtier.index.transitions import begin_write, block_slots, block_states
+from kvtier.index.transitions import begin_write, block_states
 from kvtier.messages import I32, Route
 
 DEVICE = "device"
@@ -63,9 +63,8 @@ class ForeignDevice:
         if not 0 <= first < stop <= lease.num_matched:
             raise RangeError(f"cannot load blocks [{first}, {stop}), because only {lease.num_matched} blocks matched")
         allocation.tokens_from = origins(prefetch, len(blocks), lease.chain.namespace.block_tokens)
-        sources = Slots(self._host.name, block_slots(lease, self._host, first, stop))
         return self._transfers.start(
-            Route.HOST_TO_DEVICE, self._tree.share(lease), first, sources, Slots(DEVICE, blocks.astype(np.int32))
+            Route.HOST_TO_DEVICE, self._tree.share(lease), first, self._host, Slots(DEVICE, blocks.astype(np.int32))
         )
 
     def save(

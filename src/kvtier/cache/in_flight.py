@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Lease, RadixTree, Slots, Tier
+from kvtier.index.node import mask_and
 from kvtier.index.tier import tenant_of
 from kvtier.index.transitions import begin_read, end_read, end_write
-from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
+from kvtier.messages import KEY_BYTES, Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
 
 Mask = bytes
 """One byte per block, 1 or 0. The type is bytes, because Python searches, counts and slices bytes fast."""
@@ -116,39 +117,37 @@ class TransferTracker:
         route: Route,
         lease: Lease,
         first: int,
-        source: Slots | str,
+        source: Tier | Slots | str,
         target: Slots | str,
         keys: bytes = b"",
     ) -> int:
         """Plan a transfer of a path's blocks from block `first` on. Return the transfer's id.
 
-        `source` and `target` are slots in a tier, slots on a device that another engine owns (cache/foreign.py), or the
-        name of a store. If the target is a tier, the blocks must be WRITING there (see `begin_write` and `graft`). The
-        transfer becomes the owner of the lease.
+        `source` is a tier. `target` is slots in a tier, and the blocks must be WRITING there (see `begin_write` and
+        `graft`). Either can also be slots on a device that another engine owns (cache/foreign.py), or the name of a
+        store. The transfer becomes the owner of the lease.
         """
-        source_tier, source_name, source_slots = self._endpoint(source)
-        target_tier, target_name, target_slots = self._endpoint(target)
+        target_name, target_slots = _endpoint(target)
+        count = len(target) if isinstance(target, Slots) else len(keys) // KEY_BYTES
+        if isinstance(source, Tier):
+            source_tier, source_name = source, source.name
+            source_slots = slot_bytes(begin_read(lease, source, first, count))
+        else:
+            source_tier, (source_name, source_slots) = None, _endpoint(source)
         number = next(self._ids)
         tenant = tenant_of(lease.chain.salt) if route is Route.HOST_TO_STORE else b""
         transfer = TransferRequest(number, route, source_name, target_name, source_slots, target_slots, keys, tenant)
-        count, store = transfer.num_blocks, transfer.store
-        if source_tier is not None:
-            begin_read(lease, source_tier, first, count)
         self._planned.append(transfer)
-        if (route, store) not in self._stats:
-            self._stats[route, store] = RouteStats(route, store)
-        stats = self._stats[route, store]
+        link = route, transfer.store
+        stats = self._stats.get(link)
+        if stats is None:
+            stats = self._stats[link] = RouteStats(*link)
         stats.num_in_flight += count
-        waiting, arrived = set(range(self.num_ranks)), b"\1" * count
+        target_tier, waiting, arrived = self._tiers.get(target_name), set(range(self.num_ranks)), b"\1" * count
         self.in_flight[number] = PendingTransfer(
             transfer, stats, lease, first, source_tier, target_tier, self.epoch, waiting, arrived
         )
         return number
-
-    def _endpoint(self, end: Slots | str) -> tuple[Tier | None, str, bytes]:
-        if isinstance(end, str):
-            return None, end, b""
-        return self._tiers.get(end.tier), end.tier, slot_bytes(end.ids)
 
     def probe(self, store: str, keys: bytes = b"") -> int:
         """Plan a lookup of `keys` in a store, or of all keys if `keys` is empty. Return the probe's id."""
@@ -216,6 +215,10 @@ class TransferTracker:
             end_read(pending.lease, pending.source, pending.first, count)
 
 
+def _endpoint(end: Slots | str) -> tuple[str, bytes]:
+    return (end, b"") if isinstance(end, str) else (end.tier, slot_bytes(end.ids))
+
+
 def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the runs [first, stop) of `value` in a mask. The first entry of the mask has the index `start`."""
     first = mask.find(value)
@@ -224,9 +227,3 @@ def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int
         stop = len(mask) if stop < 0 else stop
         yield start + first, start + stop
         first = mask.find(value, stop)
-
-
-def mask_and(one: Mask, other: Mask) -> Mask:
-    if 0 not in other:
-        return one
-    return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

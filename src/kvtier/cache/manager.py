@@ -106,7 +106,7 @@ class CacheManager:
         """The queue for copies to the host, if there is one, followed by one queue per store."""
         cost_model = self.cost_model if not config.always_load else None
         self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, cost_model)
-        self._free_shares = tuple(free_shares)
+        self._free_shares = [(tier, share) for tier, share in free_shares if share]
         self._host_slots = [0] * num_ranks
         self._allocations: set[Allocation] = set()
         self._pins: set[Lease] = set()
@@ -318,9 +318,8 @@ class CacheManager:
         for queue in self._host_queues:
             queue.save_next_victims(math.ceil(self.config.free_share * self._device.pool.num_slots))
         for tier, free_share in self._free_shares:
-            if free_share:
-                wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
-                self.tree.evict(tier, max(0, min(wanted, tier.num_evictable)))
+            wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
+            self.tree.evict(tier, max(0, min(wanted, tier.num_evictable)))
         return self.transfers.plan()
 
     @property
@@ -470,12 +469,11 @@ class CacheManager:
         """Start to load the blocks that are ABSENT on the device into reserved slots. Return the transfer ids."""
         host, at, ids = self.tree.tiers[-1], 0, []
         for first, stop in mask_runs(states.translate(IS_ABSENT), 0):
-            sources = Slots(host.name, block_slots(lease, host, first, stop))
             targets = Slots(slots.tier, slots.ids[at : at + stop - first])
             at += stop - first
             shared = self.tree.share(lease)
             begin_write(shared, self._device, first, targets)
-            ids.append(self.transfers.start(Route.HOST_TO_DEVICE, shared, first, sources, targets))
+            ids.append(self.transfers.start(Route.HOST_TO_DEVICE, shared, first, host, targets))
         return tuple(ids)
 
     def _fill_table(self, lease: Lease) -> None:

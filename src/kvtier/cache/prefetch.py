@@ -169,6 +169,9 @@ class Prefetcher:
         first = lease.num_blocks
         keys = prefetch.chain.key_list(first, prefetch.wanted)
         parts = self._find(keys)
+        if not parts:
+            prefetch.decision, prefetch.is_over = None, True
+            return
         if any(self._is_busy(store, count) for store, count in parts):
             return  # try again in a later step
         prefetch.decision = self._decide(first, parts, again=prefetch.is_retry)
@@ -225,7 +228,7 @@ class Prefetcher:
 
     def _decide(self, first: int, parts: list[tuple[StoreIndex, int]], *, again: bool) -> LoadDecision | None:
         """Decide whether to fetch and load the blocks, or to compute them."""
-        if self._cost_model is None or not parts:
+        if self._cost_model is None:
             return None
         total = sum(count for _, count in parts)
         queued = {(Route.HOST_TO_DEVICE, ""): total + self._transfers.num_blocks(Route.HOST_TO_DEVICE)}

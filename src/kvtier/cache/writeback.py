@@ -21,11 +21,11 @@ from itertools import islice
 import numpy as np
 
 from kvtier.cache.config import StoreConfig, WritebackConfig, WritePolicy
-from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker, mask_and, mask_runs
+from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker, mask_runs
 from kvtier.cache.store_events import StoreEvents
 from kvtier.index import BlockPool, Chain, Lease, Listener, RadixTree, Shortage, Slots, Tier
-from kvtier.index.node import IS_ABSENT, READABLE, Node
-from kvtier.index.transitions import begin_write, block_slots, block_states
+from kvtier.index.node import IS_ABSENT, READABLE, Node, mask_and
+from kvtier.index.transitions import begin_write, block_states
 from kvtier.messages import Drop, Route, StoreLookup, split_keys
 
 
@@ -101,7 +101,7 @@ class WritebackQueue:
             elapsed = 0.0 if self._refilled_at is None else max(0.0, now - self._refilled_at)
             self._allowance = min(limit, self._allowance + elapsed * self._config.blocks_per_second)
             self._refilled_at = now
-        if not (self.is_due or (flush and self.jobs)):
+        if not self.jobs or not (flush or self.is_due):
             return
         room = self._room()
         while self.jobs and room > 0:
@@ -114,9 +114,9 @@ class WritebackQueue:
 
     def save_next_victims(self, num_spare: int) -> None:
         """Copy blocks that an exclusive host tier lacks and that the device is about to evict."""
-        if isinstance(self._target, HostWriter):
+        if isinstance(self._target, HostWriter) and self._target.look_ahead(num_spare):
             min_uses = self._config.min_uses if self._config.write is WritePolicy.SELECTIVE else 0
-            started = self._target.save_next_victims(self._room(), num_spare, min_uses)
+            started = self._target.save_next_victims(self._room(), min_uses)
             self._allowance -= started
             self.num_saved_late += started
 
@@ -129,8 +129,8 @@ class WritebackQueue:
         return started
 
     def _room(self) -> int:
-        room = min(self._config.max_blocks - self._target.num_in_flight, int(min(self._allowance, 1 << 30)))
-        return max(0, room)
+        room = self._config.max_blocks - self._target.num_in_flight
+        return max(0, room if room <= self._allowance else int(self._allowance))
 
 
 class HostWriter:
@@ -178,8 +178,8 @@ class HostWriter:
         is_spare = self._ahead_share > 0 and not (self._is_early or job.always)
         if is_spare and not self._host.pool.num_free:
             return 0, None
-        on_device, on_host = (block_states(lease, tier, first, stop) for tier in (self._device, self._host))
-        wanted = mask_and(on_device.translate(READABLE), on_host.translate(IS_ABSENT))
+        on_device = block_states(lease, self._device, first, stop).translate(READABLE)
+        wanted = mask_and(on_device, block_states(lease, self._host, first, stop).translate(IS_ABSENT))
         for low, high in mask_runs(wanted, first):
             count = min(high - low, room - started)
             if is_spare:
@@ -190,20 +190,27 @@ class HostWriter:
                 return started, replace(job, first=low + count) if started == room else None
         return started, None
 
-    def save_next_victims(self, room: int, num_spare: int, min_uses: int) -> int:
-        """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
+    def look_ahead(self, num_spare: int) -> bool:
+        """Find the nodes that the device will evict next. Return True if there are nodes for `save_next_victims`.
 
-        `num_spare` is the number of device slots that CacheManager.plan keeps free. Blocks with fewer than `min_uses`
-        uses are not saved. HostConfig.ahead_share limits how many of the next victims are considered.
+        `num_spare` is the number of device slots that CacheManager.plan keeps free. HostConfig.ahead_share limits the
+        number of nodes. Only an exclusive host tier looks ahead.
         """
         if not self._ahead_share:
-            return 0
+            return False
+        device_slots, host_slots = self._device.pool.num_slots, self._host.pool.num_slots
+        self._waiting += self._device.look_ahead(
+            math.ceil(min(self._ahead_share * device_slots, host_slots / 4)) + num_spare
+        )
+        return bool(self._waiting)
+
+    def save_next_victims(self, room: int, min_uses: int) -> int:
+        """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
+
+        Blocks with fewer than `min_uses` uses are not saved.
+        """
         device, started = self._device, 0
-        num_ahead = math.ceil(min(self._ahead_share * device.pool.num_slots, self._host.pool.num_slots / 4))
-        pulled = device.look_ahead(num_ahead + num_spare)
-        if not pulled and not self._waiting:
-            return 0
-        nodes, self._waiting = [*self._waiting, *pulled], []
+        nodes, self._waiting = self._waiting, []
         for node in nodes:
             if node.usage.uses < min_uses or not node.attached:
                 continue
@@ -252,9 +259,8 @@ class HostWriter:
         slots = reserve_up_to(self._tree, self._host, stop - first, lease.chain.salt)
         count = len(slots)
         if count:
-            sources = Slots(self._device.name, block_slots(lease, self._device, first, first + count))
             begin_write(lease, self._host, first, slots)
-            self._transfers.start(Route.DEVICE_TO_HOST, lease, first, sources, slots)
+            self._transfers.start(Route.DEVICE_TO_HOST, lease, first, self._device, slots)
         else:
             self._tree.release(lease, used=False)
         return count
@@ -358,10 +364,13 @@ class StoreIndex:
     def _remember(self, copies: dict[bytes, _Copies]) -> None:
         """Record keys. Beyond the limit, remove the oldest keys."""
         self._known.update(copies)
-        forgotten = list(islice(self._known, max(0, len(self._known) - self.config.max_known)))
+        excess = len(self._known) - self.config.max_known
+        if excess <= 0:
+            return
+        forgotten = list(islice(self._known, excess))
         for key in forgotten:
             del self._known[key]
-        if forgotten and self._events is not None:
+        if self._events is not None:
             self._events.removed(forgotten)
 
     def on_reset(self) -> None:
@@ -396,9 +405,8 @@ class StoreIndex:
             count = min(high - low, room - started)
             if count:
                 own = keys[low - first : low - first + count]
-                sources = Slots(self._host.name, block_slots(lease, self._host, low, low + count))
                 shared, name = self._tree.share(lease), self.config.name
-                number = self._transfers.start(Route.HOST_TO_STORE, shared, low, sources, name, b"".join(own))
+                number = self._transfers.start(Route.HOST_TO_STORE, shared, low, self._host, name, b"".join(own))
                 copies = _Copies()
                 self._writes[number] = own, copies
                 self._remember(dict.fromkeys(own, copies))

@@ -31,14 +31,23 @@ class BlockState(IntEnum):
 # Plain numbers for hot paths: access to an enum member takes 0.1 us (measured with Python 3.11 on x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate. READ_MORE adds a reader and READ_FEWER removes one. Each of the other tables
-# contains 1 for the states that its name describes, and 0 for all other states.
-READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
-READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
+# Tables for bytes.translate. WRITTEN ends a write, READ_MORE adds a reader and READ_FEWER removes one. They contain 0
+# for states that do not allow the change. Each of the other tables contains 1 for the states that its name describes,
+# and 0 for all other states.
+WRITTEN = bytes(READY if value == WRITING else 0 for value in range(256))
+READ_MORE = bytes(value + 1 if READY <= value < MAX_STATE else 0 for value in range(256))
+READ_FEWER = bytes(value - 1 if value > READY else 0 for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
 IS_ABSENT = bytes(int(value == ABSENT) for value in range(256))
 IS_HELD = bytes(int(value != ABSENT) for value in range(256))
 NO_SLOT = -1
+
+
+def mask_and(one: bytes, other: bytes | bytearray) -> bytes:
+    """Combine two masks, which have one byte per block, 1 or 0."""
+    if 0 not in other:
+        return one
+    return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")
 
 
 class Residency:

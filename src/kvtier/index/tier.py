@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.errors import StateError
 from kvtier.index.learned import Learned, learned
 from kvtier.index.lookahead import Lookahead
-from kvtier.index.node import IS_HELD, NO_SLOT, Node, Residency
+from kvtier.index.node import ABSENT, IS_HELD, NO_SLOT, Node, Residency, mask_and
 from kvtier.index.policies import Policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
 from kvtier.index.tracker import ReuseTracker
@@ -175,8 +175,7 @@ class Tier:
         above = node.held[self.faster.number] if self.faster is not None else None
         if here is None or above is None:
             return bytes(node.num_blocks)
-        mine, other = (int.from_bytes(held.states.translate(IS_HELD), "little") for held in (here, above))
-        return (mine & other).to_bytes(node.num_blocks, "little")
+        return mask_and(bytes(here.states.translate(IS_HELD)), above.states.translate(IS_HELD))
 
     def duplicate_runs(self, node: Node, max_blocks: int) -> list[tuple[int, int]]:
         """Return runs of a node's blocks that the faster tier also holds, with at most `max_blocks` blocks in total.
@@ -193,7 +192,7 @@ class Tier:
             runs.append((first, stop))
             first = both.find(1, stop)
         if first < 0:
-            self._set_duplicate(node, False)
+            self._unlist_duplicate(node)
         return runs
 
     def is_next(self, node: Node) -> bool:
@@ -210,7 +209,7 @@ class Tier:
             wanted = min(num_blocks, tenant.quota // 4) - (tenant.quota - self.used_by.get(name, 0))
             pulled += tenant.look_ahead(wanted)
         for node in pulled:
-            self.slower._set_duplicate(node, False)
+            self.slower._unlist_duplicate(node)
         return pulled
 
     def use(self, salt: bytes, count: int) -> None:
@@ -252,7 +251,7 @@ class Tier:
         if held is None:
             return Slots(self.name, np.empty(0, np.int32))
         slots = held.slots[first:stop] if first or stop is not None else held.slots
-        if held.num_held < len(held.states):
+        if held.num_held < len(held.states) and ABSENT in held.states[first:stop]:
             slots = slots[slots != NO_SLOT]
         if self._lose(node, held, len(slots)):
             pass
@@ -275,9 +274,9 @@ class Tier:
         self.withdraw(node)
         node.held[self.number] = None
         if self.faster is not None:
-            self._set_duplicate(node, False)
+            self._unlist_duplicate(node)
         if self.slower is not None:
-            self.slower._set_duplicate(node, False)
+            self.slower._unlist_duplicate(node)
         if not node.below[self.number] and node.attached:
             self._lower_above(node)
         return True
@@ -292,7 +291,7 @@ class Tier:
             if not node.below[self.number]:
                 self.withdraw(node)
             if self.faster is not None:
-                self._set_duplicate(node, False)
+                self._unlist_duplicate(node)
 
     def unleased(self, node: Node) -> None:
         """Handle the end of the last lease on a node."""
@@ -307,9 +306,15 @@ class Tier:
     def list_duplicate(self, node: Node) -> None:
         """List a node in `duplicates` if `faster` holds it too, unless it is leased or a next victim of `faster`."""
         above = self.faster
-        if above is not None:
-            may_be = not node.leases and node.attached and node.held[self.number] is not None
-            self._set_duplicate(node, may_be and node.held[above.number] is not None and not above.is_next(node))
+        if above is None:
+            return
+        may_be = not node.leases and node.attached and node.held[self.number] is not None
+        if may_be and node.held[above.number] is not None and not above.is_next(node):
+            self.everyone.duplicates[node] = None
+            if self.tenants and (tenant := self._limited(node)) is not None:
+                tenant.duplicates[node] = None
+        else:
+            self._unlist_duplicate(node)
 
     def refresh(self, node: Node) -> None:
         """Make the node a candidate if it satisfies the condition in the class docstring."""
@@ -333,7 +338,7 @@ class Tier:
             self._count(node, -held.num_held)
         self.withdraw(node)
         if self.faster is not None:
-            self._set_duplicate(node, False)
+            self._unlist_duplicate(node)
 
     def set_quota(self, salt: bytes, quota: int | None, nodes: Iterable[Node]) -> None:
         """Limit the number of slots for a salt's tenant; None removes the limit. `nodes` are all nodes of the tree."""
@@ -357,14 +362,12 @@ class Tier:
         if self.tenants and (tenant := self._limited(node)) is not None:
             tenant.offer(node)
         if self.slower is not None and node in self.slower.everyone.duplicates and self.is_next(node):
-            self.slower._set_duplicate(node, False)  # the node is one of the next victims again
+            self.slower._unlist_duplicate(node)  # the node is one of the next victims again
 
-    def _set_duplicate(self, node: Node, is_duplicate: bool) -> None:
-        for candidates in (self.everyone, self._limited(node) if self.tenants else None):
-            if candidates is not None and is_duplicate:
-                candidates.duplicates[node] = None
-            elif candidates is not None:
-                candidates.duplicates.pop(node, None)
+    def _unlist_duplicate(self, node: Node) -> None:
+        self.everyone.duplicates.pop(node, None)
+        if self.tenants and (tenant := self._limited(node)) is not None:
+            tenant.duplicates.pop(node, None)
 
     def _count(self, node: Node, count: int) -> None:
         self.everyone.num_blocks += count

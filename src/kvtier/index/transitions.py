@@ -7,6 +7,8 @@ within nodes.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError, StateError
@@ -17,19 +19,20 @@ from kvtier.index.node import (
     NO_SLOT,
     READ_FEWER,
     READ_MORE,
-    READABLE,
     READY,
     WRITING,
+    WRITTEN,
     Node,
-    Residency,
 )
 from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
 from kvtier.messages import I32
 
-_ONE_READY = bytes((READY,))
-_IS_READ = bytes(int(value > READY) for value in range(256))
+_NOT_READABLE = f"cannot be read now: some are not READY or already have {MAX_STATE - READY} readers"
+_STILL_WRITING = bytes(value if value == WRITING else 0 for value in range(256))
+Parts: TypeAlias = list[tuple[Node, int, int, int]]
+"""Parts (node, low, high, offset) of a path, last node first. Block `low` of a node is block `offset` of the range."""
 
 
 def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
@@ -47,74 +50,60 @@ def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
 
 def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int, *, ok: bool) -> None:
     """Mark WRITING blocks as READY if `ok` is True. Otherwise remove the blocks from the tier."""
-    parts = path_parts(lease, first, count)
-    for node, low, high, _ in parts:
-        states = _held(node, tier).states[low:high]
-        if states.count(WRITING) != high - low:
-            raise StateError(
-                f"blocks [{node.start + low}, {node.start + high}) of {tier.name} are not WRITING: {states.hex(' ')}"
-            )
+    parts = _change(lease, tier, first, count, WRITTEN if ok else _STILL_WRITING, "are not WRITING")
     for node, low, high, _ in parts:
         if ok:
-            _held(node, tier).states[low:high] = _ONE_READY * (high - low)
             tree.notify_stored(tier, node, low, high)
         else:
             tree.remove(tier, node, low, high)
 
 
-def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
-    """Add a reader to blocks in a tier, so that the slots of the blocks are not reused before `end_read`."""
-    parts = path_parts(lease, first, count)
-    for node, low, high, _ in parts:
-        states = _held(node, tier).states[low:high]
-        if states.translate(READABLE).find(0) >= 0 or states.find(MAX_STATE) >= 0:
-            most = MAX_STATE - READY
-            raise StateError(
-                f"blocks [{node.start + low}, {node.start + high}) cannot be read from {tier.name} now: "
-                f"some blocks are not READY or already have {most} readers: {states.hex(' ')}"
-            )
-    for node, low, high, _ in parts:
-        states = _held(node, tier).states
-        states[low:high] = states[low:high].translate(READ_MORE)
+def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> I32:
+    """Add a reader to blocks in a tier, so that their slots are not reused before `end_read`. Return these slots."""
+    return _slots(_change(lease, tier, first, count, READ_MORE, _NOT_READABLE), tier)
 
 
 def end_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
-    parts = path_parts(lease, first, count)
+    _change(lease, tier, first, count, READ_FEWER, "have no reader")
+
+
+def _change(lease: Lease, tier: Tier, first: int, count: int, table: bytes, problem: str) -> Parts:
+    """Replace the states of blocks by their entries in `table`. If an entry is 0, raise and change nothing."""
+    parts, changes = path_parts(lease, first, count), []
     for node, low, high, _ in parts:
-        if _held(node, tier).states[low:high].translate(_IS_READ).find(0) >= 0:
-            raise StateError(f"blocks [{node.start + low}, {node.start + high}) of {tier.name} have no reader")
-    for node, low, high, _ in parts:
-        states = _held(node, tier).states
-        states[low:high] = states[low:high].translate(READ_FEWER)
-
-
-def path_parts(lease: Lease, first: int, count: int) -> list[tuple[Node, int, int, int]]:
-    """Return the nodes that contain blocks [first, first + count) of the path, last node first.
-
-    An entry is (node, low, high, offset). Block `low` of the node is block `first + offset` of the path.
-    """
-    lease.must_be_open()
-    stop = first + count
-    if first < 0 or count < 0 or stop > lease.num_blocks:
-        raise RangeError(f"blocks [{first}, {stop}) are not in a path of {lease.num_blocks} blocks")
-    node: Node | None = lease.node
-    if node is not None and node.start <= first < stop:  # usually, one node contains all blocks
-        return [(node, first - node.start, stop - node.start, 0)]
-    parts = []
-    while node is not None and node.start + node.num_blocks > first:
-        start = node.start
-        if start < stop:
-            low = max(first, start)
-            parts.append((node, low - start, min(stop - start, node.num_blocks), low - first))
-        node = node.parent
+        held = node.held[tier.number]
+        if held is None:
+            raise StateError(f"{tier.name} holds none of the blocks [{node.start}, {node.stop})")
+        before = held.states[low:high]
+        after = before.translate(table)
+        if 0 in after:
+            blocks = f"[{node.start + low}, {node.start + high})"
+            raise StateError(f"blocks {blocks} of {tier.name} {problem}: {before.hex(' ')}")
+        changes.append((held.states, low, high, after))
+    for states, low, high, after in changes:
+        states[low:high] = after
     return parts
 
 
-def _held(node: Node, tier: Tier) -> Residency:
-    held = node.held[tier.number]
-    if held is None:
-        raise StateError(f"{tier.name} holds none of the blocks [{node.start}, {node.stop})")
-    return held
+def path_parts(lease: Lease, first: int, count: int) -> Parts:
+    """Return the nodes that contain blocks [first, first + count) of the path."""
+    if lease.closed:  # saves a call, because the manager calls this function 16 times per request
+        lease.must_be_open()
+    stop = first + count
+    if first < 0 or count < 0 or stop > lease.num_blocks:
+        raise RangeError(f"blocks [{first}, {stop}) are not in a path of {lease.num_blocks} blocks")
+    if lease.node.start <= first < stop:  # usually, one node contains all blocks
+        return [(lease.node, first - lease.node.start, stop - lease.node.start, 0)]
+    node: Node | None = lease.node
+    parts: Parts = []
+    while node is not None and first < stop:
+        start = node.start
+        if start < stop:
+            low = first if first > start else start
+            parts.append((node, low - start, stop - start, low - first))
+            stop = low
+        node = node.parent
+    return parts
 
 
 def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:
@@ -128,8 +117,12 @@ def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:
 
 def block_slots(lease: Lease, tier: Tier, first: int, stop: int) -> I32:
     """Return the slots of blocks [first, stop) of the path in a tier, with NO_SLOT for absent blocks."""
-    parts = []
-    for node, low, high, _ in path_parts(lease, first, stop - first):
+    return _slots(path_parts(lease, first, stop - first), tier)
+
+
+def _slots(parts: Parts, tier: Tier) -> I32:
+    slots = []
+    for node, low, high, _ in parts:
         held = node.held[tier.number]
-        parts.append(held.slots[low:high] if held is not None else np.full(high - low, NO_SLOT, np.int32))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+        slots.append(held.slots[low:high] if held is not None else np.full(high - low, NO_SLOT, np.int32))
+    return slots[0] if len(slots) == 1 else np.concatenate(slots[::-1]) if slots else np.empty(0, np.int32)

@@ -588,13 +588,13 @@ class RadixTree:
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
         """Remove the last `count` blocks of a node from a tier. Return their slots. Truncate the node if necessary."""
-        if held.num_held == len(held.states):
-            first = len(held.states) - count
-        else:
+        stop = len(held.states.rstrip(b"\0"))
+        first = stop - count
+        if ABSENT in held.states[first:stop]:  # rarely, the last held blocks are not consecutive
             first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
         if self._listener:
             self._notify_removed(tier, node, first)
-        taken = tier.take(node, first).ids
+        taken = tier.take(node, first, stop).ids
         tier.use(node.domain[0], -count)
         self._cut_absent(node, tier)
         return taken

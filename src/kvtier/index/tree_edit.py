@@ -41,6 +41,8 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
     Return the child and the number of shared tokens. If a child on the device begins with exactly this block, compare
     only this child. Otherwise compare the `max_children` newest children. Blocks with media are not compared.
     """
+    if not node.children:
+        return None, 0
     block, closest, longest = node.stop, None, 0
     tail = chain.tail(block, max_tokens)
     exact = node.children.get(chain.key_at(block)) if chain.num_blocks > block else None

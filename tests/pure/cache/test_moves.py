@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from cache_support import BLOCK, NAMESPACE, prompt
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
-from kvtier.cache.in_flight import mask_and, mask_runs
+from kvtier.cache.in_flight import mask_runs
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, StateError
+from kvtier.index.node import mask_and
 from kvtier.messages import Drop, Report, Route, StoreLookup, TransferRequest, TransferResult
 
 MASKS = st.lists(st.integers(0, 1), max_size=12).map(bytes)
