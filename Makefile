@@ -175,8 +175,10 @@ gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.prefill_gpu --only default --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.step_gpu --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.vllm_worker --results $(RESULTS)
-	PYTHONPATH=src:. $(PYTHON) -m benchmarks.summary --results $(RESULTS) copy_gpu state_gpu transfer_gpu engine_gpu
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.summary --results $(RESULTS) copy_gpu state_gpu transfer_gpu engine_gpu prefill_gpu step_gpu vllm_worker_cuda
 
 clean:  ## remove .venv, caches and builds
 	rm -rf .venv .venv-vllm .venv-ray .venv-clients .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

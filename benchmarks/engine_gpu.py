@@ -9,6 +9,7 @@ batch, once.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -19,20 +20,25 @@ from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.params import SamplingParams
+from kvtier.engine.rows import DeviceRows
+from kvtier.engine.sampling import RequestSampler
 
 LLAMA3_8B = ModelConfig(
     *("llama", 32, 4096, 14336, 32, 8, 128, 128256, 16384), norm_eps=1e-5, rope=RopeConfig(500000.0)
 )
-BLOCK_TOKENS, PREFILL, BATCH, CONTEXT = 16, 8192, 64, 1024
+BLOCK_TOKENS, PREFILL, BATCH, CONTEXT, STEPS = 16, 8192, 64, 1024, 24
+# Sequences, tokens of each, and the largest time of a captured step compared with the floor.
+DECODE = ((1, CONTEXT, 1.32), (BATCH, CONTEXT, 1.32), (256, CONTEXT, 1.32), (16, 32768, 1.1))
 
 
 def main() -> None:
     options = arguments("The model on the GPU of this machine.").parse_args()
     device = torch.device("cuda")
-    model = Model(LLAMA3_8B, random_weights(LLAMA3_8B, torch.bfloat16, device))
-    cache = model.new_cache(BATCH * CONTEXT // BLOCK_TOKENS + 1, BLOCK_TOKENS)
-    rows, bars = prefill(model, cache)
-    more_rows, more_bars = decode(model, cache)
+    config = dataclasses.replace(LLAMA3_8B, max_positions=max(context for _, context, _ in DECODE) + STEPS)
+    model = Model(config, random_weights(config, torch.bfloat16, device))
+    rows, bars = prefill(model, model.new_cache(PREFILL // BLOCK_TOKENS, BLOCK_TOKENS))
+    more_rows, more_bars = decode(model)
     report("engine_gpu", rows + more_rows, bars + more_bars, options.results)
 
 
@@ -54,33 +60,54 @@ def prefill(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
     return rows, [at_least("prefill 8k, share of the bf16 matrix rate", float(str(rows[1]["of matrix rate"])), 0.5)]
 
 
-def decode(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
-    """Measure a decode step of 64 sequences of 1,024 tokens, with and without a CUDA graph."""
-    per_sequence = CONTEXT // BLOCK_TOKENS
-    tables = [list(range(1 + i * per_sequence, 1 + (i + 1) * per_sequence)) for i in range(BATCH)]
-    batch = _batch([SequenceInput([i], CONTEXT - 1, table) for i, table in enumerate(tables)])
-    graphs = DecodeGraphs(model, cache, per_sequence, [BATCH])
-    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
-    bandwidth = 2 * source.numel() / _seconds(lambda: source.clone(), 20)
+def decode(model: Model) -> tuple[list[Row], list[Bar]]:
+    """Measure decode steps of `DECODE`, and 64 sequences also without a CUDA graph."""
+    bandwidth = _bandwidth()
     weights = sum(each.numel() for each in _matrices(model)) * 2
     token_bytes = 2 * LLAMA3_8B.num_layers * LLAMA3_8B.num_kv_heads * LLAMA3_8B.head_dim * 2
-    read = weights + BATCH * CONTEXT * token_bytes
-    floor = read / bandwidth
-    expected = model.logits(model.forward(batch, cache))
-    actual = graphs.logits(batch)
-    assert (actual - expected).abs().max() < 0.1, "the captured step computes something else"
-    seconds = {
-        "decode 64, CUDA graph": _seconds(lambda: graphs.logits(batch), 20),
-        "decode 64, no graph": _seconds(lambda: model.logits(model.forward(batch, cache)), 20),
-    }
-    rows: list[Row] = [
-        {"case": name, "ms": value * 1e3, "floor ms": floor * 1e3, "over floor": value / floor}
-        for name, value in seconds.items()
-    ]
+    print(f"copying 1 GiB: {bandwidth / 1e9:.0f} GB/s; the weights have {weights / 1e9:.1f} GB")
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    for count, context, limit in DECODE:
+        floor = (weights + count * context * token_bytes) / bandwidth
+        for name, seconds in _decode_steps(model, count, context).items():
+            rows.append({"case": name, "ms": seconds * 1e3, "floor ms": floor * 1e3, "over floor": seconds / floor})
+            if name.endswith("CUDA graph"):
+                bars.append(at_most(f"decode {count}, {context} tokens, times the floor", seconds / floor, limit))
+        torch.cuda.empty_cache()
     print_table(rows)
-    print(f"copying 1 GiB: {bandwidth / 1e9:.0f} GB/s; a step reads {read / 1e9:.1f} GB")
-    over = seconds["decode 64, CUDA graph"] / floor
-    return rows, [at_most("decode 64, times the bandwidth floor", over, 1.3)]
+    return rows, bars
+
+
+def _bandwidth() -> float:
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    return 2 * source.numel() / _seconds(lambda: source.clone(), 20)
+
+
+def _decode_steps(model: Model, count: int, context: int) -> dict[str, float]:
+    """Return the seconds of steps of `count` sequences with `context` tokens each.
+
+    The captured step also samples and advances its rows, so the context of the last measured step is longer by
+    `STEPS` tokens.
+    """
+    per_sequence = -(-(context + STEPS) // BLOCK_TOKENS)
+    cache = model.new_cache(1 + count * per_sequence, BLOCK_TOKENS).normal_()
+    tables = torch.arange(count * per_sequence, dtype=torch.int32, device="cuda").view(count, per_sequence) + 1
+    rows = DeviceRows(count, per_sequence, count, BLOCK_TOKENS, LLAMA3_8B.vocab_size, cache.device, 1)
+    graphs = DecodeGraphs(model, cache, rows, [count])
+    greedy = RequestSampler(SamplingParams(temperature=0.0)).resident.tolist()
+    rows.tables.front.copy_(tables)
+    rows.heads.front.copy_(torch.tensor([[at, context - 1, *greedy] for at in range(count)], device="cuda"))
+    inputs = [SequenceInput([at], context - 1, table) for at, table in enumerate(tables.cpu().numpy())]
+    batch = _batch(inputs)
+    expected = model.logits(model.forward(batch, cache))
+    actual, _ = graphs.run(count)
+    assert (actual - expected).abs().max() < 0.1, "the captured step computes something else"
+    name = f"decode {count}" if context == CONTEXT else f"decode {count}, {context} tokens"
+    seconds = {f"{name}, CUDA graph": _seconds(lambda: graphs.run(count), STEPS - 3)}
+    if count == BATCH:
+        seconds[f"{name}, no graph"] = _seconds(lambda: model.logits(model.forward(batch, cache)), 20)
+    return seconds
 
 
 def _prefill_flops(tokens: int) -> float:
