@@ -80,7 +80,7 @@ class Bench:
         """Return the seconds to the first token with nothing in memory, and True if blocks came from the store."""
         engine = self._engine
         engine.tiers.reset()  # waits for transfers in flight
-        engine.manager.cost_model = engine.manager._prefetcher._speeds = speeds  # type: ignore[assignment, union-attr]
+        engine.manager.cost_model = engine.manager._prefetcher._cost_model = speeds  # type: ignore[assignment, union-attr]
         begin = time.perf_counter()
         name = engine.add(prompt, FIRST_TOKEN)
         while not (outputs := engine.step()):

@@ -139,7 +139,7 @@ class PlacementIndex:
         counts = np.zeros((self.num_tiers, self.num_replicas), np.int32)
         slots = self._current(blocks).slots
         absent = (slots < 0).nonzero()[0]
-        masks = self._masks[slots[: absent[0]] if len(absent) else slots]  # [block, tier, word]
+        masks = self._masks.take(slots[: absent[0]] if len(absent) else slots, axis=0)  # [block, tier, word]
         if not len(masks):
             return counts
         held = masks[:, 0].copy()
@@ -211,20 +211,27 @@ class PlacementIndex:
     def _find(self, hashes: U64) -> I64:
         """Return the slot of each block, or -1. Hashes must not be 0."""
         buckets = self._buckets(hashes)
-        slots = np.full(len(hashes), -1, np.int64)
-        rows, places = (self._keys[buckets] == hashes[:, None]).nonzero()
-        slots[rows] = buckets[rows] * _PLACES + places
+        rows, places = self._compare(buckets, hashes)
         if len(rows) == len(hashes):
-            return slots
+            return buckets * _PLACES + places
+        slots = np.full(len(hashes), -1, np.int64)
+        slots[rows] = buckets[rows] * _PLACES + places
         todo = (slots < 0).nonzero()[0]
         todo = todo[self._overflowed[buckets[todo]]]
         while len(todo):
             buckets[todo] = (buckets[todo] + 1) % len(self._keys)
-            rows, places = (self._keys[buckets[todo]] == hashes[todo, None]).nonzero()
+            rows, places = self._compare(buckets[todo], hashes[todo])
             slots[todo[rows]] = buckets[todo[rows]] * _PLACES + places
             todo = todo[slots[todo] < 0]
             todo = todo[self._overflowed[buckets[todo]]]
         return slots
+
+    def _compare(self, buckets: I64, hashes: U64) -> tuple[I64, I64]:
+        """Return the rows whose block is in their bucket, and the places there."""
+        # For 512 blocks, take needs 1.3 us and indexing 4.7, and nonzero 1.7 us in one dimension and 9.1 in two (EPYC,
+        # 2026-11-19).
+        at = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
+        return at // _PLACES, at % _PLACES
 
     def _insert(self, hashes: U64) -> I64:
         """Add blocks that are not in the table and return their slots. Their masks are 0."""
@@ -251,7 +258,7 @@ class PlacementIndex:
         todo = np.arange(len(hashes))
         while len(todo):
             wanted, here = hashes[todo], buckets[todo]
-            is_free = self._keys[here] == 0
+            is_free = self._keys.take(here, axis=0) == 0
             place = is_free.argmax(axis=1)
             is_full = ~is_free[np.arange(len(todo)), place]
             taken = here * _PLACES + place
