@@ -1,7 +1,7 @@
 """Run a language model: load weights, tokenize text, compute forward passes on a paged KV cache, sample tokens.
 
-The extra `engine` installs safetensors, tokenizers, jinja2 and gguf. This package can be imported without these
-packages. Names that need torch are imported on first use.
+The extra `engine` installs safetensors, tokenizers, jinja2 and gguf. kvtier.engine can be imported without them. Names
+that need torch are imported on first use.
 """
 
 import importlib

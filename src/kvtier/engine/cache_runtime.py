@@ -150,7 +150,7 @@ class StepTransfers:
         return self._runtime.failed.isdisjoint(self._loads)
 
     def on_forward_launched(self) -> None:
-        """Start deferred transfers and apply reports while the device computes."""
+        """With `overlaps_compute`, start deferred transfers and apply reports while the device computes."""
         if self._deferred is not None:
             self._controller.submit(self._deferred, self._after)
         if self._controller.overlaps_compute:
@@ -180,7 +180,7 @@ class CacheRuntime:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.failed: set[int] = set()
-        """Ids of transfers that failed on at least one rank. `begin_step` removes those that are not in flight."""
+        """Ids of transfers that failed on at least one rank. `begin_step` removes those no longer in flight."""
         self.is_asleep = False
         self.finish_steps: Callable[[], object] | None = None
         """Function of the engine that finishes the steps in flight. It must run before requests are paused."""
@@ -213,7 +213,7 @@ class CacheRuntime:
         """Apply new reports to the manager, without waiting.
 
         Applying a report takes 0.1 ms on this thread, and no step waits for a save. With `before_step` and
-        `overlaps_compute`, reports of saves are therefore left for the forward pass.
+        `overlaps_compute`, reports of saves are therefore applied later, during the forward pass.
         """
         for report in self._controller.poll(loads_only=before_step and self._controller.overlaps_compute):
             completed = self._manager.apply(report)
@@ -430,12 +430,12 @@ class CacheRuntime:
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
         wanted, free = num_blocks * block_bytes, free_bytes(device)
-        if tier == "device":  # the old device cache is freed before the new allocation, the old host cache after it
+        if tier == "device":  # the old device cache is freed before the allocation, unlike the old host cache
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(
                 f"{num_blocks} blocks in the {tier} tier need {wanted / 2**30:.2f} GiB, but only "
-                f"{free / 2**30:.2f} GiB are free"
+                f"{free / 2**30:.2f} GiB are available"
             )
 
     def _submit_planned(self) -> None:

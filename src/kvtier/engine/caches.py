@@ -22,8 +22,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Maximum number of recorded keys, as a multiple of the number of blocks that fit in a store. With a multiple of 1, keys
-# of stored blocks would be removed: the oldest keys go first, but the store evicts the least recently used blocks.
+# Maximum number of recorded keys for each block that fits in a store. The oldest keys are removed first, but the store
+# evicts the least recently used blocks. With a value of 1, keys of stored blocks would therefore be removed.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
@@ -103,7 +103,7 @@ def limit_known_keys(
 def _open_stores(
     stores: Mapping[str, StoreOrUrls], config: CacheConfig, sharding: Sharding, opened: contextlib.ExitStack
 ) -> tuple[dict[str, Store | ShardStores], dict[str, tuple[str, ...]]]:
-    """Return all stores by name, and the URLs of the stores that were opened here. `opened` closes the latter."""
+    """Return the stores by name, and the URLs of those that `opened` closes. Both are empty without prefix caching."""
     names = [each.name for each in config.stores]
     if {*names} != {*stores}:
         raise ArgumentError(f"config.cache has stores {sorted(names)}, but the given stores are {sorted(stores)}")

@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
 A GGUF file has its own names of tensors and stores shapes with the innermost dimension first. For the llama
-architecture, it interleaves the two halves of each head in the rows of q and k. The `gguf` package dequantizes tensors.
+architecture, the file interleaves the two halves of each head in the rows of q and k. The gguf package dequantizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GgufFile:
         tied = "output.weight" not in self._header.tensors
         self.config = ModelConfig.from_gguf(self._header.metadata, tied_embeddings=tied)
         architecture = gguf.MODEL_ARCH[self.config.architecture.upper()]
-        num_layers = min(self.config.num_layers, len(self._header.tensors))  # a damaged file may state any number
+        num_layers = min(self.config.num_layers, len(self._header.tensors))  # a damaged file can state any number
         self._names = gguf.get_tensor_name_map(architecture, num_layers)
 
     def __contains__(self, name: str) -> bool:
@@ -91,7 +91,7 @@ class GgufFile:
         begin = self._header.data_offset + tensor.offset
         if begin + rows * row_bytes > len(self._bytes):
             raise CheckpointError(
-                f"{self._path} ends at byte {len(self._bytes)}, inside a tensor that ends at "
+                f"{self._path} ends at byte {len(self._bytes)}, but one of its tensors ends at byte "
                 f"{begin + rows * row_bytes}: the download is incomplete"
             )
         return self._bytes[begin : begin + rows * row_bytes].reshape(rows, row_bytes)

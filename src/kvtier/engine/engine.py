@@ -64,14 +64,14 @@ class EngineConfig:
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
     """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
-    Engines can share stored blocks only if they use equal numbers: set the highest number of ranks of these engines."""
+    Engines that share stored blocks need equal numbers: set kv_shards to their highest tensor_parallel."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks."""
     phases: int = 0
     """Number of steps in flight: 1, 2, or 0 for the default, which is 2 on a GPU and 1 on a CPU. With 2, the host
     schedules a step while the device computes the previous step. The end of a sequence can then be found one step late,
-    and one computed token is discarded. On a CPU, both steps need the same cores. Time with 2 relative to 1: +3 % for 1
-    row, -23 % for 4, -29 % for 16, +8 % for 64 rows (SmolLM2-135M, EPYC, 2 cores, measured on 2026-11-19)."""
+    and one computed token is discarded. On a CPU, scheduling and computing share the cores. Step time with 2,
+    relative to 1: +3 % for 1 row, -23 % for 4, -29 % for 16, +8 % for 64 (SmolLM2-135M, EPYC, 2 cores, 2026-11-19)."""
 
     def __post_init__(self) -> None:
         least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
@@ -211,7 +211,7 @@ class Engine:
                 return sequence.explain()
         if request_id not in self._ended:
             raise ArgumentError(
-                f"request {request_id} is neither running nor one of the last {self.config.keep_explanations} requests"
+                f"request {request_id} is neither running nor among the last {self.config.keep_explanations} that ended"
             )
         return self._ended[request_id]
 
@@ -284,7 +284,7 @@ class Engine:
             return
         limit = sequence.request.max_cached_tokens
         if limit is not None and allocation.num_cached_tokens == limit < allocation.chain.num_tokens - 1:
-            sequence.miss = f"the log-probabilities of the prompt need all tokens from {limit} on"
+            sequence.miss = f"the log-probabilities of the prompt require computing all tokens from {limit} on"
             return
         try:
             sequence.miss = str(self.manager.explain(allocation))
@@ -468,7 +468,7 @@ def _new_rows(model: Model, config: EngineConfig, lookahead: int) -> DeviceRows:
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
-    """Return the hit-rate estimator. It treats device and host as one cache with the size of the larger tier."""
+    """Return the hit-rate estimator, or None. It treats device and host as one cache of the larger tier's size."""
     policy = config.cache.policy
     if not config.ghost_scales or not config.cache.prefix_caching or policy not in SHADOWS:
         return None

@@ -2,7 +2,7 @@
 
     cache[block, layer, K or V, token in block, kv_head, head_dim]
 
-A block is contiguous over all layers and can be copied in one piece. Attention reads a layer of a block with strides.
+A block is contiguous over all layers and can be copied in one piece. Attention reads a layer as a strided view.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Model:
     def share_tokens(self, input_ids: Tensor, places: Sequence[int]) -> None:
         """Send the elements `places` of `input_ids` from rank 0 to the other ranks.
 
-        Every rank must call this method. The other ranks must pass 0 there, because all_reduce adds the values.
+        Every rank must call this method. The other ranks must pass 0 at `places`, because all_reduce adds the values.
         """
         if places and self._all_reduce is not None:
             input_ids[places] = self._all_reduce(input_ids[places])

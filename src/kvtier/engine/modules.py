@@ -138,7 +138,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class ModelForward(Module):
-    """Moves the rows into the order of the batch, and runs the models of all groups. The first produces the logits."""
+    """Moves the rows into the order of the batch, and runs the models of all groups. groups[0] produces the logits."""
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 

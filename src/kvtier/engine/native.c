@@ -1,6 +1,6 @@
 /* CPU kernels for steps of a few tokens. Memory bandwidth limits such steps. Products use matrices in the quantisation
- * of the checkpoint, and attention reads the paged cache in place. native.py compiles this file on first use. Without a
- * compiler, torch does the same work.
+ * of the checkpoint, and attention reads the paged cache in place. On some processors, the kernels also compute long
+ * inputs. native.py loads a prebuilt library or compiles this file on first use. If neither works, torch is used.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -149,7 +149,7 @@ static void attend_parts(const void *data, long begin, long end, int thread) {
     for (long i = begin; i < end; ++i) attend_one(a, i / parts, i % parts * heads, (i % parts + 1) * heads, scores);
 }
 
-/* dim is a multiple of 16. sizes: the `long` fields of Attention up to max_length. GRAIN: always use all threads. */
+/* dim is a multiple of 16. sizes: the `long` fields of Attention up to max_length. GRAIN: use threads for any size. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
     const long parts = sizes[0] < threads ? sizes[3] : 1;

@@ -52,8 +52,7 @@ INLINE void score(const Task *t, long row, int vector, const int rows) {
             STORE(t->weights + (row + r) * KEYS + (vector + v) * LANES, sum[r][v]);
 }
 
-/* Add the weighted values of `count` keys to the sums of `rows` queries. Only `width` vectors, from element `first` on.
- */
+/* Add the weighted values of `count` keys to the sums of `rows` queries: `width` vectors, from element `first` on. */
 INLINE void add_values(const Task *t, long row, long first, int count, const int rows, const int width) {
     floats sum[QUERIES][WIDTH];
     float *sums = t->sums + row * t->dim + first;
@@ -151,8 +150,7 @@ static void attend_tokens(const Chunk *c, float *scratch, long head, long begin,
     }
 }
 
-/* Later tiles have more keys. Tiles are taken from both ends in turn, so that equal parts of all tasks take equal time.
- */
+/* Later tiles have more keys. Take tiles from both ends in turn, so that equal shares of the tasks take equal time. */
 static void attend_tasks(const void *data, long begin, long end, int thread) {
     const Chunk *c = data;
     float *scratch = c->scratch + thread * kvtier_chunk_scratch(c->dim, c->heads / c->kv_heads);

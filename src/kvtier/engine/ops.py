@@ -39,7 +39,7 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
-    """Compute attention on the CPU. If torch computes a sequence without cached tokens, it does not read the cache."""
+    """Compute attention on the CPU. For a sequence without cached tokens, torch reads `heads`, not the cache."""
     _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and a head_dim that is a multiple of 16

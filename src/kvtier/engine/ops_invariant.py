@@ -1,9 +1,9 @@
 """Batch-invariant operations on the CPU in float32. The result for a token depends only on the token's sequence.
 
 Matrix libraries choose a kernel by the shape of the input, and kernels differ in the order of additions. A token that
-is computed alone therefore differs in the last bits from the same token in a batch. Here, all calls have equal shapes.
-Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are zeros.
-Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
+is computed alone can therefore differ in the last bits from the same token in a batch. Here, all inputs have equal
+shapes. Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are
+zeros. Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
 
 Results are invariant only if the library computes a row independently of other rows and of the row's place in a tile.
 `_try_out` tests this for every shape of matrix products, norms and activations before the first use of the shape.

@@ -4,7 +4,7 @@
               a share of the model and of blocks       <──Reports───     a share of every block
 
 Every rank computes its share of the model, and the ranks call all_reduce twice per layer. If a rank dies, fails or
-exceeds a timeout, all later messages to ranks raise EngineError, and `close` kills the other ranks.
+exceeds a timeout, all later calls that need another rank raise EngineError, and `close` kills the other ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Ranks:
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads), replies=False))
 
     def end_step(self) -> None:
-        """Wait until all other ranks computed the oldest open step. `poll` then returns the reports of its loads."""
+        """Wait for the other ranks to compute the oldest step in flight. `poll` then has the reports of its loads."""
         for rank in self._ranks:
             while not self._num_ended[rank - 1]:
                 self._next(rank, self._timeout)
@@ -229,7 +229,7 @@ class Ranks:
         self._guard(rank, lambda: send(self._links[rank - 1], message))
 
     def _receive(self, rank: int, timeout: float) -> Any:
-        """Return the value of the next reply. Reports that arrive until then are kept for `poll`."""
+        """Return the value of the next reply. Reports that arrive before it are kept for `poll`."""
         while not (message := self._next(rank, timeout)).is_reply:
             pass
         return message.value

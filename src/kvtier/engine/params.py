@@ -221,7 +221,7 @@ class Output:
     """Scores of prompt tokens, in order from SamplingParams.prompt_logprobs_start on. A step may split its scores among
     several outputs. Only the first sequence of a request reports them."""
     stop_text: str = ""
-    """The stop string that ended the sequence."""
+    """The stop string that ended the sequence. Empty if the sequence ended without one or has not ended."""
 
     def __reduce__(self) -> tuple[type[Output], tuple[object, ...]]:
         """Pickle the fields as a tuple. A round trip takes 8.5 instead of 31.6 us (x86-64, measured on 2026-11-15)."""

@@ -201,7 +201,7 @@ class DeviceRows:
             for column, number in zip(phase.added, (at, first, len(table) - first), strict=True):
                 column.append(number)
 
-    # ---- PREPARE, FORWARD and UNPREP, in the order of the batches --------------------------------------------------
+    # ---- PREPARE, FORWARD and UNPREP, in the order of the batches. `number` is the phase of the batch. -------------
 
     def prepare(self, number: int, copy: BatchCopy) -> None:
         """Move the rows into the order of the batch, and add new rows and new blocks."""
@@ -215,7 +215,7 @@ class DeviceRows:
             self.counts[slot].zero_()[at] = values
 
     def batch(self, number: int) -> ForwardBatch:
-        """Return the inputs of the model for a batch that is prepared."""
+        """Return the inputs of the model for a batch whose PREPARE has run."""
         phase = self._phases[number]
         count = len(phase.rows)
         longest = max([len(each.inputs.block_table) for each in phase.rows])
@@ -280,7 +280,7 @@ class DeviceRows:
         at, positions = phase.numbers.there[first : first + 2 * count].view(2, -1)
         return at, positions
 
-    # ---- FETCH and UPDATE, on the engine's thread ------------------------------------------------------------------
+    # ---- FETCH and UPDATE, on the engine's thread. `number` is the phase of the batch. -----------------------------
 
     def fetch(self, number: int, count: int, copy: BatchCopy) -> None:
         """Add a copy of the tokens of a batch from the device to the host."""

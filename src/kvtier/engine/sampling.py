@@ -1,8 +1,8 @@
 """Sampling of tokens from logits, for a whole batch of requests.
 
-The sample of a request never depends on the rest of the batch, because all operations work on single rows and every
-request has its own random generator. On CUDA, a Triton kernel samples (sampling_triton.py). On the CPU, native code or
-torch samples. All of them apply the same penalties and filters.
+For given logits, the sample of a request does not depend on the rest of the batch: all operations work on single rows,
+and every request has its own random generator. On CUDA, a Triton kernel samples (sampling_triton.py). On the CPU,
+native code or torch samples. All of them apply the same penalties and filters.
 """
 
 from __future__ import annotations

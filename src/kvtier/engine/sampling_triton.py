@@ -112,7 +112,7 @@ def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the highest number from `lowest` up for which the tokens with at least this score weigh `goal` or more."""
+    """Return the highest threshold from `lowest` up such that tokens with at least this score weigh `goal` or more."""
     low, high = _key(lowest), _key(highest)
     while low < high:
         step = (high - low + 3) // 4

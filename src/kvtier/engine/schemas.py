@@ -58,7 +58,7 @@ def check_shape(schema: Mapping[str, Any]) -> None:
 
 
 def to_lark(text: str) -> str:
-    """Convert a grammar in Lark or GBNF to the Lark notation of llguidance. May raise ArgumentError."""
+    """Convert a grammar in Lark or GBNF to the Lark notation of llguidance. Raise ArgumentError for other texts."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -119,8 +119,8 @@ class SchemaCompiler:
         seconds = time.thread_time() - began
         if seconds > _MAX_MASK_SECONDS:
             raise ArgumentError(
-                f"the schema takes {seconds:.2f} s per token; the limit is {_MAX_MASK_SECONDS:g} s. Use fewer "
-                "properties or shorter lists"
+                f"the schema takes {seconds:.2f} s for the first token; the limit is {_MAX_MASK_SECONDS:g} s. "
+                "Use fewer properties or shorter lists"
             )
 
 

@@ -26,7 +26,7 @@ class StopChecker:
         self.held = ""
         """Text that was held back and not released yet."""
         self.found = ""
-        """The stop string that was found first."""
+        """The stop string that ended the output; empty before that."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Add text. Returns the text that can be released, and True if a stop string ends the output."""

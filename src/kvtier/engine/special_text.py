@@ -38,9 +38,9 @@ class SpecialText:
         self._first = {case for token in ordered for case in (token[0].lower(), token[0].upper())}
 
     def hide(self, value: Any) -> tuple[Any, Mapping[str, str]] | None:
-        """Mark the special tokens in all strings of a JSON value. Returns None if there are no special tokens.
+        """Mark the special tokens in all strings of a JSON value. Return None if there is nothing to mark.
 
-        Otherwise returns the changed value, and a map from marks to characters for `show`. The beginning of a special
+        Otherwise return the changed value, and a map from marks to characters for `show`. The beginning of a special
         token at the end of a string is marked too, because a template may append the rest of the token.
         """
         strings = list(_strings(value))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Proposer(Protocol):
     """Drafts tokens. `models` lists the draft models, if the proposer uses any.
 
-    The engine keeps a cache group for each draft model. In every step, each draft model computes its KV of the tokens.
+    The engine keeps a cache group for each draft model. In a step, each draft model computes its own KV of all tokens.
     """
 
     num_tokens: int
@@ -33,7 +33,7 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """Proposes what followed the latest earlier occurrence of the last tokens, because outputs often quote prompts.
+    """Proposes the tokens after an earlier occurrence of the last tokens, because outputs often quote prompts.
 
     ... the cat sat on the mat. Then the cat          the last 2 tokens "the cat" occurred before
         ^^^^^^^ --------------                        draft of 4 tokens: "sat on the mat"
@@ -42,6 +42,7 @@ class NgramProposer:
     models: tuple[Model, ...] = ()
 
     def __init__(self, num_tokens: int = 4, *, longest: int = 4, shortest: int = 2) -> None:
+        """Search for the last `longest` tokens, then for fewer, down to `shortest`. Use the latest occurrence."""
         if num_tokens < 1 or not 1 <= shortest <= longest:
             raise RangeError(
                 f"need num_tokens >= 1 and 1 <= shortest <= longest, got {num_tokens=}, {shortest=}, {longest=}"

@@ -57,7 +57,7 @@ def _refuse(message: str) -> NoReturn:
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
 # If a text has more than _USUAL_CHARS characters per allowed token, its tokens are first counted in pieces of
-# _PIECE_CHARS characters. The count stops when it exceeds twice the limit.
+# _PIECE_CHARS characters. The count stops when it exceeds twice the allowed number.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # name of a byte in tokenizers with byte fallback
@@ -165,14 +165,14 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text after other tokens. They may be only a part of a character."""
+        """Return the bytes that a token adds to a text after other tokens. The bytes may end inside a character."""
         if token_id not in self._token_bytes:
             self._token_bytes[token_id] = self._find_bytes(token_id)
         return self._token_bytes[token_id]
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """Control tokens, which `decode` skips by default."""
+        """Ids of the control tokens, which `decode` skips by default."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
@@ -197,8 +197,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the chat template. `variables` are passed to the template.
 
-        With `continue_final_message`, the text ends with the content of the last message, so that an answer continues
-        it.
+        With `continue_final_message`, the text ends with the content of the last message, which the answer continues.
         """
         template = self._tool_template if tools else self._template
         if template is None:
@@ -267,7 +266,7 @@ class TokenStream:
         self._is_first = True
 
     def add(self, token_id: int) -> str:
-        """Return the text that this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes, without the bytes of an incomplete character."""
         data = self._tokenizer.token_bytes(token_id)
         if not data or token_id in self._tokenizer.special_ids:
             return ""
@@ -287,7 +286,7 @@ def _until_end(text: str, content: str) -> str:
     for form in (content, content.rstrip(), content.strip()):
         if form and (begin := text.rfind(form)) >= 0:
             return text[: begin + len(form)]
-    raise ArgumentError("the chat template changes the final message, so that it cannot be continued")
+    raise ArgumentError("the chat template changes the final message, so the final message cannot be continued")
 
 
 def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:

@@ -227,7 +227,7 @@ def test_damaged_gguf_error_states_the_cause(checkpoint, tmp_path):
 
     check_refused(b"GGML" + data[4:], "not a GGUF file")
     check_refused(data[:200], "truncated or damaged")
-    check_refused(data[:-5000], r"ends at byte \d+, inside a tensor.* incomplete")
+    check_refused(data[:-5000], r"ends at byte \d+, but one of its tensors.* incomplete")
     check_refused(data[:4] + (1).to_bytes(4, "little") + data[8:], "version 1; kvtier reads versions 2 and 3")
     check_refused(data.replace(b"llama", b"mamba"), "architecture 'mamba'")
     missing = write_gguf(tmp_path / "missing.gguf", "llama", oracle, skip=["model.layers.1.mlp.up_proj.weight"])

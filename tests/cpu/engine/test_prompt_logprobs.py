@@ -145,7 +145,7 @@ def test_explanation_gives_logprobs_as_reason_of_the_miss(llama):
     scores(engine, prompt)
     name = engine.add(prompt, greedy(prompt_logprobs=0, prompt_logprobs_start=9))
     assert finish(engine)[name].num_cached == 8
-    assert engine.explain(name).miss == "the log-probabilities of the prompt need all tokens from 8 on"
+    assert engine.explain(name).miss == "the log-probabilities of the prompt require computing all tokens from 8 on"
 
 
 def test_prompt_logprobs_that_are_nan_fail_only_their_request(llama):
