@@ -347,7 +347,7 @@ def test_state_append_with_invalid_rows_raises(placement):
             state.append(stay, [0, 0], added, source, functor)
     with pytest.raises(RangeError, match="row 1 has 5 elements"):
         state.append(Permutation([1, 0], 2), [1, 5], Added([], [], []), source, functor)
-    with pytest.raises(ArgumentError, match="sizes must contain 2"):
+    with pytest.raises(ArgumentError, match="sizes must contain at least 2"):
         state.append(Permutation([1, 0], 2), [1], Added([], [], []), source, functor)
     with pytest.raises(RangeError, match="the new order needs 4"):
         state.append(Permutation([9] * 4, 0), [0] * 4, Added([], [], []), source, functor)

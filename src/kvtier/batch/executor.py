@@ -30,7 +30,7 @@ class Streams:
     def on(self, side: Side, *, after: Event | None = None, then: Event | None = None) -> Iterator[None]:
         """Make the stream of a side current. It waits for `after` first, and records `then` last if no op fails.
 
-        On a GPU, the stream is also the current stream of torch, because modules use both libraries.
+        On a GPU, the stream is also the current stream of torch, because modules use both torch and kvtier.memory.
         """
         stream = self.of(side)
         if stream is None:

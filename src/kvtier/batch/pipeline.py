@@ -25,7 +25,7 @@ from kvtier.state import Permutation
 class TicketStatus(Enum):
     """State of a request in the pipeline. FINISHED, CANCELLED and FAILED are final.
 
-    The caller, not the pipeline, records whether a request waits for its next batch (`RequestState`).
+    The pipeline does not record whether a request waits for its next batch. The caller records this.
     """
 
     RUNNING = "running"
@@ -151,7 +151,7 @@ class Pipeline:
     ) -> None:
         """With the default `executor`, copies and tasks on the CPU run on streams, as on a GPU.
 
-        With another one, they run immediately, in the thread of the op.
+        With another `executor`, copies and tasks on the CPU run immediately, in the thread of the op.
         """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
@@ -376,7 +376,7 @@ class Pipeline:
             raise error
 
     def _give_up(self, batch: BatchData, side: Side) -> None:
-        """Free the slot of a batch after an error on one side. If the error is its own, fail its requests."""
+        """Free the slot of a batch after an error. Fail its requests if the error occurred in this batch."""
         self._streams.settle(side)
         batch.abandon()
         self._free.append(batch)

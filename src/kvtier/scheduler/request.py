@@ -75,15 +75,16 @@ class Request:
     """Rows of the request in steps without results, at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the last admission before the first preemption."""
+    """Number of cached prompt tokens at the first admission. If a load fails, the next admission replaces the number.
+    The number stays the same after the first preemption."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """Tier name -> number of cached prompt tokens at the same admission."""
+    """Tier name -> number of cached prompt tokens at that admission."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
     """Number of tokens of the request when it last restarted because there was no free slot and no other request could
-    free one. 0 before that. If this happens again at the same number of tokens, the request is refused."""
+    free one. 0 before the first such restart. If another one is due at the same number, the request is refused."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
@@ -142,7 +143,7 @@ class SchedulerConfig:
     starts_early: bool = False
     """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0
-    """The priority of a request for admission rises by one each time it has waited this long, so that none starves."""
+    """The priority of a request for admission rises by one per `age_seconds` of waiting, so that no request starves."""
 
     def __post_init__(self) -> None:
         least = {"max_rows": 1, "max_step_tokens": 1, "max_context": 1, "lookahead_tokens": 0}
@@ -150,7 +151,7 @@ class SchedulerConfig:
             if getattr(self, name) < low:
                 raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.max_rows > self.max_step_tokens:
-            raise RangeError(f"max_step_tokens must be at least max_rows={self.max_rows}, got {self.max_step_tokens}")
+            raise RangeError(f"max_step_tokens must be at least max_rows ({self.max_rows}), got {self.max_step_tokens}")
         if self.age_seconds <= 0:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 

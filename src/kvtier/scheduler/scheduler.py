@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
-        self._updated_at = -math.inf  # time of the last `update`, at which the device began a second step in flight
+        self._updated_at = -math.inf  # time of the last `update`; a second step in flight began then
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -209,8 +209,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already holds all available blocks. Some may be its own copies of blocks that others have
-                # published as well: a restart uses those instead. After a restart without progress, refuse the request.
+                # The request already holds all available blocks. Some may duplicate blocks that other requests have
+                # published, and a restart uses the published blocks. Refuse the request if a restart did not help.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage))
@@ -416,7 +416,7 @@ class Scheduler:
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Select the request to preempt, which is the latest arrival among the requests with the lowest priority."""
+        """Select the request to preempt: among those that can help, the lowest priority, then the latest arrival."""
         others = [
             other
             for other in reversed(self._running)  # at equal arrival, the latest admission

@@ -14,7 +14,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Permutation:
-    """The old number of each row in the new order. A number of `size0` (number of old rows) or more means a new row.
+    """The old index of each row of the new order. An index from `size0` (number of old rows) on marks a new row.
 
         Permutation([2, 0, 5], size0=3)     row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 

@@ -46,9 +46,9 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Make `copy` copy the rows from front to back in the new order (new rows: from `new`, if given). Call `swap`.
+        """Add to `copy` the copies of all rows from front to back in the new order, and call `swap`.
 
-        Return False and do nothing if `perm` is the identity.
+        New rows are copied from `new`, if given. If `perm` is the identity, do nothing and return False.
         """
         if perm.is_identity:
             return False

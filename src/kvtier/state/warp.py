@@ -20,7 +20,7 @@ from kvtier.state.permutation import I64, Permutation, find_runs
 
 
 class Added(NamedTuple):
-    """Elements to add: numbers of the rows, index of the first new element in each row, and number of new elements."""
+    """Elements to add: indices of the rows, index of the first new element in each row, and number of new elements."""
 
     rows: Any
     first: Any
@@ -58,7 +58,7 @@ class Rows:
     def must_be_apart(self, other: Rows) -> None:
         """Raise if both tensors share memory, because a row could be overwritten before it is read."""
         if self.address < other.end and other.address < self.end:
-            raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor, or in_place=True")
+            raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor")
 
     def must_hold(self, count: int, what: str) -> None:
         if self.num_rows < count:
@@ -273,7 +273,7 @@ def _warp_in_place(rows: Rows, perm: Permutation, new: Rows | None, copy: BatchC
 def _whole_numbers(name: str, values: Any, count: int) -> I64:
     array = np.asarray(values)
     if array.ndim != 1 or len(array) < count or (array.size and array.dtype.kind not in "iu"):
-        raise ArgumentError(f"{name} must contain {count} integers, got {array.dtype} of shape {array.shape}")
+        raise ArgumentError(f"{name} must contain at least {count} integers, got {array.dtype} of shape {array.shape}")
     numbers = array[:count].astype(np.int64)
     if count and int(numbers.min()) < 0:
         raise RangeError(f"{name}[{int(np.argmax(numbers < 0))}] is negative: {int(numbers.min())}")

@@ -147,7 +147,7 @@ def test_config_accepts_minimum_and_rejects_smaller_values():
         "max_context": {"max_context": 0},
         "lookahead_tokens": {"lookahead_tokens": -1},
         "age_seconds": {"age_seconds": 0.0},
-        "at least max_rows=5": {"max_rows": 5, "max_step_tokens": 4},
+        r"at least max_rows \(5\)": {"max_rows": 5, "max_step_tokens": 4},
     }
     for name, wrong in cases.items():
         with pytest.raises(RangeError, match=name):
