@@ -283,7 +283,7 @@ def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
         seed=1,
         share=0.0,  # no faults
     )
-    with pytest.raises(RangeError, match="GiB are free"):
+    with pytest.raises(RangeError, match="GiB are available"):
         machine.tiers.resize(tier, 1 << 40)
     assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]
     machine.add([1] * 9, 1, b"")
