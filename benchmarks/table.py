@@ -276,6 +276,24 @@ def during_compute(rows: Rows) -> Cells:
     )
 
 
+def prefill_rate(rows: Rows) -> Cells:
+    """Share of the rate of a bf16 matrix product, by number of tokens; random weights in the shape of Llama-3-8B."""
+    found = [row for row in rows if "of rate" in row]
+    if not found:
+        raise LookupError("no prefills")
+    shares = " / ".join(f"{100 * row['of rate']:.0f}" for row in found)
+    return Cells(f"{shares} %", "bf16 matrix product 100 %")
+
+
+def vllm_worker(rows: Rows) -> Cells:
+    """1 GiB of scattered blocks in four layouts of vLLM, the slowest one."""
+    found = [row for row in rows if "of link" in row]
+    if not found:
+        raise LookupError("no transfers")
+    save, load = (100 * min(row["of link"] for row in found if row["route"] == route) for route in ("save", "load"))
+    return Cells(f"{save:.0f} / {load:.0f} %", "one contiguous copy 100 %")
+
+
 def hit(tier: str) -> Callable[[Rows], Cells]:
     """32,768 tokens, random weights in the shape of Llama-3-8B."""
 
@@ -332,6 +350,8 @@ TABLES: dict[str, tuple[Line, ...]] = {
         Line("Both directions during compute (% of link)", "transfer_gpu", during_compute),
         DECODE,
         DISTURBED,
+        Line("Prefill of 512 / 2k / 8k / 32k tokens, rate", "prefill_gpu", prefill_rate),
+        Line("Worker side of vLLM's connector: save / load", "vllm_worker_cuda", vllm_worker),
     ),
     "engine": (
         *(
