@@ -240,7 +240,7 @@ class Simulator:
                 if following < math.inf:
                     self._now = max(self._now, following)
             if progress is not None and self._num_steps % 256 == 0:
-                progress(len(self._served) / len(trace))
+                progress(len(self._served) / max(1, len(trace)))
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:

@@ -255,6 +255,12 @@ def test_simulation_of_empty_trace_has_no_requests():
     assert simulator(4).run([]).requests == ()
 
 
+def test_simulator_on_empty_trace_with_store_reports_progress():
+    shares: list[float] = []
+    assert simulator(4, 4, 4).run([], shares.append).requests == ()
+    assert set(shares) == {0.0}
+
+
 def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
     """Return the number of hit tokens per request in a plain LRU cache. The last prompt token is always computed."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
