@@ -26,7 +26,7 @@ class CacheAdmin:
     def save(self, chain: Chain) -> None:
         """Queue copies of a prompt's blocks to lower tiers, regardless of the write policy.
 
-        If memory has all blocks of the prompt, also queue copies of all its continuations.
+        If memory has all blocks of the prompt, also queue copies of all continuations of the prompt.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -63,8 +63,9 @@ class CacheAdmin:
             system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
                     └─ other prompts                     kept
 
-        Blocks shared with a prompt in memory that branches off before the end of this prompt are kept. A store drops
-        only descendants whose keys are in memory. Other descendants cannot match until this prompt is computed again.
+        The blocks that this prompt shares with another prompt in memory are kept, if the other prompt branches off
+        before the end of this prompt. A store drops only descendants whose keys are in memory. Other descendants cannot
+        match until this prompt is computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)

@@ -55,14 +55,15 @@ class Allocation:
 
     lease: Lease
     is_loading: bool = field(init=False, default=False)
-    """True while blocks are in flight to the device; see CacheManager.is_ready."""
+    """True from the call of `allocate` that starts or awaits loads until CacheManager.is_ready returns True."""
     loads: tuple[int, ...] = field(init=False, default=())
     """Ids of the loads in flight, if these loads bring all missing blocks. Empty if loads of another allocation bring
     some of the missing blocks, because a step then cannot wait layer by layer."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached tokens that were found in the tier."""
     num_cached_tokens: int = field(init=False)
-    """Tokens that need not be computed, including the tokens of `copy`."""
+    """Number of tokens that need not be computed, including the tokens that `copy` copies. CacheManager.allocate lowers
+    the number if it cannot reserve a slot for the copy."""
     source: Lease | None = field(init=False, default=None)
     """Lease on the source block of `copy`, held until the first step is published."""
     copy: BlockCopy | None = field(init=False, default=None)

@@ -66,7 +66,7 @@ class OnlineLeastSquares:
 
     def predict(self, amounts: Sequence[float]) -> float | None:
         """Return the expected seconds, or None before the first sample. The fit can lack the newest samples."""
-        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):  # over 1 new per 4 fitted samples
+        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):  # new > fitted / 4
             self._add_samples()
         if not self._num_samples:
             return None
@@ -183,13 +183,14 @@ class CostModel:
         return self._transfers[link].predict((num_blocks,)) if link in self._transfers else None
 
     def compute_seconds(self, first: int, num_tokens: int) -> float | None:
-        """Return the expected time to compute tokens [first, first + num_tokens) of a request."""
+        """Return the expected time to compute tokens [first, first + num_tokens), or None before any measurement."""
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
     def decide(self, num_blocks: dict[Link, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
-        """Decide whether to load or to compute. `num_blocks` counts the blocks on each link, including queued blocks.
+        """Decide whether to load or to compute tokens [first, first + num_tokens) of a request.
 
-        Set `again` for a repeated decision on one request, so that the request counts only once as a refused load.
+        `num_blocks` counts the blocks to load on each link, including blocks that are already queued there. Set `again`
+        for a repeated decision on one request, so that the request counts only once as a refused load.
         """
         times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None

@@ -38,13 +38,13 @@ class SavePoint:
     """Progress of a request's saves. A request with a new SavePoint saves all blocks that the host lacks."""
 
     num_blocks: int = 0
-    """Number of leading blocks of the chain that are on the host or in flight to the host."""
+    """Number of leading blocks that were on the host, or in flight to the host, after the latest save."""
     node: Node | None = None
-    """Node that ended with the last of these blocks when it was recorded. The request has no lease on the node, so the
-    node may change, and the host may evict the blocks."""
+    """Node that ended with the last of these blocks when `save` recorded the node. The request has no lease on it, so
+    the node may change, and the host may evict the blocks."""
     is_over: bool = False
-    """True if nothing more is saved for the request, because the host has evicted blocks of the running request, or
-    because the engine has dropped blocks before they were saved."""
+    """True if nothing more is saved for the request. Possible reasons: the host has evicted blocks of the request, a
+    save has failed, or the engine has dropped blocks before they were saved."""
 
 
 class ForeignDevice:
@@ -85,9 +85,9 @@ class ForeignDevice:
         saved for this request.
 
         Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. Later calls for a
-        point continue after its first `num_blocks` blocks. If the host has evicted blocks since the previous call,
-        nothing more is saved for this request. In this case the host is too small for the running requests, and would
-        evict the copies again.
+        point continue after its first `num_blocks` blocks. If the host has lost some of these blocks since the previous
+        call, nothing more is saved for this request. Usually the host has evicted them, because it is too small for the
+        running requests. It would then evict new copies too.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0 or point.is_over:

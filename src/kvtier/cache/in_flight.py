@@ -4,7 +4,7 @@
 
 Each transfer holds a lease until the transfer ends. The lease keeps the source and target slots from being evicted or
 reused, even if the request ends or the cache is reset. A reset removes the blocks from the tree. When a transfer that
-began before a reset ends, its slots are freed and its blocks do not become readable.
+began before a reset ends, its target slots are freed, and its blocks do not become readable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mask = bytes
 
 @dataclass(slots=True)
 class RouteStats:
-    """Statistics of one route and one store, if the route has one. `num_blocks` counts the blocks that have arrived."""
+    """Statistics of one route, or of one store on this route. `num_blocks` counts the blocks that have arrived."""
 
     route: Route
     store: str
@@ -123,9 +123,9 @@ class TransferTracker:
     ) -> int:
         """Plan a transfer of a path's blocks from block `first` on. Return the transfer's id.
 
-        `source` is a tier. `target` is slots in a tier, and the blocks must be WRITING there (see `begin_write` and
-        `graft`). Either can also be slots on a device that another engine owns (cache/foreign.py), or the name of a
-        store. The transfer becomes the owner of the lease.
+        `source` is a tier, slots of a device that another engine owns (cache/foreign.py), or the name of a store.
+        `target` is slots of a tier, slots of such a device, or the name of a store. In a target tier, the blocks must
+        already be WRITING (see `begin_write` and `graft`). The transfer becomes the owner of the lease.
         """
         target_name, target_slots = _endpoint(target)
         count = len(target) if isinstance(target, Slots) else len(keys) // KEY_BYTES

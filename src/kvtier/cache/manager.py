@@ -212,7 +212,7 @@ class CacheManager:
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """Call after `allocate`. True if all matched blocks are on the device. Raise LoadError if a load failed."""
+        """True if all matched blocks are on the device. Raise LoadError if a load failed. Call it after `allocate`."""
         self._must_be_open(allocation)
         if not allocation.is_loading:
             return True
@@ -274,7 +274,7 @@ class CacheManager:
         self._end(allocation, used=True, now=now, outcome=outcome)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled, preempted or not scheduled. Blocks count as used if it was scheduled."""
+        """End a cancelled, preempted or unscheduled request. If the request was scheduled, its blocks count as used."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
@@ -360,16 +360,16 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Number of device blocks. It changes if an operator resizes the device tier."""
+        """Number of blocks in the first tier: the device, or the host if another engine owns the device blocks."""
         return self._device.pool.num_slots
 
     @property
     def num_available(self) -> int:
-        """Number of device blocks that are free or evictable."""
+        """Number of blocks in the first tier that are free or evictable."""
         return self._device.pool.num_free + self._device.num_evictable
 
     def shortage_for(self, num_blocks: int) -> Shortage | None:
-        """Return a Shortage if `num_blocks` more device blocks are not available, otherwise None."""
+        """Return a Shortage if `num_blocks` exceeds `num_available`, otherwise None."""
         if num_blocks <= self.num_available:
             return None
         return Shortage(self._device.name, num_blocks, self._device.pool.num_free, self._device.num_evictable)
@@ -407,7 +407,7 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block. Without a host tier, all are READY; return an empty result."""
+        """Return the device state of each matched block. If there is only one tier, all are readable: return b""."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -486,7 +486,7 @@ class CacheManager:
     def _on_transfer_done(self, done: PendingTransfer) -> None:
         """Handle a completed transfer. Offer saved blocks to the stores. Record the times of loads and fetches."""
         route, transfer = done.transfer.route, done.transfer
-        if route is Route.DEVICE_TO_HOST:  # a chain without tokens is not offered to stores: HostWriter._chain_of
+        if route is Route.DEVICE_TO_HOST:  # HostWriter._chain_of: without tokens, no store needs the blocks
             for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:

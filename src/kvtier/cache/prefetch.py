@@ -5,8 +5,8 @@
 
 A prefetch holds a lease on its path until its request has matched the path or was cancelled. Once it is clear that
 nothing will be fetched, the lease is released, because waiting requests must not hold memory that running requests
-need. Blocks can then be evicted before the request starts. `retry` fetches them from a store. It also repeats a fetch
-for which there was no room.
+need. The path's blocks can then be evicted before the request starts. `retry` fetches evicted blocks from a store, and
+repeats a fetch for which there was no room.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Prefetch:
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""
     is_over: bool = False
-    """True if the request need not wait for this prefetch."""
+    """True if nothing is left to fetch, or after a reset of the cache. The maximum wait does not set it."""
     is_retry: bool = False
     """True after a retry. A prefetch is retried at most once."""
     num_blocks: int = 0
@@ -88,7 +88,8 @@ class Prefetcher:
     def retry(self, prefetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
         """Fetch again if memory has only `num_found` blocks and a store has more. Return True if the request must wait.
 
-        A second retry is refused, because repeated evictions and retries could delay the request forever.
+        A prefetch whose transfers have started is not retried. A second retry is refused too, because repeated
+        evictions and retries could delay the request forever.
         """
         if prefetch.is_retry or prefetch.lease is not None or num_found >= prefetch.wanted:
             return False
@@ -99,7 +100,7 @@ class Prefetcher:
         return not self.is_over(prefetch, now)
 
     def is_over(self, prefetch: Prefetch, now: float) -> bool:
-        """True if the request need not wait."""
+        """True if the request need not wait: the prefetch is over, or the maximum wait of every store has passed."""
         if prefetch.is_over:
             return True
         waited = now - prefetch.started

@@ -37,15 +37,16 @@ class WritebackJob:
     first: int
     stop: int
     always: bool = False
-    """True if an operator requested the copy. It ignores `min_uses`, and may evict blocks of an exclusive host tier."""
+    """True if an operator requested the copy. `min_uses` is then ignored, and an exclusive host tier may evict other
+    blocks for the copy."""
 
 
 class WritebackQueue:
     """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
     `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. The manager sets
-    `max_jobs` to at least the number of slots in memory. If so many later jobs are queued, each with one block or more,
-    most blocks of the oldest job have already been evicted.
+    `max_jobs` to at least the number of slots in memory. The blocks of a dropped job have then usually been evicted,
+    because each of the newer jobs has at least one block.
     """
 
     def __init__(
@@ -168,9 +169,8 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Copy the device blocks of a job that the host lacks. Return the number of copies and the rest of the job.
 
-        If all blocks on the host are leased, the rest of the job is dropped, and the second result is None. An
-        exclusive host tier drops the rest if it has no free slot, unless an operator requested the copy or `is_early`
-        is set.
+        If no host slot can be reserved, drop the rest of the job and return None for it. An exclusive host tier drops
+        the rest if it has no free slot, unless an operator requested the copy or `is_early` is set.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -194,7 +194,7 @@ class HostWriter:
         """Find the nodes that the device will evict next. Return True if there are nodes for `save_next_victims`.
 
         `num_spare` is the number of device slots that CacheManager.plan keeps free. HostConfig.ahead_share limits the
-        number of nodes. Only an exclusive host tier looks ahead.
+        number of blocks in these nodes. Only an exclusive host tier looks ahead.
         """
         if not self._ahead_share:
             return False

@@ -70,7 +70,7 @@ def _packed(tokens: Sequence[int]) -> bytes:
         for token in tokens:
             if not isinstance(token, int | np.integer):
                 raise DTypeError(f"tokens must be whole numbers, got {token!r}") from None
-        raise RangeError(f"token ids must be in [0, {MAX_TOKEN}], got {max(tokens)} and {min(tokens)}") from None
+        raise RangeError(f"token ids must be in [0, {MAX_TOKEN}], got {min(tokens)} to {max(tokens)}") from None
     if tokens and min(tokens) < 0:
         raise RangeError(f"token ids must be in [0, {MAX_TOKEN}], got {min(tokens)}")
     return packed

@@ -45,7 +45,7 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, or the root key for a root. The next block's key is derived from it."""
+    """Return the key of a node's last block, or the root key for a root. It is the parent key of the next block."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 

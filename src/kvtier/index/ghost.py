@@ -33,8 +33,8 @@ class Stack:
     """Shadows for LRU or FIFO, of all sizes at once. The size of a shadow is a number of marks.
 
     A shadow of size n contains a mark if fewer than n other marks are newer. Leaves are evicted first, so the start of
-    a path is newer than its end. With LRU, each request moves its path to the newest end. With FIFO, it does so only
-    if it added a block to the real cache.
+    a path is newer than its end. With LRU, each request moves its path to the newest end. With FIFO, only the requests
+    that added a block to the real cache move their paths.
 
         newest   | top: marks of the newest path, in order | times: last move of all other marks |   oldest
 
@@ -202,9 +202,9 @@ class Estimate:
 class GhostCache:
     """Estimates hit rates from the requests that the tree records.
 
-    `policy` and `capacity` describe the real cache. `rate` is the share of sampled marks. The default is 1/64, or more
-    if the shadow of the real cache would otherwise hold fewer than 64 marks. The memory is limited: the sampled bytes
-    of 4096 prompts and, for each policy, a multiple of the marks that fit into all capacities together.
+    `policy` and `capacity` describe the real cache. `rate` is the share of marks that are sampled. The default is 1/64,
+    or more if the real cache's shadow would otherwise hold fewer than 64 marks. The memory is limited: the sampled
+    bytes of 4096 prompts and, for each policy, a multiple of the marks that fit into all capacities together.
 
     `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` also records each
     request in `sparse`.
@@ -264,6 +264,7 @@ class GhostCache:
         The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
         rate, plus the lead divided by the expected number of sampled marks. The error is twice the standard error, plus
         the model error, the error of rounding sizes to marks, and the error of prompts that are too short for a mark.
+        For the policy and capacity of the real cache, the estimate is the measured hit rate, and the error is 0.
 
         The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
         the sums of the groups are independent, and their variance measures this source. Second, the share of marks that

@@ -35,7 +35,8 @@ class Lease:
     table: I32
     retention: Retention
     stopped: MissReason | None
-    """Reason for the end of the match, or None if the tree lacks the next block."""
+    """Reason why the match ended (MissReason.NONE if every block matched). None if the tree lacks the next block, or if
+    the lease does not come from RadixTree.match."""
     matched_at: int  # logical time
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)

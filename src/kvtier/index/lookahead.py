@@ -25,7 +25,7 @@ class Lookahead:
     def __init__(self, policy: Policy, tier: int) -> None:
         self.name = policy.name
         self.queue: dict[Node, int] = {}
-        """Node -> number of its blocks in the tier when it was last counted."""
+        """Node -> number of blocks of the node in the tier, at the last count."""
         self.num_blocks = 0
         self._policy, self._tier = policy, tier
         self._leased: dict[Node, int] = {}

@@ -74,8 +74,8 @@ class Residency:
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
-# Last use of a run of blocks, for the learned policy (see kvtier.index.tracker): number of the touch, class, time on
-# the caller's clock, number of earlier uses.
+# Last use of a run of blocks, for the learned policy (see kvtier.index.tracker): serial number of the touch, index of
+# the blocks' class, time on the caller's clock, count of earlier uses.
 Touch = tuple[int, int, float, int]
 
 

@@ -304,7 +304,10 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """List a node in `duplicates` if `faster` holds it too, unless it is leased or a next victim of `faster`."""
+        """List a node in `duplicates` if `faster` also holds it, unless it is leased or a next victim of `faster`.
+
+        If the node cannot be listed, remove it from `duplicates`.
+        """
         above = self.faster
         if above is None:
             return
@@ -349,7 +352,7 @@ class Tier:
         for node in nodes:
             held = node.held[self.number]
             if self.slower is not None:
-                self.slower.list_duplicate(node)  # it may have been a next victim of the tenant until now
+                self.slower.list_duplicate(node)  # the node may have been a next victim of the tenant
             if tenant is not None and held is not None and not node.leases and self._limited(node) is tenant:
                 tenant.num_blocks += held.num_held
                 if not node.below[self.number]:

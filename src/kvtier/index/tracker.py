@@ -80,7 +80,8 @@ class TouchLog:
         self.synced = 0
         """Value of `state.next` at the last `sync`."""
         self.native_take: Callable[[], tuple[bytes, bytes, bytes]] | None = None
-        """Return and clear the numbers that native code collects instead of using the next three lists."""
+        """Returns and clears the numbers that native code collects. With native code, the next three lists stay empty.
+        None without native code."""
         self.started: list[int] = []
         """Class and number of blocks of each touch since the last `sync`."""
         self.ended: list[int] = []

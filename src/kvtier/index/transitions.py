@@ -32,7 +32,8 @@ from kvtier.messages import I32
 _NOT_READABLE = f"cannot be read now: some are not READY or already have {MAX_STATE - READY} readers"
 _STILL_WRITING = bytes(value if value == WRITING else 0 for value in range(256))
 Parts: TypeAlias = list[tuple[Node, int, int, int]]
-"""Parts (node, low, high, offset) of a path, last node first. Block `low` of a node is block `offset` of the range."""
+"""The nodes that contain a range of a path's blocks, last node first: (node, low, high, offset). The range contains
+blocks [low, high) of the node. Block `low` of the node is block `offset` of the range."""
 
 
 def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
@@ -87,7 +88,7 @@ def _change(lease: Lease, tier: Tier, first: int, count: int, table: bytes, prob
 
 def path_parts(lease: Lease, first: int, count: int) -> Parts:
     """Return the nodes that contain blocks [first, first + count) of the path."""
-    if lease.closed:  # saves a call, because the manager calls this function 16 times per request
+    if lease.closed:  # avoids a call, because this function runs 16 times per request
         lease.must_be_open()
     stop = first + count
     if first < 0 or count < 0 or stop > lease.num_blocks:
