@@ -17,7 +17,7 @@ def gather(cache: Buffer, table: list[int], target: Buffer) -> None:
     """Copy the blocks of a block table to consecutive places of `target`."""
     sources = np.array(table) * BLOCK_ELEMENTS
     targets = np.arange(len(table)) * BLOCK_ELEMENTS
-    with BatchCopy() as copy:  # runs at the end of the block
+    with BatchCopy() as copy:  # runs the copies at the end of the `with` body
         copy.pieces(cache, sources, BLOCK_ELEMENTS, target, targets)
     result = copy.result
     assert result is not None
@@ -25,7 +25,7 @@ def gather(cache: Buffer, table: list[int], target: Buffer) -> None:
 
 
 def shift(rows: Buffer, row_elements: int, first: int) -> None:
-    """Move all rows from `first` on one row up. Each copy overwrites the source of the previous one."""
+    """Move row `first` and all later rows one place towards row 0. Each copy overwrites the source of the previous."""
     num_rows = rows.size // row_elements
     with BatchCopy() as copy:
         for row in range(first, num_rows):

@@ -23,7 +23,7 @@ class SqliteBucket:
     request_size = RequestSize(max_names=500)
 
     def __init__(self, path: str) -> None:
-        self._lock = threading.Lock()  # RemoteStore calls from several threads
+        self._lock = threading.Lock()  # several threads of RemoteStore call the bucket
         self._db = sqlite3.connect(path, check_same_thread=False)
         self._run("CREATE TABLE IF NOT EXISTS kv (name TEXT PRIMARY KEY, value BLOB)")
 

@@ -28,7 +28,7 @@ def ask(model: str, folder: str) -> None:
 
 def main(model: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        print("first process: the second and third question share their beginning with the first")
+        print("first run: the second and third question share their beginning with the first")
         ask(model, folder)
         print("after a restart: blocks come from disk")
         ask(model, folder)

@@ -100,8 +100,9 @@ class Buffer:
     def wrap(cls, source: Any) -> Buffer:
         """Use the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
 
-        The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. On CUDA the
-        current stream waits for the producer's pending work.
+        The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. With DLPack and
+        `__cuda_array_interface__`, the current stream waits for the producer's pending work. With a torch tensor, the
+        caller must order the work.
         """
         if isinstance(source, Buffer):  # a separate Region, so that closing one Buffer does not close the other
             region = Region(source.holding, readonly=source.readonly)

@@ -1,6 +1,7 @@
 // The gather kernel: one launch copies many pieces (contiguous byte ranges) in device and mapped host memory.
 //
-// The descriptors are kernel parameters, so they need no upload, and a captured launch can be replayed.
+// The addresses and sizes of the pieces are kernel parameters, so they need no upload, and a captured launch can be
+// replayed. They have one of two forms:
 //   Rows    pieces of equal size; 32-bit offsets from two bases, in units of 1 << shift bytes
 //   Pieces  any sizes and addresses
 // A piece is divided into `parts`; work item w is part w % parts of piece w / parts.

@@ -120,7 +120,10 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if min(self.device_bytes, self.host_bytes, self.disk_bytes) < 0:
-            raise RangeError(f"sizes must be 0 or more, got {self.device_bytes}, {self.host_bytes}, {self.disk_bytes}")
+            raise RangeError(
+                f"device_bytes, host_bytes and disk_bytes must be 0 or more, got {self.device_bytes}, "
+                f"{self.host_bytes} and {self.disk_bytes}"
+            )
         if self.disk_bytes and not (self.host_bytes and self.disk):
             raise ArgumentError("a disk tier needs a disk and a host tier, because blocks pass through host memory")
         if not self.device_bytes and self.kv_bytes <= 0:

@@ -169,6 +169,7 @@ class SimulatedWorker:
 
     @property
     def next_end(self) -> float:
+        """Time at which the next transfer ends if none is added. 0 if `poll` has results to return."""
         if self._results or self._lookups:
             return 0.0
         return min(link.next_end for link in self.links.values())

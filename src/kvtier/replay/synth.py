@@ -47,10 +47,14 @@ class SyntheticTrace:
                 raise RangeError(f"{name} must be finite and at least 1, got {getattr(self, name)}")
         if not (0 < self.session_rate < math.inf and 0 <= self.think_seconds < math.inf):
             raise RangeError(
-                f"need session_rate > 0 and think_seconds >= 0, got {self.session_rate} and {self.think_seconds}"
+                f"session_rate must be finite and above 0, and think_seconds finite and 0 or more, got "
+                f"{self.session_rate} and {self.think_seconds}"
             )
         if not (min(self.agent_share, self.document_share) >= 0 and self.agent_share + self.document_share <= 1):
-            raise RangeError(f"shares must be >= 0 and sum to at most 1, got {self.agent_share}, {self.document_share}")
+            raise RangeError(
+                f"agent_share and document_share must be 0 or more, and their sum at most 1, got {self.agent_share} "
+                f"and {self.document_share}"
+            )
 
 
 def generate(spec: SyntheticTrace) -> Iterator[TraceRequest]:

@@ -4,13 +4,13 @@
     LIVE --next batch------------------------------------------> LIVE
     LIVE --later batch: the batches in between are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
-    any  --`restart`, because no replay has them---------------> LIVE        after at least one batch
+    any  --`restart`, if the missing batches are unavailable---> LIVE        after at least one batch
     any  --newest batch, if it first clears the index----------> LIVE
     any  --older number with a newer time: replica restarted---> index cleared, LIVE after batch 0, else LATE
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
-all batches from the first missing one to the newest. They are applied in order, so the index then has the newest state.
+all batches from the first missing one to the newest. After the replay, the index therefore has the newest state.
 """
 
 from __future__ import annotations

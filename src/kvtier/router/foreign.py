@@ -1,7 +1,8 @@
 """ForeignKeys: converts the KV events of other engines, such as vLLM, to kvtier's block hashes.
 
-An event contains the tokens of the stored blocks and the engine's hash of their parent. A dict maps these hashes to
-kvtier's keys. The key of a block is computed from the parent's key and the block's own tokens.
+An event contains the tokens of the stored blocks, the engine's hashes of these blocks and the engine's hash of their
+parent. A dict maps the engine's hashes to kvtier's keys. The key of a block is computed from the parent's key and the
+block's own tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Router: estimates the time to first token of a prompt on each replica, and chooses the fastest replica.
 
-    time = queue                                     prompts that were sent there and have no token yet
-         + load of the prefix from its tiers         or computing it, whichever is faster
+    time = queue                                     earlier prompts of the replica that have no token yet
+         + load of the prefix from its tiers         or computing the prefix, whichever is faster
          + computing the rest                        duplicates cost extra, see RouterConfig.duplicate_cost
 
 Without events, only prompts in progress count as cached, so most requests go to the shortest queue.
@@ -112,7 +112,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.max_replicas < 1 or not 0 <= self.duplicate_cost < float("inf"):
             raise RangeError(
-                f"block_tokens and max_replicas must be at least 1, and duplicate_cost at least 0, got {self}"
+                f"block_tokens and max_replicas must be at least 1, and duplicate_cost finite and 0 or more, got {self}"
             )
 
 
@@ -129,7 +129,7 @@ class RouteDecision:
     start_seconds: float
     """Seconds to load and compute the prompt once the queue is empty."""
     num_blocks: dict[str, int]
-    """Cached blocks of the prompt by tier, on this replica."""
+    """Leading blocks of the prompt on this replica, by tier. The tier "expected" has blocks that are not cached yet."""
     expected: Found
     """Blocks that the replica has not cached yet. It computes them for this request or for an earlier one."""
 
@@ -253,7 +253,8 @@ class Router:
                 raise StateError(f"place {number} has the name {name} and the queue {self._queue[number]}")
             if self._waiting_ns[number] != waiting_ns:
                 raise StateError(
-                    f"the queue of place {number} is {self._waiting_ns[number]} ns, its prompts take {waiting_ns} ns"
+                    f"the queue of place {number} is {self._waiting_ns[number]} ns, but the prompts in it take "
+                    f"{waiting_ns} ns"
                 )
             if name is not None and self._queue[number] != waiting_ns / 1e9:
                 raise StateError(f"the queue of {name} is {self._queue[number]} s, but its sum is {waiting_ns} ns")

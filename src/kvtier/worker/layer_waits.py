@@ -48,6 +48,6 @@ class LayerWaits:
             return
 
     def arrived(self) -> bool:
-        """Wait until all loads have ended; returns True if every block arrived."""
+        """Wait until all loads have ended. Return True if every block arrived."""
         arrived = [copy.settle().status is TransferStatus.DONE for copies in self._loads for copy in copies]
         return all(arrived) and not self._failed

@@ -24,7 +24,7 @@ class Scrubber:
     def __init__(self, hosts: Sequence[HostMemory], every_seconds: float = 0.5) -> None:
         self._hosts = hosts
         self._every = every_seconds
-        self._lock = threading.Lock()  # protects the attributes below
+        self._lock = threading.Lock()  # protects _stamps, _new, _sums and _damaged
         self._reading = threading.Lock()  # held while host memory is read
         self._stamps: dict[int, int] = {}  # slot -> version of its contents, to discard checksums of old contents
         self._new: dict[int, None] = {}

@@ -101,7 +101,7 @@ class StoreWorker:
             return bool(self._num_open or self._results or self._lookups)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until there are results to take; returns False after the timeout."""
+        """Wait until there are results to take. Return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._results or self._lookups), timeout)
 
@@ -171,7 +171,7 @@ class StoreWorker:
         self._report(result, StoreLookup(transfer.store, absent=absent) if absent else None)
 
     def _exchange(self, store: Store, parts: Sequence[ObjectPart], transfer: TransferRequest, some: slice) -> Results:
-        """Read or write some of a transfer's blocks in one call; returns the results ordered by part, then by block."""
+        """Read or write some of a transfer's blocks in one call. Return the results, ordered by part, then by block."""
         is_fetch = transfer.route is Route.STORE_TO_HOST
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
