@@ -149,7 +149,7 @@ class StoreConfig:
     """True if other processes write to the store. In this case, each request looks up its keys in the store. Otherwise
     the keys in the store are listed once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
-    """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
+    """Maximum number of blocks in flight from the store. A fetch of more blocks starts when no other is in flight."""
     max_known: int = 1 << 22
     """Maximum number of recorded keys. A key takes about 150 bytes. A key that the store has evicted stays recorded
     until a lookup or a read does not find it. If the store is not shared, kvtier's engine lowers this limit to four

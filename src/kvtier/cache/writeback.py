@@ -159,8 +159,8 @@ class HostWriter:
         self._ahead_share, self._is_early = ahead_share, is_early
         self._needs_keys = has_stores and not is_early
         self._waiting: list[Node] = []
-        """Nodes that the device will evict soon and that are not saved yet, because they were leased or too many blocks
-        were in flight."""
+        """Nodes that the device will evict soon and that `save_next_victims` has not saved yet. New nodes come from
+        `look_ahead`. A node stays while it is leased or too many blocks are in flight."""
 
     @property
     def num_in_flight(self) -> int:

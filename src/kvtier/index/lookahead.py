@@ -83,7 +83,8 @@ class Lookahead:
             held = node.held[self._tier]
             if node.leases or not node.attached or held is None or held.num_held > count:
                 raise StateError(
-                    f"a node is in the queue with {count} blocks, but has {node.leases} leases and holds {held}"
+                    f"a node is in the queue with {count} blocks, but has {node.leases} leases and "
+                    f"{0 if held is None else held.num_held} blocks in the tier (in the tree: {node.attached})"
                 )
 
     def _count(self, node: Node) -> None:

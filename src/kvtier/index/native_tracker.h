@@ -165,7 +165,7 @@ static int64_t find_path(Log *log, PyObject *lease) {
     int64_t length = 0;
     PyObject *node = PyObject_GetAttr(lease, names.node), *parent;
     while (node && (parent = PyObject_GetAttr(node, names.parent))) {
-        Py_DecRef(node);  // its child or the lease holds it
+        Py_DecRef(node);  // the child of this node, or the lease, holds a reference too
         if (parent == NONE) {
             Py_DecRef(parent);
             log->root = node;
@@ -292,7 +292,7 @@ static int64_t take_ghosts(const Log *log, PyObject *ghosts, PyObject *domain, P
     return block;
 }
 
-// returned(ghosts, lease)
+// returned(ghosts, lease): take_ghosts of kvtier.index.tracker.
 static PyObject *log_returned(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     Log *log = PyCapsule_GetPointer(self, LOG);
     PyObject *lease = arguments[1], *found = NULL;
@@ -339,7 +339,7 @@ none:
     return NONE;
 }
 
-// remember(ghosts, node): add the ghost of a removed node that has a touch. Returns the number of ghosts.
+// remember(ghosts, node): add_ghost of kvtier.index.tracker.
 static PyObject *log_remember(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     PyObject *ghosts = arguments[0], *node = arguments[1], *name = NULL, *value = NULL;
     PyObject *usage = PyObject_GetAttr(node, names.usage), *domain = PyObject_GetAttr(node, names.domain);

@@ -100,9 +100,8 @@ class Buffer:
     def wrap(cls, source: Any) -> Buffer:
         """Use the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
 
-        The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. With DLPack and
-        `__cuda_array_interface__`, the current stream waits for the producer's pending work. With a torch tensor, the
-        caller must order the work.
+        The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. On CUDA, the
+        current stream waits for the producer's pending work, except if the source is a torch tensor.
         """
         if isinstance(source, Buffer):  # a separate Region, so that closing one Buffer does not close the other
             region = Region(source.holding, readonly=source.readonly)

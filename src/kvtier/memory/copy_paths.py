@@ -115,7 +115,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Copy independent pieces and return the path used. Raise CopyError with the index of a failed copy (entry)."""
+    """Copy independent pieces and return the path used. Raise CopyError, with the failed entry's index if known."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
