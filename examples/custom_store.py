@@ -49,7 +49,7 @@ class SqliteBucket:
         return [name for (name,) in rows], rows[-1][0] if len(rows) == limit else ""
 
     def reset(self) -> None:
-        """Do nothing. A bucket on a server would drop its connections, because RemoteStore calls this after errors."""
+        """Do nothing. RemoteStore calls this after errors, so that a bucket on a server can drop its connections."""
 
     def close(self) -> None:
         with self._lock:

@@ -36,7 +36,7 @@ class Counter(Module):
         for row, ticket in enumerate(batch.requests):
             self.first[batch.phase][row] = ticket.request.start
 
-    def prepare(self, env: Environment) -> None:  # executor thread, as forward and unprep
+    def prepare(self, env: Environment) -> None:  # executor thread, like forward and unprep
         perm, new = env.at(BATCH).perm, self.first[env.at(BATCH).phase]
         self.state.warp(perm, env.at(COPY), new=new)  # bring rows into the order of this batch
 
