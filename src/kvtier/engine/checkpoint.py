@@ -18,9 +18,9 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.native import PACKED_KINDS
 from kvtier.engine.ops import Ops
-from kvtier.engine.packaged import DEFAULT_MODEL, resolve
+from kvtier.engine.packaged import DEFAULT_MODEL, optional_package, resolve
 from kvtier.engine.weights import Assembler, Products, RawMatrix, SafetensorsFolder
-from kvtier.errors import ArgumentError, CheckpointError, UnavailableError
+from kvtier.errors import ArgumentError, CheckpointError
 from kvtier.memory.torch_types import AnyDType, element_type, torch_dtype
 
 
@@ -28,11 +28,7 @@ class GgufFile:
     """The tensors of a GGUF file under their Hugging Face names."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import gguf
-        except ImportError as error:
-            raise UnavailableError("reading GGUF files needs the gguf package: pip install 'kvtier[engine]'") from error
-        self._gguf = gguf
+        self._gguf = optional_package("gguf", "reading GGUF files")
         self._path = path
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -40,9 +36,9 @@ class GgufFile:
         self._header = read_header(self._map, path)
         tied = "output.weight" not in self._header.tensors
         self.config = ModelConfig.from_gguf(self._header.metadata, tied_embeddings=tied)
-        architecture = gguf.MODEL_ARCH[self.config.architecture.upper()]
+        architecture = self._gguf.MODEL_ARCH[self.config.architecture.upper()]
         num_layers = min(self.config.num_layers, len(self._header.tensors))  # a damaged file can state any number
-        self._names = gguf.get_tensor_name_map(architecture, num_layers)
+        self._names = self._gguf.get_tensor_name_map(architecture, num_layers)
 
     def __contains__(self, name: str) -> bool:
         return self._gguf_name(name) in self._header.tensors

