@@ -160,12 +160,12 @@ def make_model(folder: Path) -> Path:
     import torch
     import transformers
 
-    from kvtier.engine.gguf_header import read_metadata
+    from kvtier.engine.gguf_header import GgufHeader
     from kvtier.engine.packaged import resolve
     from kvtier.engine.tokenizer import load_tokenizer
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer, metadata = load_tokenizer("smollm2"), read_metadata(resolve("smollm2"))
+    tokenizer, metadata = load_tokenizer("smollm2"), GgufHeader(resolve("smollm2")).metadata
     vocab_size = len(metadata["tokenizer.ggml.tokens"])
     torch.manual_seed(5)
     config = transformers.LlamaConfig(

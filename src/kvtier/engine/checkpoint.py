@@ -6,14 +6,13 @@ architecture, the file interleaves the two halves of each head in the rows of q 
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvtier.engine.gguf_header import GgufTensor, read_header
+from kvtier.engine.gguf_header import GgufHeader, GgufTensor
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.native import PACKED_KINDS
@@ -30,10 +29,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self._gguf = optional_package("gguf", "reading GGUF files")
         self._path = path
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._header = read_header(self._map, path)
+        self._header = GgufHeader(path)
+        self._bytes = np.frombuffer(self._header.data, np.uint8)
         tied = "output.weight" not in self._header.tensors
         self.config = ModelConfig.from_gguf(self._header.metadata, tied_embeddings=tied)
         architecture = self._gguf.MODEL_ARCH[self.config.architecture.upper()]

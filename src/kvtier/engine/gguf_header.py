@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,43 +26,30 @@ class GgufTensor(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
 class GgufHeader:
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-    data_offset: int
+    """The metadata and the table of tensors of a GGUF file, version 2 or 3. Needs neither torch nor `gguf`."""
 
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        magic = self.data[: len(_MAGIC)]
+        if magic != _MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: it begins with {magic!r}, not {_MAGIC!r}")
+        self._at = len(_MAGIC)
+        try:
+            self._read()
+        except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"the header of {path} is truncated or damaged: {error!r}") from error
 
-def read_metadata(path: Path) -> Mapping[str, Any]:
-    """Return the metadata of a GGUF file. This needs neither torch nor the `gguf` package."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return read_header(data, path).metadata
-
-
-def read_header(data: mmap.mmap | bytes, path: Path) -> GgufHeader:
-    """Read the metadata and the table of tensors of a GGUF file, version 2 or 3."""
-    if data[:4] != _MAGIC:
-        raise CheckpointError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not {_MAGIC!r}")
-    try:
-        return _Reader(data).header()
-    except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the header of {path} is truncated or damaged: {error!r}") from error
-
-
-class _Reader:
-    def __init__(self, data: mmap.mmap | bytes) -> None:
-        self._data = data
-        self._at = 4
-
-    def header(self) -> GgufHeader:
+    def _read(self) -> None:
         version = self._scalar("I")
         if version not in (2, 3):
             raise CheckpointError(f"the GGUF file has version {version}; kvtier reads versions 2 and 3")
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
-        metadata = {self._string(): self._value(self._scalar("I")) for _ in range(num_pairs)}
-        tensors = {self._string(): self._tensor() for _ in range(num_tensors)}
-        alignment = metadata.get("general.alignment", 32)
-        return GgufHeader(metadata, tensors, -(-self._at // alignment) * alignment)
+        self.metadata = {self._string(): self._value(self._scalar("I")) for _ in range(num_pairs)}
+        self.tensors = {self._string(): self._tensor() for _ in range(num_tensors)}
+        alignment = self.metadata.get("general.alignment", 32)
+        self.data_offset = -(-self._at // alignment) * alignment
 
     def _tensor(self) -> GgufTensor:
         shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))
@@ -83,13 +69,13 @@ class _Reader:
         return self._unpack(f"<{code}")[0]
 
     def _unpack(self, code: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(code, self._data, self._at)
+        values = struct.unpack_from(code, self.data, self._at)
         self._at += struct.calcsize(code)
         return values
 
     def _string(self) -> str:
         length = self._scalar("Q")
         begin, self._at = self._at, self._at + length
-        if self._at > len(self._data):
+        if self._at > len(self.data):
             raise IndexError(f"a string of {length} bytes at offset {begin} extends past the end of the file")
-        return self._data[begin : self._at].decode()
+        return self.data[begin : self._at].decode()

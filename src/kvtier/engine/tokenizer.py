@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvtier.engine.gguf_header import read_metadata
+from kvtier.engine.gguf_header import GgufHeader
 from kvtier.engine.packaged import DEFAULT_MODEL, optional_package, resolve
 from kvtier.engine.special_text import SpecialText, show
 from kvtier.errors import ArgumentError, CheckpointError, RangeError, StateError
@@ -292,7 +292,7 @@ def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:
     path = resolve(model)
     if path.is_dir():
         return _from_folder(path)
-    return _from_gguf(read_metadata(path))
+    return _from_gguf(GgufHeader(path).metadata)
 
 
 def _from_folder(folder: Path) -> Tokenizer:
