@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 _LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # the end of the last private-use plane
@@ -43,14 +43,22 @@ class SpecialText:
         Otherwise return the changed value, and a map from marks to characters for `show`. The beginning of a special
         token at the end of a string is marked too, because a template may append the rest of the token.
         """
-        strings = list(_strings(value))
+        strings: list[str] = []
+        _with_strings(value, strings.append)
         chars = {string[at] for string in strings for at in self._positions(string)}
         if not chars:
             return None
         used = set().union(*strings)
         free = (chr(_LAST_MARK - i) for i in range(_NUM_MARKS) if chr(_LAST_MARK - i) not in used)
         mark_of = dict(zip(sorted(chars), free, strict=False))
-        return self._replace(value, mark_of), {mark: char for char, mark in mark_of.items()}
+
+        def marked(string: str) -> str:
+            letters = list(string)
+            for at in self._positions(string):
+                letters[at] = mark_of[letters[at]]
+            return "".join(letters)
+
+        return _with_strings(value, marked), {mark: char for char, mark in mark_of.items()}
 
     def _positions(self, string: str) -> list[int]:
         """Return the positions of special tokens, and of trailing text that may become a special token."""
@@ -63,26 +71,14 @@ class SpecialText:
                 positions.append(end - size)
         return positions
 
-    def _replace(self, value: Any, mark_of: Mapping[str, str]) -> Any:
-        match value:
-            case str():
-                chars = list(value)
-                for at in self._positions(value):
-                    chars[at] = mark_of[chars[at]]
-                return "".join(chars)
-            case Mapping():
-                return {self._replace(key, mark_of): self._replace(inner, mark_of) for key, inner in value.items()}
-            case Sequence():
-                return [self._replace(inner, mark_of) for inner in value]
-        return value
 
-
-def _strings(value: Any) -> Iterator[str]:
+def _with_strings(value: Any, change: Callable[[str], Any]) -> Any:
+    """Apply `change` to all strings of a JSON value. Return the new value."""
     match value:
         case str():
-            yield value
+            return change(value)
         case Mapping():
-            yield from _strings([*value.keys(), *value.values()])
+            return {_with_strings(key, change): _with_strings(inner, change) for key, inner in value.items()}
         case Sequence():
-            for inner in value:
-                yield from _strings(inner)
+            return [_with_strings(inner, change) for inner in value]
+    return value
