@@ -107,14 +107,6 @@ class GgufFile:
         return rows[order.reshape(-1)]
 
 
-def _products(name: Products | str) -> Products:
-    try:
-        return Products(name)
-    except ValueError as error:
-        names = ", ".join(each.value for each in Products)
-        raise ArgumentError(f"unknown products {name!r}; use one of {names}") from error
-
-
 def load_model(
     model: str | Path = DEFAULT_MODEL,
     dtype: AnyDType = "f32",
@@ -126,7 +118,9 @@ def load_model(
 
     Raise ArgumentError for unknown `products`, and UnavailableError if the model cannot use integer products.
     """
-    products = _products(products)
+    if products not in list(Products):
+        raise ArgumentError(f"unknown products {products!r}; use one of {', '.join(Products)}")
+    products = Products(products)
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)
     if not kind.is_floating_point:
         raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")
