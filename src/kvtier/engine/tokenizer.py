@@ -66,16 +66,11 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_PATTERNS: Mapping[str, str | None] = MappingProxyType(
-    {
-        "default": None,
-        "gpt-2": None,
-        "smollm": None,
-        "llama-bpe": _LLAMA3,
-        "llama3": _LLAMA3,
-        "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
-    }
-)
+_PATTERNS: Mapping[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2", "smollm")),
+    **dict.fromkeys(("llama-bpe", "llama3"), _LLAMA3),
+    "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
 
 
 class Tokenizer:
@@ -135,12 +130,19 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """Largest number of bytes of text that one token can represent; None if the limit is not known."""
+        """Largest number of bytes of text that one token can represent.
+
+        None if the limit is not known, because tokens are not byte-level, can strip white space or are normalized. In a
+        byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
+        """
         config = json.loads(self.to_json())
-        normalizer, longest = config["normalizer"], _longest_token(config, self._backend.get_vocab())
-        if normalizer is None or longest is None:
-            return longest
-        return _NFC_SHRINKS * longest if normalizer["type"] == "NFC" else None
+        steps, added, normalizer = config["pre_tokenizer"] or {}, config["added_tokens"], config["normalizer"] or {}
+        is_byte_level = "ByteLevel" in [step["type"] for step in steps.get("pretokenizers", [steps]) if step]
+        shrinks = {None: 1, "NFC": _NFC_SHRINKS}.get(normalizer.get("type"))
+        if not is_byte_level or shrinks is None or any(token["lstrip"] or token["rstrip"] for token in added):
+            return None
+        sizes = (len(token["content"].encode()) for token in added)
+        return shrinks * max(*map(len, self._backend.get_vocab()), *sizes, 1)
 
     def _encode(self, text: str, *, parse_special: bool, add_special: bool = False) -> Encoding:
         with self._lock:  # threads share the backend, and the option is a field of the backend
@@ -356,25 +358,9 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(backend, chat_template=metadata.get("tokenizer.chat_template"), special=special)
 
 
-def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """Return the length of the longest token in bytes. None if tokens are not byte-level or can strip white space.
-
-    In a byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
-    """
-    steps = made["pre_tokenizer"] or {}
-    if "ByteLevel" not in [step["type"] for step in steps.get("pretokenizers", [steps]) if step]:
-        return None
-    added = made["added_tokens"]
-    if any(token["lstrip"] or token["rstrip"] for token in added):
-        return None
-    return max(*map(len, vocabulary), *(len(token["content"].encode()) for token in added), 1)
-
-
 @functools.cache
 def _byte_letters() -> Mapping[str, int]:
     """Return a map from the letters of byte-level BPE to bytes. Letters from U+0100 on stand for unprintable bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return MappingProxyType(
-        {**{chr(byte): byte for byte in printable}, **{chr(0x100 + i): byte for i, byte in enumerate(others)}}
-    )
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
