@@ -109,16 +109,6 @@ class Assembler:
 
     def model(self) -> ModelWeights:
         """Read all weights. Raises UnavailableError if integer products were chosen and no matrix supports them."""
-        weights = self._model()
-        if self.products is Products.INTEGER and weights.arithmetic == str(weights.dtype):
-            reason = native().reason if native().code is None else "no matrix is stored as Q8_0, Q4_0 or Q4_1"
-            raise UnavailableError(
-                f"integer products need a quantised GGUF file, the CPU, f32 and native code, but the model has dtype "
-                f"{weights.dtype} on {weights.device}, and {reason}; use exact products"
-            )
-        return weights
-
-    def _model(self) -> ModelWeights:
         config = self.config
         names = ["model.embed_tokens.weight"]
         embedding = self._joined(names, [config.vocab_size], config.hidden_dim)
@@ -126,13 +116,20 @@ class Assembler:
             head = Linear(embedding, packed=self._packed(names))
         else:
             head = self._linear(["lm_head"], [config.vocab_size], config.hidden_dim, bias=False)
-        return ModelWeights(
+        weights = ModelWeights(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
             norm=self._joined(["model.norm.weight"], [config.hidden_dim]),
             head=head,
             inverse_frequencies=self.source.inverse_frequencies(config).to(self.device),
         )
+        if self.products is Products.INTEGER and weights.arithmetic == str(weights.dtype):
+            reason = native().reason if native().code is None else "no matrix is stored as Q8_0, Q4_0 or Q4_1"
+            raise UnavailableError(
+                f"integer products need a quantised GGUF file, the CPU, f32 and native code, but the model has dtype "
+                f"{weights.dtype} on {weights.device}, and {reason}; use exact products"
+            )
+        return weights
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self.config, f"model.layers.{index}."
@@ -164,33 +161,29 @@ class Assembler:
         """Stack tensors by rows. Each tensor is read directly into its rows of the result."""
         out = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
         for name, part, height in zip(names, out.split(list(rows)), rows, strict=True):
-            self._check(name, (height, *columns))
+            if name not in self.source:
+                raise CheckpointError(
+                    f"the checkpoint has no tensor {name!r}, which a {self.config.architecture} model with "
+                    f"{self.config.num_layers} layers needs; files are missing, or the configuration is wrong"
+                )
+            shape, wanted = self.source.shape(name), (height, *columns)
+            if shape != wanted:
+                raise CheckpointError(
+                    f"{name} has shape {list(shape)}, but the configuration requires {list(wanted)}; "
+                    "weights and configuration belong to different models"
+                )
             self.source.read_into(name, part)
         return out
 
     def _packed(self, names: Sequence[str]) -> PackedWeight | None:
         if self.device.type != "cpu" or self.dtype != torch.float32:
             return None
-        raws = [self.source.raw(name) for name in names]
-        stored = [raw for raw in raws if raw is not None]
+        stored = [raw for name in names if (raw := self.source.raw(name)) is not None]
         kinds = {kind for kind, _ in stored}
-        if len(stored) != len(raws) or len(kinds) != 1:
+        if len(stored) != len(names) or len(kinds) != 1:
             return None
         integer = self.products is Products.INTEGER
         return pack(kinds.pop(), torch.cat([rows for _, rows in stored]), integer=integer)
-
-    def _check(self, name: str, wanted: tuple[int, ...]) -> None:
-        if name not in self.source:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name!r}, which a {self.config.architecture} model with "
-                f"{self.config.num_layers} layers needs; files are missing, or the configuration is wrong"
-            )
-        shape = self.source.shape(name)
-        if shape != wanted:
-            raise CheckpointError(
-                f"{name} has shape {list(shape)}, but the configuration requires {list(wanted)}; "
-                "weights and configuration belong to different models"
-            )
 
 
 class SafetensorsFolder:
