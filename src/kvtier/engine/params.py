@@ -108,26 +108,15 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 0, 1 << 31)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _whole("n", self.n, 1, 1 << 16)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _whole("prompt_logprobs", self.prompt_logprobs, 0, _MAX_LOGPROBS)
         _whole("prompt_logprobs_start", self.prompt_logprobs_start, 1, 1 << 31)
-        if self.seed is not None:
-            _whole("seed", self.seed, 0, (1 << 64) - 1)
+        optional = {"logprobs": _MAX_LOGPROBS, "prompt_logprobs": _MAX_LOGPROBS, "seed": (1 << 64) - 1}
+        for name, high in optional.items():
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, high)
         if not all(isinstance(token, int) for token in self.stop_token_ids):
             raise ArgumentError(f"stop_token_ids must be whole numbers, got {self.stop_token_ids!r}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ArgumentError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
-        self._check_restrictions()
-        if self.n > 1 and self.is_greedy:
-            raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
-        if self.constraint is not None and (self.min_tokens or self.ignore_eos):
-            raise ArgumentError(
-                "min_tokens and ignore_eos are not allowed with a constraint, because the constraint ends the output"
-            )
-
-    def _check_restrictions(self) -> None:
         sizes = {"logit_bias": MAX_BIASES, "allowed_token_ids": MAX_ALLOWED_TOKENS, "bad_words": _MAX_BAD_WORDS}
         for name, most in sizes.items():
             if len(getattr(self, name)) > most:
@@ -136,6 +125,12 @@ class SamplingParams:
             _within(f"the logit_bias of token {token}", bias, *LOGIT_BIAS)
         if not all(self.bad_words):
             raise ArgumentError("bad_words must not contain an empty sequence; leave it out")
+        if self.n > 1 and self.is_greedy:
+            raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
+        if self.constraint is not None and (self.min_tokens or self.ignore_eos):
+            raise ArgumentError(
+                "min_tokens and ignore_eos are not allowed with a constraint, because the constraint ends the output"
+            )
 
     @property
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:
