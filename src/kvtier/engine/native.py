@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,12 +36,10 @@ SOURCE = NativeSource(
     ("-march=native",),
     X86_VARIANTS,
 )
-_VARIANT_OF: Mapping[str, str] = MappingProxyType(
-    {"avx2": "v3", "avx2_vnni": "v3-vnni", "avx512": "v4", "avx512_vnni": "v4-vnni", "amx": "amx"}
-)
+_VARIANT_OF = {"avx2": "v3", "avx2_vnni": "v3-vnni", "avx512": "v4", "avx512_vnni": "v4-vnni", "amx": "amx"}
 ISAS = tuple(_VARIANT_OF)
 """Instruction sets that have kernels of their own: the values of KVTIER_CPU_ISA."""
-_KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2, "Q4 integer": 3, "Q8 integer": 4})
+_KINDS = {"Q4_1": 0, "Q8_0": 1, "BF16": 2, "Q4 integer": 3, "Q8 integer": 4}
 SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
 """Sampling parameters of one row of logits, with the layout of the struct in native_draw.h."""
 PACKED_KINDS = frozenset(("Q4_0", "Q4_1", "Q8_0", "BF16"))
@@ -160,10 +156,8 @@ class EngineNative:
         rows, vocab = logits.shape
         chosen = torch.empty(rows, dtype=torch.int64)
         heaps = torch.empty(rows if (params["top_p"] < 1).any() else 0, vocab, dtype=torch.int64)
-        self._draw(
-            *(logits.data_ptr(), heaps.data_ptr(), params.ctypes.data, chosen.data_ptr()),
-            *(rows, vocab, torch.get_num_threads()),
-        )
+        threads = torch.get_num_threads()
+        self._draw(*_addresses(logits, heaps), params.ctypes.data, chosen.data_ptr(), rows, vocab, threads)
         return chosen
 
     @staticmethod
@@ -210,7 +204,7 @@ def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | No
     return PackedWeight(kind, torch.from_numpy(data), len(rows), columns)
 
 
-_BLOCK_BYTES: Mapping[str, int] = MappingProxyType({"Q4_0": 18, "Q4_1": 20, "Q8_0": 34})
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 _U8 = np.ndarray[Any, np.dtype[np.uint8]]
 
 
