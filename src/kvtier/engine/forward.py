@@ -88,7 +88,9 @@ class BatchLayout:
             index = int(is_wrong.argmax())
             _explain(index, sequences[index], block_tokens)
         starts = np.concatenate(([0], np.cumsum(query_lens)))
-        tables = _padded([each.block_table for each in sequences], num_blocks)
+        is_used = np.arange(num_blocks.max()) < num_blocks[:, None]
+        tables = np.zeros(is_used.shape, np.int32)
+        tables[is_used] = np.concatenate([each.block_table for each in sequences])
         owner = np.repeat(np.arange(len(sequences)), query_lens)
         positions = np.arange(starts[-1]) - starts[owner] + computed[owner]
         slots = tables[owner, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
@@ -106,13 +108,6 @@ class BatchLayout:
         return ForwardBatch(
             *(ids, positions, slots, starts.int(), contexts.int(), tables, logit_rows), self.query_lens, self.contexts
         )
-
-
-def _padded(tables: Sequence[Table], lengths: I64) -> I32:
-    """Return block tables as rows of one array, padded with 0."""
-    padded = np.zeros((len(tables), lengths.max()), np.int32)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(tables)
-    return padded
 
 
 def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn:
