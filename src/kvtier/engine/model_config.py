@@ -18,6 +18,7 @@ from kvtier.errors import CheckpointError
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 _ROPE_KINDS = ("default", "linear", "llama3")
+_WINDOW = "uses attention with a sliding window of {} tokens; kvtier supports full attention only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +177,7 @@ class ModelConfig:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("use_sliding_window", config.get("sliding_window") is not None):
-        raise CheckpointError(
-            f"the checkpoint uses attention with a sliding window of {config.get('sliding_window')} tokens; "
-            "kvtier supports full attention only"
-        )
+        raise CheckpointError(f"the checkpoint {_WINDOW.format(config.get('sliding_window'))}")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"the feed-forward activation is {config['hidden_act']!r}; kvtier supports silu only")
     if config.get("mlp_bias"):
@@ -197,10 +195,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
     if values.get("attention.sliding_window"):
-        raise CheckpointError(
-            f"the GGUF model uses attention with a sliding window of {values['attention.sliding_window']} tokens; "
-            "kvtier supports full attention only"
-        )
+        raise CheckpointError(f"the GGUF model {_WINDOW.format(values['attention.sliding_window'])}")
     if values.get("expert_count"):
         raise CheckpointError(f"the GGUF model has {values['expert_count']} experts; kvtier supports dense models only")
     rotated = values.get("rope.dimension_count", head_dim)
