@@ -130,10 +130,10 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """Largest number of bytes of text that one token can represent.
+        """Largest number of bytes of text that one token can represent; None if the limit is not known.
 
-        None if the limit is not known, because tokens are not byte-level, can strip white space or are normalized. In a
-        byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
+        It is known only if tokens are byte-level and strip no white space. In a byte-level vocabulary, each character
+        of a token represents one byte. Added tokens are plain text.
         """
         config = json.loads(self.to_json())
         steps, added, normalizer = config["pre_tokenizer"] or {}, config["added_tokens"], config["normalizer"] or {}
