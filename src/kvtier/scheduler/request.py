@@ -101,9 +101,8 @@ class Request:
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
         """Pickle all attributes except rows in flight, allocation and prefetch, which refer to the tree."""
-        dropped = {"prefetch": None, "allocation": None, "in_flight": ()}
-        kept = {name: getattr(self, name) for name in self.__slots__ if name not in dropped}
-        return None, {**kept, **dropped}
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return None, state | {"prefetch": None, "allocation": None, "in_flight": ()}
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.state.value}, {self.num_computed} of {self.chain.num_tokens} computed)"

@@ -72,12 +72,11 @@ class Scheduler:
         Return the number of blocks whose last use was the last request of the session. If a request of the session has
         not ended, it counts as the last one, and the result is 0.
         """
-        num_open = 0
-        for request in (*self._waiting, *self._running):
-            if request.hints.session_id == session_id and tenant_of(request.chain.salt) == tenant_of(salt):
-                request.hints = replace(request.hints, session_over=True)
-                num_open += 1
-        return 0 if num_open else self.manager.close_session(session_id, salt, now=now)
+        mine = [each for each in (*self._waiting, *self._running) if each.hints.session_id == session_id]
+        mine = [each for each in mine if tenant_of(each.chain.salt) == tenant_of(salt)]
+        for request in mine:
+            request.hints = replace(request.hints, session_over=True)
+        return 0 if mine else self.manager.close_session(session_id, salt, now=now)
 
     def schedule(self, now: float) -> Step:
         """Build the next step. The caller runs the step and passes the results to `update`.
@@ -141,8 +140,12 @@ class Scheduler:
         if step.rows and not step.loads:
             self.manager.cost_model.observe_compute(step.num_tokens, step.attended_tokens, now - began)
         for row, result in zip(step.rows, results, strict=True):
-            if row.request.state is RequestState.RUNNING and (not row.loads or self._has_loaded(row, now)):
+            if row.request.state is not RequestState.RUNNING:
+                continue
+            if not row.loads or self._is_ready(row.request, now):
                 self._take_result(row, result, now)
+            elif row.request.allocation is not None:  # otherwise a load failed, and the request waits again
+                raise StateError(f"apply the reports of the loads of {row.request!r} before update()")
         self._free_leaving(now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
@@ -298,11 +301,8 @@ class Scheduler:
         ):
             self.manager.abort(allocation, now=now)
             return None
-        shortage = self._shortage_with_others(request, allocation)
-        if shortage is None:
-            shortage = self.manager.allocate(
-                allocation, min(request.chain.num_tokens, allocation.num_cached_tokens + budget)
-            )
+        num_tokens = min(request.chain.num_tokens, allocation.num_cached_tokens + budget)
+        shortage = self._shortage_with_others(request, allocation) or self.manager.allocate(allocation, num_tokens)
         if shortage is None:
             return allocation
         self.manager.abort(allocation, now=now)
@@ -360,14 +360,6 @@ class Scheduler:
             if loads and count and self.manager.allocate(allocation, request.num_computed + count) is None:
                 builder.take(Row.of(request, count, loads))
                 return
-
-    def _has_loaded(self, row: Row, now: float) -> bool:
-        """True if all blocks that the row waited for have arrived. If a load failed, the request restarts."""
-        if self._is_ready(row.request, now):
-            return True
-        if row.request.state is RequestState.RUNNING:
-            raise StateError(f"apply the reports of the loads of {row.request!r} before update()")
-        return False
 
     def _end_prefetch(self, request: Request) -> None:
         if request.prefetch is not None:
