@@ -216,7 +216,7 @@ class Scheduler:
                 # published, and a restart uses the published blocks. Refuse the request if a restart did not help.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
-                    self._refuse(request, builder, _no_room(shortage))
+                    self._refuse(request, builder, _no_room(shortage), now)
                     return
                 request.stuck_at = request.chain.num_tokens
             self._preempt(victim, now)
@@ -256,7 +256,7 @@ class Scheduler:
                 continue  # its blocks are in flight, so later requests are admitted first
             if request.prefetch is not None and request.prefetch.num_blocks and request.fetch_times is None:
                 request.fetch_times = request.prefetch.started, now
-            if tenant_of(request.chain.salt) in full or self._never_fits(request, builder):
+            if tenant_of(request.chain.salt) in full or self._never_fits(request, builder, now):
                 continue
             allocation = self._allocate(request, builder.budget, now)
             if (
@@ -269,7 +269,7 @@ class Scheduler:
                 continue
             if isinstance(allocation, Shortage):
                 if self._is_alone(request, allocation) and not self._is_moving(request, allocation):
-                    self._refuse(request, builder, _no_room(allocation))
+                    self._refuse(request, builder, _no_room(allocation), now)
                 elif allocation.quota:
                     full.add(tenant_of(request.chain.salt))
                 else:
@@ -379,12 +379,10 @@ class Scheduler:
             request.may_load = False
             return False
 
-    def _never_fits(self, request: Request, builder: _StepBuilder) -> bool:
+    def _never_fits(self, request: Request, builder: _StepBuilder, now: float) -> bool:
         """Refuse a request that does not fit even if it runs alone. Return True if the request was refused."""
-        tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
-        quota = self.manager.tree.tiers[0].quota(request.chain.salt)
-        if quota is not None:
-            num_blocks = min(quota, num_blocks)
+        tokens, quota = request.chain.num_tokens, self.manager.tree.tiers[0].quota(request.chain.salt)
+        num_blocks = self.manager.num_blocks if quota is None else min(quota, self.manager.num_blocks)
         capacity = num_blocks * self.manager.namespace.block_tokens
         if tokens < min(capacity, self.config.max_context):
             return False
@@ -393,14 +391,12 @@ class Scheduler:
             f"{tokens} tokens and one generated token do not fit: {whose} has room for {capacity} tokens, and a "
             f"request may have at most {self.config.max_context}"
         )
-        self._refuse(request, builder, why)
+        self._refuse(request, builder, why, now)
         return True
 
-    def _refuse(self, request: Request, builder: _StepBuilder, why: str) -> None:
+    def _refuse(self, request: Request, builder: _StepBuilder, why: str, now: float) -> None:
         request.reason = why
-        self._waiting.remove(request)
-        self._end_prefetch(request)
-        request.state = RequestState.REFUSED
+        self._end(request, RequestState.REFUSED, now)
         builder.refused.append(request)
 
     def _rank(self, request: Request, now: float) -> tuple[float, float]:
