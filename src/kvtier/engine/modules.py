@@ -25,6 +25,7 @@ import torch
 
 from kvtier.batch import BATCH, COPY, Environment, Key, Module
 from kvtier.batch.pipeline import Ticket
+from kvtier.cache.allocation import BlockCopy
 from kvtier.engine.forward import ForwardBatch, SequenceInput, to_tensors
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
@@ -124,9 +125,9 @@ class DeviceCacheGroup:
         """Run a captured decode step for `count` rows. Return logits and tokens, or None if no graph fits."""
         return self._graphs.run(count) if self._graphs is not None and count <= self._graphs.max_rows else None
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, on the current stream."""
-        self.cache[list(targets)] = self.cache[list(sources)]
+        self.cache[[copy.target for copy in copies]] = self.cache[[copy.source for copy in copies]]
 
 
 def free_bytes(device: torch.device) -> int:
@@ -158,7 +159,7 @@ class ModelForward(Module):
         self._rows.prepare(batch.phase, env.at(COPY))
         if copies := batch.work.step.copies:
             for group in self._groups:
-                group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
+                group.copy_blocks(copies)
 
     def forward(self, env: Environment) -> None:
         """Fill the caches and compute logits. Layers wait for blocks that are being loaded."""

@@ -96,8 +96,7 @@ class Ranks:
 
     def begin_step(self, step: Step, inputs: Sequence[SequenceInput]) -> None:
         """Send a step to the other ranks, which compute it after all earlier steps. Rank 0 must compute it too."""
-        sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
-        self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads), replies=False))
+        self._broadcast(RankCall("step", (tuple(inputs), step.copies, step.loads), replies=False))
 
     def end_step(self) -> None:
         """Wait for the other ranks to compute the oldest step in flight. `poll` then has the reports of its loads."""
@@ -107,11 +106,24 @@ class Ranks:
             self._num_ended[rank - 1] -= 1
 
     def error_of(self, error: BaseException) -> BaseException:
-        """Return the error that ends the engine after a step failed on rank 0. Other ranks may still run that step."""
-        if isinstance(error, Exception):
-            return self._find_cause(error)
-        self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
-        return error
+        """Return the error that ends the engine after a step failed on rank 0. Other ranks may still run that step.
+
+        The result is the most likely cause of `error`. After one rank is lost, all_reduce fails on every rank.
+        """
+        if not isinstance(error, Exception):
+            self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
+            return error
+        if isinstance(error, EngineError):
+            for rank in self._ranks:
+                if self._exit_code(rank):
+                    return self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}")
+            for rank in self._ranks:
+                try:
+                    while not self._num_ended[rank - 1]:
+                        self._next(rank, _BLAME_SECONDS)
+                except EngineError as theirs:
+                    return theirs
+        return self._fail(f"rank 0 failed in a step: {type(error).__name__}: {error}")
 
     # ---- Controller ------------------------------------------------------------------------------------------------
 
@@ -132,12 +144,11 @@ class Ranks:
         self.own.submit(plan, after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:
-        reports = list(self.own.poll(loads_only=loads_only))
+        own = self.own.poll(loads_only=loads_only)
         for rank, link in enumerate(self._links, 1):
             while self._guard(rank, link.poll):
                 self._next(rank, 0.0)
-        reports += self._reports
-        self._reports = []
+        reports, self._reports = [*own, *self._reports], []
         return reports
 
     def wait(self, timeout: float) -> None:
@@ -182,11 +193,9 @@ class Ranks:
 
     def _end_processes(self) -> None:
         for link in self._links:
-            if self._error is None:  # otherwise the rank may hang, and `send` would block if the pipe is full
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), link:  # closes the link, also if `send` raises
+                if self._error is None:  # otherwise the rank may hang, and `send` would block if the pipe is full
                     send(link, RankCall("close"))
-            with contextlib.suppress(OSError):
-                link.close()
         timeout = _CLOSE_SECONDS if self._error is None else 0.0
         for process in self._processes:
             try:
@@ -203,9 +212,7 @@ class Ranks:
         ours, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-c", _MAIN.format(theirs.fileno())]
-            self._processes.append(
-                subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, bufsize=0)
-            )
+            self._processes.append(subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL))
         self._links.append(ours)
 
     def _send_model(self, rank: int, model: Model, config: RankConfig) -> None:
@@ -252,20 +259,6 @@ class Ranks:
             raise self._fail(f"rank {rank}: {error}") from error
         except (EOFError, OSError) as error:
             raise self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}") from error
-
-    def _find_cause(self, error: Exception) -> EngineError:
-        """Return the most likely cause of `error`. After one rank is lost, all_reduce fails on every rank."""
-        if isinstance(error, EngineError):
-            for rank in self._ranks:
-                if self._exit_code(rank):
-                    return self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}")
-            for rank in self._ranks:
-                try:
-                    while not self._num_ended[rank - 1]:
-                        self._next(rank, _BLAME_SECONDS)
-                except EngineError as theirs:
-                    return theirs
-        return self._fail(f"rank 0 failed in a step: {type(error).__name__}: {error}")
 
     def _exit_code(self, rank: int) -> int | None:
         """Return the exit code of a rank's process, or None if the process still runs after a short wait."""

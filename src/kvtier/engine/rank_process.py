@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvtier.cache.allocation import BlockCopy
 from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
@@ -91,17 +92,15 @@ class RankWorker:
             if call.replies:
                 send(self._link, RankMessage(value, reports=tuple(self._controller.poll())))
 
-    def step(
-        self, inputs: Sequence[SequenceInput], sources: Sequence[int], targets: Sequence[int], loads: Sequence[int]
-    ) -> None:
-        """Copy blocks from `sources` to `targets`, then compute a batch while `loads` arrive."""
+    def step(self, inputs: Sequence[SequenceInput], copies: Sequence[BlockCopy], loads: Sequence[int]) -> None:
+        """Execute `copies`, then compute a batch while `loads` arrive."""
         group = self._group
         waits = self._controller.layer_waits(loads) if loads else None
         places = unknown_tokens(inputs)
         known = [each._replace(token_ids=[0]) if at in places else each for at, each in enumerate(inputs)]
         batch = ForwardBatch.build(known, group.block_tokens, group.model.weights.device)
-        if sources:
-            group.copy_blocks(sources, targets)
+        if copies:
+            group.copy_blocks(copies)
         group.model.share_tokens(batch.input_ids, places)
         group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
         if waits is not None:
