@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ class Timeline:
         self._origins: dict[Placement, tuple[Event, float]] = {}
         self._lock = threading.Lock()
 
-    @contextmanager
+    @contextlib.contextmanager
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
     ) -> Iterator[TimelineSpan]:

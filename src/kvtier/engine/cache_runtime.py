@@ -8,7 +8,6 @@ Operations that resize or free memory wait until no transfer is in flight. They 
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from kvtier.messages import Plan, Report
 from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
 from kvtier.storage import ShardStores, Store
+from kvtier.storage.cascade import for_each
 from kvtier.worker.controller import CacheController, layout_of
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
@@ -82,9 +82,7 @@ class NullController:
     def register(self, caches: Sequence[torch.Tensor]) -> None: ...
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stores:  # closes all, also if one raises
-            for store in self.unused:
-                stores.callback(store.close)
+        for_each([store.close for store in self.unused])
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         assert not plan, f"{plan} (after {after}) needs a host tier"
@@ -205,8 +203,7 @@ class CacheRuntime:
         deferred = None
         if self._controller.overlaps_compute:
             plan, deferred = plan.only(loads), plan.without(loads)
-        if plan:
-            self._controller.submit(plan)
+        self.submit(plan)
         return StepTransfers(self, self._controller, loads, deferred or None)
 
     def poll(self, *, before_step: bool = False) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +33,8 @@ from kvtier.errors import ArgumentError, DTypeError, EngineError, OutOfMemoryErr
 from kvtier.fingerprint import update_digest
 from kvtier.index import NO_HINTS, Chain, GhostCache, Hints, Listener, Namespace
 from kvtier.index.ghost import SHADOWS
-from kvtier.memory import Placement
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.scheduler.scheduler import MAX_IN_FLIGHT
-
-if TYPE_CHECKING:
-    from kvtier.engine.parallel import Ranks
 
 # Time to sleep between polls while blocks are in flight, so that other threads can run. Values from 20 us to 100 us
 # give the same step time (H200, measured on 2026-11-16).
@@ -129,7 +125,13 @@ class Engine:
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
             self.scheduler = Scheduler(self.manager, scheduler)
             self.tiers = CacheRuntime(self.manager, self.groups, controller, counted, self.scheduler, clock)
-            self._pipeline = self._new_pipeline(ranks, rows, timeline)
+            self._pipeline = Pipeline(
+                [ModelForward(self.groups, rows, ranks), Sampler(rows)],
+                phases=phases,
+                placement=str(model.weights.device),
+                executor=partial(Executor, threaded=phases > 1),
+                timeline=timeline,
+            )
             self.tiers.finish_steps = self._finish_steps
         except BaseException:
             controller.close()
@@ -256,13 +258,12 @@ class Engine:
         self, name: str, index: int, tokens: IdArray, params: SamplingParams, priority: int, salt: bytes, hints: Hints
     ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
-        chain = Chain(self.manager.namespace, tokens, salt=salt)
         sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)
         # only the first sequence scores the prompt, which all sequences of the request share
         is_scored = params.prompt_logprobs is not None and not index
         request = Request(
             f"{name}#{index}",
-            chain,
+            Chain(self.manager.namespace, tokens, salt=salt),
             max(1, min(params.max_tokens, room)),
             priority=priority,
             hints=hints,
@@ -278,36 +279,20 @@ class Engine:
         sequence.ticket = self._pipeline.add(sequence)
         self.scheduler.add(sequence.request, self._clock())
 
-    def _explain_miss(self, sequence: EngineSequence) -> None:
-        allocation = sequence.request.allocation
-        if sequence.miss or allocation is None:
-            return
-        limit = sequence.request.max_cached_tokens
+    def _explain_miss(self, request: Request) -> str:
+        allocation, limit = request.allocation, request.max_cached_tokens
+        assert allocation is not None
         if limit is not None and allocation.num_cached_tokens == limit < allocation.chain.num_tokens - 1:
-            sequence.miss = f"the log-probabilities of the prompt require computing all tokens from {limit} on"
-            return
-        try:
-            sequence.miss = str(self.manager.explain(allocation))
-        except Exception as error:  # only this request fails
-            sequence.sampler.fail(error)
-
-    def _new_pipeline(self, ranks: Ranks | None, rows: DeviceRows, timeline: Timeline | None) -> Pipeline:
-        config, device = self.config, self.model.weights.device
-        return Pipeline(
-            [ModelForward(self.groups, rows, ranks), Sampler(rows)],
-            phases=config.phases,
-            placement=Placement.parse(str(device)),
-            executor=partial(Executor, threaded=config.phases > 1),
-            timeline=timeline,
-        )
+            return f"the log-probabilities of the prompt require computing all tokens from {limit} on"
+        return str(self.manager.explain(allocation))
 
     def _start_step(self, step: Step) -> list[Output]:
         """Submit a step to the pipeline. After an error, finish the earlier steps and end the requests of this step."""
         run = StepRun(step, self.tiers.begin_step(step.plan, step.loads))
         for row in step.rows:
             sequence = self._live[row.request.id]
-            self._explain_miss(sequence)
             try:
+                sequence.miss = sequence.miss or self._explain_miss(row.request)
                 run.planned[sequence.ticket] = plan_row(row, sequence)
             except Exception as error:  # only this request fails
                 sequence.sampler.fail(error)
@@ -321,8 +306,7 @@ class Engine:
         if failure is None or self._pipeline.num_in_flight > len(self._runs):
             self._runs.append(run)
             return []
-        outputs = self._collect(0)
-        return outputs + self._failed(step, failure)
+        return self._collect(0) + self._failed(step, failure)
 
     def _collect(self, num_left: int) -> list[Output]:
         """Finish the oldest steps until at most `num_left` steps are in flight. After a failure, finish all steps."""
@@ -419,8 +403,7 @@ class Engine:
 
     def _checked(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
         """Return the draft tokens that fit into max_tokens and the context. Raise RangeError for an invalid token."""
-        room = request.max_new_tokens - request.num_new_tokens - 1
-        room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
+        room = request.max_new_tokens - request.num_new_tokens - 1  # max_new_tokens already fits into the context
         tokens, vocab = tuple(draft[: max(0, room)]), self.model.config.vocab_size
         if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
             raise RangeError(f"draft tokens must be integers in [0, {vocab}), got {tokens}")

@@ -130,9 +130,8 @@ class EngineRunner:
             return
         deliver, num_left = listener
         deliver(output)
-        if output.finish_reason is not None:
-            if num_left == 1:
-                del self._listeners[output.request_id]
-                deliver(None)
-            else:
-                self._listeners[output.request_id] = (deliver, num_left - 1)
+        num_left -= output.finish_reason is not None
+        self._listeners[output.request_id] = (deliver, num_left)
+        if not num_left:
+            del self._listeners[output.request_id]
+            deliver(None)

@@ -61,9 +61,7 @@ class Permutation:
     @property
     def is_identity(self) -> bool:
         """True if every row keeps its place and no row is new or dropped."""
-        if len(self) != self.size0 or self.num_new:  # cheap tests first
-            return False
-        return not np.count_nonzero(self.index != np.arange(self.size0))
+        return len(self) == self.size0 and not np.count_nonzero(self.index != np.arange(self.size0))
 
     @property
     def is_moved(self) -> Bools:
