@@ -118,9 +118,7 @@ class EngineSequence:
 
     def _rest(self) -> str:
         """Return the held-back text, plus U+FFFD for an incomplete character. Stop strings never match this U+FFFD."""
-        if self.stream is None:
-            return ""
-        return self.stop.held + self.stream.finish()
+        return "" if self.stream is None else self.stop.held + self.stream.finish()
 
     def explain(self) -> Explanation:
         request = self.request
