@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve, transformers_twin
@@ -29,6 +29,7 @@ def test_engine_equals_transformers_in_any_order_and_cache_size(checkpoint, kind
         max_step_tokens=st.sampled_from([3, 16, 64]),
         prefix_caching=st.booleans(),
     )
+    @example(seed=31, block_tokens=4, room=64, max_step_tokens=3, prefix_caching=True)  # two equal logits with qwen3
     @settings(max_examples=12 * SOAK, deadline=None)
     def check(seed, block_tokens, room, max_step_tokens, prefix_caching):
         random = np.random.default_rng(seed)
