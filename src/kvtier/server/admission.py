@@ -18,9 +18,9 @@ _DECAY = 0.9  # weight of the old value in the moving average of request duratio
 class Admission:
     """Counts running and waiting answers. Rejects requests above a limit, and estimates when a retry will succeed.
 
-    For the quota of tokens per minute, each tenant has a debt. The tokens of a finished request are added to the debt,
-    and the debt falls by `tokens_per_minute` every minute. Requests are rejected while the debt is at least
-    `tokens_per_minute`.
+    For the quota of tokens per minute, each tenant has a debt. The uncached prompt tokens and the generated tokens of a
+    finished request are added to the debt. The debt falls by `tokens_per_minute` every minute. Requests are rejected
+    while the debt is at least `tokens_per_minute`.
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:
@@ -29,7 +29,7 @@ class Admission:
         self.num_rows = started.max_rows  # maximum number of answers that run at once, in all replicas together
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
-        self._debts: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and time of the last request
+        self._debts: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and time of the last `spend`
         self.num_answers = 0  # admitted and not finished
         self.num_device_blocks = started.num_blocks  # current size of the device tier
         self.closed = ""  # reason to reject all requests; empty if requests are accepted
@@ -79,7 +79,7 @@ class Admission:
             self._num_requests[name] -= 1
 
     def spend(self, tenant: Tenant | None, num_tokens: int) -> None:
-        """Add the tokens of a finished request to its tenant's debt."""
+        """Add tokens to the debt of a tenant. No effect if the tenant has no quota of tokens."""
         if tenant is not None and tenant.tokens_per_minute:
             self._debts[tenant.name] = (self._debt(tenant) + num_tokens, time.monotonic())
 

@@ -25,7 +25,8 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write "arguments", Llama 3 writes "parameters"
 _MAX_NAME = 256  # limit in characters for each key and value of a call, except for its arguments
-CallForm = Literal["none", "tagged", "bare", "list", "arguments"]  # tagged: in <tool_call>; bare: without tags
+CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
+"""tagged: in <tool_call> tags. bare: without tags. list, arguments: see LIST and ARGUMENTS in the module docstring."""
 
 
 @dataclass(frozen=True, slots=True)

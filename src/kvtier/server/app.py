@@ -202,7 +202,7 @@ def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies, admi
 
 @contextmanager
 def _renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace names of chat fields in errors by the names of the API that the client uses."""
+    """Replace the names of chat fields in errors by the field names of the API that the client uses."""
     try:
         yield
     except ApiError as error:
@@ -253,7 +253,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's schema with schemas of the bodies, and without status 422, which this server never sends."""
+    """Return FastAPI's OpenAPI document with JSON schemas of the bodies, and without status 422 (never sent)."""
     if app.openapi_schema is None:
         schema = FastAPI.openapi(app)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())

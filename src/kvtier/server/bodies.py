@@ -50,10 +50,10 @@ class Bodies:
     pool: WorkerPool
     limits: Limits
     admission: Admission
-    _num_bytes: Counter[str] = field(default_factory=Counter)  # bytes above _FREE_BYTES, over all bodies of a tenant
+    _num_bytes: Counter[str] = field(default_factory=Counter)  # by tenant; of each body, only bytes above _FREE_BYTES
 
     async def read(self, request: Request, model: type[Body], *, is_counted: bool = False) -> Prepared[Body]:
-        """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects.
+        """Read and prepare a body. Raises ApiError if the body is rejected, ClientGone if the client disconnects.
 
         `is_counted` is True if the caller has already admitted the request.
         """
@@ -61,7 +61,7 @@ class Bodies:
         return prepared
 
     async def read_as_chat(self, request: Request, model: type[AgentRequest]) -> Prepared[ChatRequest]:
-        """Read a body of another API, translate it to a chat request and prepare this. Errors may name chat fields."""
+        """Read a body of another API, translate it and prepare the chat request. Errors may name chat fields."""
         prepared: Prepared[ChatRequest] = await self._read(request, model, is_counted=False)
         return prepared
 

@@ -84,7 +84,7 @@ class _Answer:
     """State of one answer: parser, position in the text and, if the answer is not streamed, the text and its parts.
 
     Log-probabilities are encoded as JSON when they arrive. If they were encoded at the end, 16 answers of 2,000 tokens
-    with 20 alternatives would block the event loop for 2 s (x86-64, 2026-11-16).
+    with 20 alternatives each would block the event loop for 2 s (x86-64, 2026-11-16).
     """
 
     text: list[str] = field(default_factory=list)

@@ -61,7 +61,7 @@ class HttpJob:
     mailbox: Mailbox = field(default_factory=Mailbox)
     trace: RequestTrace | None = None
     restriction: str | None = None
-    """Name of the first request field that restricts the tokens of the answer, for error messages."""
+    """Name of a request field that restricts the tokens of the answer, for error messages; None if there is none."""
 
     @property
     def num_answers(self) -> int:
@@ -249,7 +249,7 @@ class Completions:
                     if not any(output.prompt_logprobs for output in outputs):
                         yield outputs
                         continue
-                    for output in outputs:  # one at a time, because formatting log-probabilities takes milliseconds
+                    for output in outputs:  # one at a time: formatting takes milliseconds, and other tasks must run
                         yield [output]
                         await asyncio.sleep(0)
             record.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"
@@ -293,7 +293,7 @@ class Completions:
                 raise ApiError(400, output.error, job.restriction, code="no_token_allowed")
             case FinishReason.REFUSED:
                 raise ApiError(503, f"no cache space for this request: {output.error}", code="no_room")
-        if output.index == 0:  # the n answers share one cached prefix
+        if output.index == 0:  # the n answers share one cached prefix, so count it once
             record.cached_tokens += output.num_cached_tokens
 
     def _end(self, job: HttpJob) -> None:

@@ -71,7 +71,7 @@ class EngineOptions:
     threads: int = option(0, "number of torch threads; 0: automatic")
     """Automatic means one thread for each usable core (CPU affinity and cgroup limits) except one for the front end."""
     events: str = option("", "publish KV events for routers over ZMQ, in vLLM's format", metavar="URL")
-    """Anyone who can connect to this address can read the tokens of all prompts."""
+    """Anyone who can connect to this address can read the tokens of all prompts, unless `events_token_ids` is False."""
     events_replay: str = option("", "answer requests for missed events at this address", metavar="URL")
     events_token_ids: bool = True
     """False to leave the tokens of prompts out of the events."""
@@ -97,11 +97,12 @@ class Limits:
     prepare_seconds: float = option(5.0, "time to tokenize a long prompt or to compile a schema")
     prepare_processes: int = option(2, "worker processes that tokenize and compile")
     buffered_bytes: int = option(64 << 20, "total size of bodies that are read or prepared", "max_buffered_bytes")
-    """One tenant may use at most half of this size."""
+    """One tenant may use at most half of this size. The first 64 KiB of each body do not count."""
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The thread that replies only passes on commands, in milliseconds. 5 s are enough even if the machine swaps."""
+    """The thread that replies does no other work than passing on commands, so it replies within milliseconds. 5 s are
+    enough even if the machine swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
     cores, which reach 100 GFLOP/s."""

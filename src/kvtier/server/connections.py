@@ -21,7 +21,7 @@ _RESERVED_DESCRIPTORS = 80
 class Place(enum.Enum):
     NORMAL = enum.auto()
     HEALTH_ONLY = enum.auto()
-    """A limit is reached. This connection may request only probes such as /health."""
+    """The connection is above a limit. It may request only probes such as /health."""
     REFUSED = enum.auto()
 
 
@@ -42,10 +42,10 @@ class ConnectionTable(Generic[Connection]):
         self.addresses: dict[Connection, str] = {}
         self._num: Counter[str] = Counter()
         self._idle: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
-        """Connections without a complete request head, by address, oldest first."""
+        """Idle connections by address, in the order in which they became idle."""
 
     def add(self, connection: Connection, address: str) -> tuple[Place, Connection | None]:
-        """Add an idle connection unless its place is REFUSED. The caller must close the returned connection, if any."""
+        """Add a connection as idle unless its place is REFUSED. Return the place and a connection to close, if any."""
         place, victim = self._make_room(address)
         if place is not Place.REFUSED:
             self._num[address] += 1

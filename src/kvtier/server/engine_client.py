@@ -116,7 +116,7 @@ class EngineLink(Protocol):
 class EngineClient:
     """Starts the engine process, sends requests and calls to it, and delivers its events.
 
-    If the process exits unexpectedly, pending requests and calls raise ClosedError and `ended` is set.
+    When the process exits, pending requests and calls raise ClosedError and `ended` is set.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -132,7 +132,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.ended = asyncio.Event()
-        self.why = "the engine process ended"  # reason why it ended; valid once `ended` is set
+        self.why = "the engine process ended"  # reason why the process ended; valid once `ended` is set
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 

@@ -181,7 +181,7 @@ class EngineServer:
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
         self._compilations = SchemaCompilations(self._make_compiler)
-        self._compiling: set[str] = set()  # requests whose schema is being compiled
+        self._compiling: set[str] = set()  # ids of requests that wait for their compiled schema
         self._lock = threading.Lock()  # prevents `_abort` while `_add_constrained` adds the same request
 
     def run(self) -> None:

@@ -1,7 +1,8 @@
 """Fields of the completion requests of OpenAI and vLLM, each in one of three classes.
 
 - honoured: the field has its documented effect. Its type and limits are in protocol.py and field_types.py.
-- ignored: the field cannot change the answer. It is accepted and named in the header `x-kvtier-ignored`.
+- ignored: the field cannot change the answer. It is accepted. Unless its value is null, the header `x-kvtier-ignored`
+  names it.
 - refused: the field would change the answer and is not supported. It gets 400, unless its value has no effect.
 
 A field that is in no class gets 400 too, because it is either misspelled or unknown to this version.
@@ -169,10 +170,12 @@ class UnsupportedFieldError(Exception):
 def split(
     body: Mapping[str, Any], known: Collection[str], place: str = "", table: Mapping[str, ApiField] = FIELDS
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields to validate, and the names of the ignored fields. `known` has the fields of the body's model.
+    """Return the fields to validate, and the names of the ignored fields.
 
-    Fields of other endpoints and unknown fields are among the returned fields, so that validation rejects them. A
-    field in `known` is returned even if it is ignored or refused, so that its value is checked.
+    `known` has the names of the fields of the body's model. `place` is the letter of the endpoint in ApiField.places,
+    or empty if `table` is not FIELDS. Fields of other endpoints and unknown fields are among the returned fields, so
+    that validation rejects them. A field in `known` is returned even if it is ignored or refused, so that its value is
+    checked.
     """
     kept, ignored = dict(body), []
     for name, value in body.items():

@@ -23,7 +23,7 @@ class AnswerGrammar(NamedTuple):
     field: str
     """Name of the request field, for error messages."""
     param: str
-    """Path of the part of the field that contains the grammar."""
+    """Path of the value in the request that contains the grammar, for `ApiError.param`."""
 
     def error(self, error: ApiError) -> ApiError:
         """Return a copy of an error in the grammar. The copy names the request field."""
@@ -50,7 +50,7 @@ def answer_grammar(body: Sampling) -> AnswerGrammar | None:
         grammar = _grammar(kind, value)
         size, most = len(grammar.text.encode(errors="surrogatepass")), schemas.MAX_SCHEMA_BYTES
         if size > most:
-            raise ArgumentError(f"the schema has {size} bytes; the limit is {most}")
+            raise ArgumentError(f"{size} bytes; the limit is {most}")
         if kind == "json":
             schemas.check_shape(json.loads(grammar.text) if isinstance(value, str) else value)
     except ArgumentError as error:
@@ -59,7 +59,7 @@ def answer_grammar(body: Sampling) -> AnswerGrammar | None:
 
 
 def _sources(body: Sampling) -> list[tuple[str, str, str, Any]]:
-    """Return field, parameter, kind and value of all grammars in a request."""
+    """Return `field` and `param` (see AnswerGrammar), kind and value of each grammar in a request."""
     found: list[tuple[str, str, str, Any]] = []
     match body.response_format:
         case PlainFormat(type="json_object"):

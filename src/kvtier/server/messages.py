@@ -111,7 +111,7 @@ class StepOutputs:
 
     outputs: tuple[Output, ...]
     ended: tuple[Explanation, ...]
-    """One explanation per finished request."""
+    """For each output that is the last of its answer, the explanation of the request."""
     sent: float
     """Value of time.monotonic() when the engine process sent this message. Both processes share this clock."""
 

@@ -101,7 +101,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Text that is no JSON object is wrapped as Anthropic recommends."""
+    """Return the arguments of a call as an object. Other JSON and invalid JSON are wrapped as Anthropic recommends."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -17,8 +17,8 @@ from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.exposition import Exposition
 from kvtier.server.request_log import RequestLog
 
-# On the metrics port, requests within this time share the collected metrics. Clients of this port need no key, and must
-# not be able to slow down the engine.
+# On the metrics port, a request within this time after a collection gets the metrics of that collection. Clients of
+# this port need no key, and must not be able to slow down the engine.
 _FRESH_SECONDS = 1.0
 
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("kvtier.server")
 _PROBES = ("/health", "/livez", "/ping")
 _OPEN = ("/", *_PROBES, "/openapi.json", "/favicon.ico")  # need no key
 _ADMIN = ("/control", "/state", "/metrics", "/sleep", "/wake_up", "/reset_prefix_cache")
-_POLLED = (*_PROBES, "/state", "/metrics", "/load", "/is_sleeping")  # logged at level DEBUG
+_POLLED = (*_PROBES, "/state", "/metrics", "/load", "/is_sleeping")  # logged as DEBUG if the status is below 500
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ONCE = (b"authorization", b"x-api-key", b"host", b"origin", b"content-type")  # headers that must not be repeated
 _DIRECT_SEND = "kvtier.direct_send"  # scope key of the server's own send function, which bypasses the middleware
@@ -99,8 +99,9 @@ async def _disconnect(receive: Receive) -> None:
 class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
-    Compares all keys in constant time, so that response times reveal nothing about them. If the server has no keys,
-    rejects admin requests from other machines, and all requests from pages of other sites, except `origins`.
+    Compares all keys in constant time, so that response times reveal nothing about the keys. If the server has no keys,
+    rejects admin requests from other machines, requests under a host name that is not local, and requests from pages of
+    other sites, except `origins`.
     """
 
     def __init__(
@@ -199,7 +200,10 @@ def _check_host(scope: Scope, headers: dict[str, str]) -> None:
 
 
 def _reject_cross_site(headers: dict[str, str], allowed: frozenset[str]) -> None:
-    """Raise 403 for host names that are not local (DNS rebinding), and for pages of origins that are not allowed."""
+    """Raise 403 for a request to a host name that is not local (DNS rebinding).
+
+    Also raise 403 for a request from a page of another origin, unless `allowed` contains the origin.
+    """
     host, origin = headers.get("host", ""), headers.get("origin")
     match = _HOST.fullmatch(host)
     is_local = match is not None and match[1].strip("[]").lower() in LOCAL_HOSTS

@@ -60,7 +60,7 @@ class Prepared(Generic[Body]):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the answer must not contain."""
     ignored: tuple[str, ...] = ()
-    """Fields and tools of the request that have no effect."""
+    """Names of fields and tools of the request that have no effect."""
     source: AgentRequest | None = None
     """The request that `body` was translated from, without its prompt."""
     notes: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ class Preparation:
         return [self._encode_request(chat, messages, max_tokens)]
 
     def _without_billing_line(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
-        """Remove a billing line at the start, unless the config keeps it. Return the messages and a remark about it."""
+        """Remove a billing line at the start, unless the config keeps it. Return the messages and a remark, if any."""
         first = messages[0].for_template()
         line = _BILLING_LINE.match(first["content"]) if first["role"] in ("system", "developer") else None
         if line is None:
@@ -379,8 +379,8 @@ def _from_validation(error: ValidationError, known: Collection[str], body: Any =
 
     If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
     to the type that fits best, so only this error is converted. Errors of validators for the whole body have no path,
-    but their message starts with the name of a field. `known` has the names of all fields. If `body` is None, the paths
-    of pydantic are used as they are.
+    but their message starts with the name of a field. `known` has the names of all fields of the body. If `body` is
+    None, the paths of pydantic are used as they are.
     """
     errors = error.errors(include_url=False, include_input=False)
     paths = [_path(each, body) for each in errors]

@@ -161,7 +161,7 @@ class Sampling(Strict):
 
     @property
     def hints(self) -> Hints:
-        """Hints of the client about the next request of its session."""
+        """The client's hints about the next request of the session."""
         session = self.session_id or self.prompt_cache_key or ""
         return Hints(session, bool(self.session_over), self.expects_return_seconds)
 

@@ -33,7 +33,7 @@ class RequestRecord:
     tokens_from: dict[str, int] = field(default_factory=dict)  # cached tokens by tier
     client_id: str = ""  # id that the client gave the request
     notes: tuple[str, ...] = ()  # remarks about the prompt
-    explanation: str = ""  # why the cache match ended, and why blocks were loaded or recomputed
+    explanation: str = ""  # why the cache match ended, why blocks were loaded or recomputed, and `notes`
 
 
 class RequestLog:
@@ -80,7 +80,7 @@ class RequestLog:
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
 
     def find(self, name: str) -> str:
-        """Return the id of the latest request whose `client_id` is `name`; `name` itself if there is none."""
+        """Return the id of the latest finished request whose `client_id` is `name`; `name` itself if there is none."""
         return next((record.id for record in reversed(self._recent) if record.client_id == name), name)
 
     def notes(self, request_id: str) -> list[str]:
@@ -93,7 +93,7 @@ class RequestLog:
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Return percentiles of the time to first token in the last 5 minutes; all are None without requests."""
+        """Return percentiles of the time to first token in the last 5 minutes. They are None without requests."""
         since = time.monotonic() - _WINDOW_SECONDS
         values = sorted(seconds for at, seconds in self._ttfts if at >= since)
         points = {f"p{percent}_seconds": _percentile(values, percent) if values else None for percent in (50, 90, 99)}

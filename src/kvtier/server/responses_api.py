@@ -109,7 +109,11 @@ class MessageItem(Loose):
     content: _Parts
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Append the message. Join all system and developer messages at the start, as chat templates expect."""
+        """Append the message.
+
+        Chat templates expect one system message at the start. System and developer messages before all other messages
+        are therefore joined into one. Later ones stay where they are.
+        """
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and not last.get("tool_calls"):

@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 _MAX_CHECKS = 64  # per tenant
 _MAX_COMPILED = 16  # per tenant; a compiled schema takes up to several megabytes
-# The result of a check that timed out is kept for this time only, because the machine may have been busy.
+# The result of a check that ran out of time or memory is kept for this time only. The machine may have been busy.
 _RETRY_SECONDS = 300.0
 _NICE = 19  # because a large schema takes seconds to compile and the engine's own threads need the cores
 
@@ -105,7 +105,7 @@ class SchemaChecks:
                 raise
             result = error.with_traceback(None)
             if error.code == "too_complex":
-                message = "the schema is too complex to compile in time; use a simpler one"
+                message = "the schema is too complex to compile; use a simpler one"
                 result = ApiError(400, message, code=error.code)
                 asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._results.discard, *key)
         self._results.put(*key, result)
@@ -123,7 +123,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: Grammar, tenant: bytes) -> Compilation:
-        """Return the cached future of a schema, or start to compile. Callbacks may run on the compiling thread."""
+        """Return the future of a schema. If none is cached, start to compile. Callbacks may run on another thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

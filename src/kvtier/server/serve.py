@@ -100,7 +100,7 @@ def make_front_end(
 
 
 def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
-    """Join the executor's threads. If a thread hangs, exit at once, since the interpreter would wait for it forever."""
+    """Join the executor's threads. If a thread hangs, end the process, because the interpreter would wait forever."""
     joining = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
     joining.start()
     joining.join(_THREAD_SECONDS)

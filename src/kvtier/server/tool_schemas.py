@@ -40,7 +40,7 @@ def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], *, max_c
 
 
 def _moved(value: Any, to: str) -> Any:
-    """Return a copy of a schema for use at the path `to` of another schema. In references, `to` replaces #."""
+    """Return a copy of a schema for use at the path `to` of another schema. In a reference, `to` replaces the #."""
     if isinstance(value, Mapping):
         return {
             key: to + item[1:] if key == "$ref" and isinstance(item, str) and item.startswith("#") else _moved(item, to)

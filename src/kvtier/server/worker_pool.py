@@ -24,7 +24,7 @@ from kvtier.server.prepare import PrepareConfig
 
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0  # longest time to start a process, or to load its schema compiler
-_RESTART_SECONDS = 1.0  # wait after a failed start
+_RESTART_SECONDS = 1.0  # wait after the second and each later failed start in a row
 # Longest time that a call may continue after its client disconnects: about the time to kill and replace a process.
 _ABANDONED_SECONDS = 1.0
 _END_SECONDS = 1.0  # longest wait for a killed process to exit
@@ -100,7 +100,7 @@ class WorkerPool:
         self._most_running = max(1, size - 1)
         self._has_tenants = has_tenants
         self._waiting: list[_Task] = []
-        self._turns: Counter[tuple[str, str]] = Counter()  # number of the last turn of each queue
+        self._turns: Counter[tuple[str, str]] = Counter()  # number of the latest turn of each queue
         self._running: Counter[str] = Counter()
         self._serving: list[asyncio.Task[None]] = []  # each keeps one process alive
         self._processes: list[_Process] = []
@@ -123,7 +123,8 @@ class WorkerPool:
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
         """Call a function in a worker and return its result. If the caller is cancelled, the process may be replaced.
 
-        Raises ApiError: the function's own, 400 at the deadline, 429 or 503 if rejected, 500 or 503 if workers fail.
+        Raises the ApiError of the function. Also raises ApiError 400 at the deadline, 429 if too many calls wait, 503
+        if the pool is closed, and 500 or 503 if workers fail.
         """
         if self._closed:
             raise _shutting_down()
@@ -185,8 +186,8 @@ class WorkerPool:
     async def _serve(self) -> None:
         """Run a process and send calls to it. Replaces the process if it fails.
 
-        A failed start is repeated, because the process may have been killed. After the second failed start in a row,
-        waiting calls fail.
+        A failed start is repeated, because the process may have been killed. From the second failed start in a row on,
+        each failed start makes the waiting calls fail.
         """
         num_failed = 0
         while True:
