@@ -27,7 +27,7 @@ A message states the problem and, where they are known, the relevant numbers and
 
 
 class KvtierError(Exception):
-    """Base of all exception classes of kvtier."""
+    """Base of all exceptions in this module."""
 
 
 class ArgumentError(KvtierError, ValueError):

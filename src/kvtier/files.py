@@ -13,7 +13,7 @@ BytesLike = bytes | bytearray | memoryview
 
 
 def cache_dir() -> Path:
-    """Return the cache directory: $KVTIER_CACHE_DIR, $XDG_CACHE_HOME/kvtier or ~/.cache/kvtier, in this order.
+    """Return the cache directory: $KVTIER_CACHE_DIR if set, else $XDG_CACHE_HOME/kvtier if set, else ~/.cache/kvtier.
 
     Create the directory if it does not exist. Raise UnavailableError if that fails.
     """

@@ -145,7 +145,7 @@ class Family(Generic[Series]):
 
 
 class Registry:
-    """All metrics of a server."""
+    """A set of metrics. Each name can be declared once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

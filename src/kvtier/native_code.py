@@ -74,7 +74,7 @@ class NativeSource:
     files: tuple[str, ...]
     flags: tuple[str, ...]
     local_flags: tuple[str, ...] = ()
-    """Flags that make the code depend on this processor. They are used only for libraries in the cache directory."""
+    """Flags that make the code depend on this processor. They are used for compilation on first use, not by `build`."""
     x86_variants: tuple[Variant, ...] = (Variant(),)
     is_x86_only: bool = False
 
@@ -111,7 +111,7 @@ def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = 
     cannot run the library. If `make` raises OSError or AttributeError for a cached library, the file is assumed to be
     incomplete, and the library is compiled again. A library that another user could have written is not loaded, because
     its code would have all rights of this process. It is compiled again instead. If another user could write to the
-    cache directory, the new library is private to this process.
+    cache directory, or this process cannot, the new library is private to this process.
     """
     if only is not None:
         source = source.with_only(only)

@@ -11,7 +11,7 @@ from kvtier.server.config import EngineOptions, TierOptions
 
 
 def add_fields(command: Parser, title: str, config: type, names: str = "") -> None:
-    """Add the options of a configuration to a command. `names` lists them, separated by spaces; empty adds all."""
+    """Add the options of a configuration to a command. `names` lists the options to add, or is empty for all."""
     group = command.add_argument_group(title)
     for name, field in _fields(config).items():
         if names and name not in names.split():

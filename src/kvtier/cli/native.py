@@ -14,7 +14,7 @@ from kvtier.storage.checksum import SOURCE as STORAGE
 
 
 def build_native(options: argparse.Namespace) -> int:
-    """Compile all libraries. Return 1 if the variant for every processor of a library could not be compiled."""
+    """Compile all libraries. Return 1 if compiling the last variant of any library failed."""
     folder = Path(options.folder).resolve()
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     failed = False

@@ -26,7 +26,8 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
 
     def update(num_done: int, note: str) -> None:
         nonlocal last
-        if is_shown and (time.monotonic() - last > 0.1 or num_done >= total):  # redraw at most ten times a second
+        # Redraw at most ten times a second until the work is done.
+        if is_shown and (time.monotonic() - last > 0.1 or num_done >= total):
             last = time.monotonic()
             filled = 30 * num_done // max(1, total)
             bar = "#" * filled + "." * (30 - filled)

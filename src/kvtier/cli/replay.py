@@ -321,7 +321,7 @@ def _print_result(options: argparse.Namespace, result: dict[str, Any]) -> int:
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shares: Sequence[int]) -> None:
-    """Print one line per figure and one column per run, since there are few runs and many figures."""
+    """Print a transposed table: one line for each of `columns`, because the table has few rows and many columns."""
     lines = [[name, *(_text(row[at], at in shares) for row in rows)] for at, name in enumerate(columns)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(rows) + 1)]
     for line in lines:

@@ -31,7 +31,7 @@ class EventConfig:
     token_ids: bool = True
     """True to send the tokens of stored blocks, for routers that hash prompts."""
     num_kept: int = 10_000
-    """Number of messages kept for replay. The state before these messages is kept too, so every replay is complete."""
+    """Number of messages kept for replay. The blocks before these messages are kept too, so a replay is complete."""
     max_queued: int = 100_000
     """Maximum number of queued events. Further events are dropped, and an AllBlocksCleared replaces them."""
     shared_tiers: tuple[str, ...] = ("shared",)

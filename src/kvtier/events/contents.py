@@ -41,7 +41,7 @@ class IndexContents:
             above, is_first = key, False
 
     def events(self) -> Iterator[Event]:
-        """Yield events that reproduce these blocks: first IndexCleared, then each block after its parent."""
+        """Yield events that reproduce the blocks: first IndexCleared, then each block after its parent."""
         yield IndexCleared()
         written: set[bytes] = set()
         for blocks in self._tiers.values():
