@@ -143,7 +143,7 @@ def test_public_address_without_keys_is_refused(capsys):
 # ---- help and completion ----
 
 
-def test_every_command_has_examples_and_json_and_config_options(capsys):
+def test_every_command_has_examples_and_common_options(capsys):
     main(["completion", "bash", "--json"])
     commands = json.loads(capsys.readouterr().out)
     assert {"serve", "generate", "chat", "bench", "doctor", "inspect", "verify"} <= {*commands}

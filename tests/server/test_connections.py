@@ -448,5 +448,5 @@ TestTable = TableMachine.TestCase
         ("unix", "unix"),
     ],
 )
-def test_address_group_of_ipv6_address_is_its_network(host, group):
+def test_address_group_is_ipv4_address_or_ipv6_network(host, group):
     assert address_group(host) == group

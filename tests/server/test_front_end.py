@@ -1,4 +1,4 @@
-"""The front-end process runs without torch. kvtier.engine imports a name that needs torch at its first use."""
+"""The front-end process runs without torch. kvtier.engine imports names that need torch only when they are used."""
 
 from __future__ import annotations
 

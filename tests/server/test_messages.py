@@ -127,7 +127,7 @@ def test_stop_sequence_ends_the_message_and_is_reported(scripted):
 
 
 def test_stop_sequence_in_a_tool_call_is_the_stop_reason(scripted):
-    """The tool call is incomplete. If the stop reason were `tool_use`, the client would run it."""
+    """The tool call is incomplete. If the stop reason were `tool_use`, the client would run the call."""
     message = ask(scripted, tools=[WEATHER], stop_sequences=["Pa"]).json()
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "Pa")
     assert message["content"][-1]["type"] == "tool_use"

@@ -651,5 +651,5 @@ def test_priority_does_not_change_order_between_tenants(start, tmp_path):
         answer.close()
         client.close()
     state = server.wait_for(drained, key="operator-key-key")
-    # The last request to finish comes first.
+    # `recent` lists the newest finished request first. The request with the higher priority finished later.
     assert [record["tenant"] for record in state["recent"]] == ["second", "first", "operator"]

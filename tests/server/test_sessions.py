@@ -59,7 +59,7 @@ def test_response_belongs_to_its_session(tenants, field):
     assert close(tenants, "agent", key) > 0
 
 
-def test_close_of_unknown_session_is_zero(tenants):
+def test_close_of_unknown_session_returns_0_blocks(tenants):
     assert close(tenants, "never seen", "key-of-tenant-one") == 0
 
 

@@ -271,7 +271,7 @@ def test_killed_stores_fail_no_request_and_are_used_again(servers, stores):
     stores.restart()
 
     def is_shared() -> bool:
-        """Send a question to both servers. Return True if the second one finds blocks of the question in a store."""
+        """Send a question to both servers. Return True if the second server finds blocks of it in a store."""
         salt = uuid.uuid4().hex
         first, second = (ask(server, [question("back", 0)], cache_salt=salt) for server in servers)
         assert text_of(first) == text_of(second)
