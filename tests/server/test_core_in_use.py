@@ -38,7 +38,7 @@ if "--multiprocessing-fork" in sys.orig_argv:  # the engine process
 """
 
 
-def test_server_answers_with_state_and_batch_copy(start, tmp_path: Path):
+def test_engine_of_server_calls_state_and_batch_copy(start, tmp_path: Path):
     """Count the calls in the engine process. `sitecustomize` is imported when a Python process starts."""
     counts, site = tmp_path / "counts.json", tmp_path / "site"
     site.mkdir()

@@ -113,7 +113,7 @@ def _text(given: str) -> str:
     try:
         return os.fsencode(given).decode("utf-8")
     except UnicodeError as error:
-        raise ArgumentError(f"the prompt {given[:40]!a} is not valid UTF-8: {error}") from error
+        raise ArgumentError(f"the text {given[:40]!a} is not valid UTF-8: {error}") from error
 
 
 def _llm(options: argparse.Namespace) -> LLM:

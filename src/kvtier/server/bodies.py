@@ -37,8 +37,8 @@ from kvtier.server.protocol import ChatRequest, CompletionRequest
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.worker_pool import WorkerPool
 
-# Bodies up to this size are prepared in the event loop. Preparation takes 2 to 8 ms, mostly for tokenizing, and 1 ms
-# more in a worker process (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
+# Bodies up to this size are prepared in the event loop. A body of this size takes 2 to 8 ms, mostly for tokenizing, and
+# 1 ms more in a worker process (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
 _INLINE_BYTES = 2048
 # The limit on buffered bytes ignores this many bytes of each body, so that large bodies cannot block small requests.
 _FREE_BYTES = 64 << 10

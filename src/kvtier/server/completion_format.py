@@ -266,7 +266,7 @@ class CompletionFormat:
         return event(error.body) + DONE
 
     def _with_prompt(self, index: int, output: Output) -> tuple[Output, list[ScoredToken]]:
-        """Put the echoed prompt before the text. Return the new output, and the prompt tokens to report with it."""
+        """Put an echoed prompt before the first text. Return the new output and the prompt tokens to report with it."""
         if self._prompt is None:
             return output, []
         if text := self._prompt.text(index):

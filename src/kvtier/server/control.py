@@ -22,9 +22,9 @@ from kvtier.server.request_log import RequestLog
 _ASLEEP = "it is asleep until POST /control/wake"
 _ON_PROMPT = {
     "pin": "Keep the cached blocks of a prompt until the prompt is unpinned.",
-    "prefetch": "Fetch the blocks of a prompt from stores into host memory.",
-    "demote": "Evict the blocks of a prompt from the device and keep them in lower tiers.",
-    "drop": "Remove the blocks of a prompt from all tiers.",
+    "prefetch": "Fetch the blocks of a prompt from stores into host memory, unless computing them is faster.",
+    "demote": "Copy the blocks of a prompt to lower tiers, and free its device blocks that are not in use.",
+    "drop": "Remove a prompt and its continuations from all tiers, except the blocks that other prompts share.",
 }
 
 
@@ -90,7 +90,7 @@ def add_control(
 
     @app.post("/control/reset", openapi_extra=takes(ResetBody))
     async def reset(request: Request) -> dict[str, Any]:
-        """Clear the memory tiers, and the stores if `clear_stores` is true."""
+        """Unpin all prompts and clear the memory tiers. Also clear the stores if `clear_stores` is true."""
         return await engine.call("reset", clear_stores=(await bodies.read(request, ResetBody)).body.clear_stores)
 
     @app.post("/control/sleep", name="sleep")

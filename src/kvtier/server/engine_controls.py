@@ -84,7 +84,7 @@ def _transfers(engine: Engine) -> list[dict[str, Any]]:
 
 
 def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
-    """Return the GPU link's speed in GB/s, by direction; empty without a GPU or a measurement by `kvtier doctor`."""
+    """Return the GPU link's speed in GB/s, by direction; empty without a GPU or saved measurements."""
     device = Placement.parse(str(engine.model.weights.device))
     costs = saved_costs(device) if device.kind == "cuda" else None
     if costs is None:
@@ -94,7 +94,7 @@ def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
 
 
 def _ghost(engine: Engine) -> dict[str, Any] | None:
-    """Return estimates of the hit rate at other sizes of the device tier, or None if they are disabled."""
+    """Return estimates of the hit rate at other sizes of the larger memory tier, or None if there are no estimates."""
     ghost = engine.manager.tree.ghost
     if ghost is None:
         return None

@@ -43,7 +43,7 @@ class LoadReport:
     num_tokens: int = 0  # one per event, although an event can contain several tokens
     num_incomplete: int = 0
     """Number of streams that ended without [DONE], although the client did not disconnect."""
-    ttfts: list[float] = field(default_factory=list)
+    ttfts: list[float] = field(default_factory=list)  # seconds from the request to the first event of each stream
     gaps: list[float] = field(default_factory=list)
     """Seconds between successive events of one stream."""
     seconds: float = 0.0

@@ -67,7 +67,7 @@ class RequestLog:
         self._closed.of(reason).add()
 
     def ended(self, record: RequestRecord, explanation: Explanation | None) -> None:
-        """Count a finished request. `explanation` is None if the engine did not finish the request."""
+        """Count a finished request. `explanation` is None if the engine finished no answer to it."""
         self.vllm.ended(record, explanation)
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)

@@ -73,7 +73,7 @@ def add_aliases(app: FastAPI, engine: Heartbeat, admission: Admission) -> None:
 
     @app.post("/reset_prefix_cache", openapi_extra=_query("reset_external", "true", "false"))
     async def reset_prefix_cache(request: Request) -> dict[str, Any]:
-        """Clear the memory tiers, and the stores if `reset_external` is true."""
+        """Unpin all prompts and clear the memory tiers. Also clear the stores if `reset_external` is true."""
         value = request.query_params.get("reset_external", "false").lower()
         if value not in _BOOLEANS:
             raise ApiError(400, "reset_external must be true or false", "reset_external")

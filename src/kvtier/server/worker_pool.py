@@ -204,7 +204,7 @@ class WorkerPool:
                 _log.error("a worker process did not start: %s", type(error).__name__)
                 num_failed += 1
                 if num_failed > 1:
-                    self._fail_waiting(ApiError(503, "no worker process starts; see the server's log", code="worker"))
+                    self._fail_waiting(ApiError(503, "a worker cannot start; see the server's log", code="worker"))
                     await asyncio.sleep(_RESTART_SECONDS)
             finally:
                 if process is not None:
