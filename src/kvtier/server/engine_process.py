@@ -1,4 +1,4 @@
-"""The engine process. It reads commands and sends events, until SHUTDOWN or until the front end exits."""
+"""The engine process. It reads commands and sends events until SHUTDOWN, a failure, or the exit of the front end."""
 
 from __future__ import annotations
 

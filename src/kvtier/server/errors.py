@@ -1,4 +1,4 @@
-"""Errors in OpenAI's and Anthropic's formats. They name the invalid field, but contain no prompt and no internal data.
+"""Errors in OpenAI's and Anthropic's formats. They name an invalid field. They contain no prompt and no internal data.
 
 Importing this module loads neither pydantic nor starlette. The engine process imports it and needs neither of them.
 """

@@ -265,7 +265,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     @property
     def forced_tools(self) -> list[FunctionDefinition]:
-        """Functions of which the model must call at least one; empty if it may answer with text."""
+        """Functions of which the model must call at least one. Empty if no call is forced or no tool has the name."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedToolChoice):
             return [function for function in functions if function.name == self.tool_choice.function.name][:1]

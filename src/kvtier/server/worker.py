@@ -40,7 +40,7 @@ def main(descriptor: int) -> None:
         channel.send(Reply(0))
         os.dup2(null.fileno(), 2)  # panics in native code may print a prompt, and logs must not contain prompts
         for call in messages:
-            if call.name != "load_compiler":  # which may take longer than a job
+            if call.name != "load_compiler":  # loading may take longer than a job
                 signal.setitimer(signal.ITIMER_REAL, config.seconds + _ALARM_SECONDS)  # SIGALRM ends the process
             channel.send(_run(preparation, call))
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -249,8 +249,8 @@ class WorkerPool:
         except _DIED:
             _log.warning("a worker process died during a job")
             task.num_deaths += 1
-            # A process may have been dead before the call was sent to it. The call must be the cause if more
-            # processes died during it than the pool has.
+            # Each process of the pool may have been dead before the call was sent to it. If more processes died
+            # during the call than the pool has, the call must be the cause.
             if task.num_deaths > self._size or task.future.done():
                 message = f"{task.num_deaths} worker processes died while they prepared this request"
                 task.fail(ApiError(503, message, code="worker"))
