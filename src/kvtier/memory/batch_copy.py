@@ -238,7 +238,7 @@ class BatchCopy:
 
         All sources must have the same placement. All destinations must have the same placement. The defaults are the
         placements that the driver reports for the first addresses. Bounds are not checked. Buffers in `keep` are kept
-        alive until the copy is done.
+        alive until the copies are done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:

@@ -94,7 +94,7 @@ def launch(
     """Run `task` in the order of `stream`. `on_device` is True if the task accesses GPU memory.
 
     On a host stream, `task` must itself refer to the memory that it uses. On a CUDA stream, the memory in `holdings` is
-    kept alive until the work is done.
+    kept alive until the work is done, except if the work is captured in a graph.
     """
     if stream is None:
         task()

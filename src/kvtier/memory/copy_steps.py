@@ -122,7 +122,7 @@ def plan_steps(
 
 
 def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[MemoryRef]) -> None:
-    """Run the steps in order. Memory in `holdings` is kept alive until the steps are done."""
+    """Run the steps in order. Memory in `holdings` is kept alive until they are done, except for captured steps."""
     if not steps:
         return
     if not any(step.job.on_device for step in steps):

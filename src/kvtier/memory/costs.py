@@ -171,7 +171,7 @@ def cost_key(job: CopyContext) -> str:
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """Return the saved costs of this GPU and driver. If there are none, measure and save them. This takes seconds."""
+    """Return the saved costs of this GPU and driver. If there are none, measure them (for seconds) and save them."""
     return saved_costs(placement) or calibrate(placement)
 
 
@@ -187,7 +187,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    The first BatchCopy on a GPU without saved costs calls this function. Without a cache directory, each process does.
+    `cost_table` calls this function if there are no saved costs. Without a cache directory, each process measures.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):

@@ -8,7 +8,7 @@
  * - The start of the next source is prefetched during a copy, because the hardware prefetcher stops at each 4 KiB page.
  *   Prefetching 512 bytes is enough; prefetching all 4,096 is slower.
  * - Batches of STREAM_FROM_BYTES or more do not fit into the CPU cache. With SSE2, they are written past the cache, so
- *   that no destination line is read before it is overwritten. For 1 MiB, this would take 280 us instead of 20. */
+ *   that no destination line is read before it is overwritten. For 1 MiB, such writes take 280 us, memcpy 20. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -47,7 +47,7 @@ static void copy_past_cache(char *dst, const char *src, size_t n) {
 typedef struct {
     const int64_t *src, *dst, *nbytes;
     size_t first;   /* the piece in which this share begins */
-    int64_t skip;   /* bytes of that piece that belong to the previous share */
+    int64_t skip;   /* bytes of that piece that belong to earlier shares */
     int64_t length; /* bytes of this share */
     int past_cache;
 } Share;

@@ -69,7 +69,8 @@ def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
 
 AnyDType = DType | str | torch.dtype
 
-# Packed integers become uint8, because torch's uint2 and uint4 have no operations. torch's fp4 type holds two values.
+# Packed integers become uint8, because torch's uint2 and uint4 have no operations. One element of torch's
+# float4_e2m1fn_x2 holds two fp4 elements.
 _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
     {
         **{each: getattr(torch, each.numpy_name) for each in dt.ALL if not each.is_packed},

@@ -55,7 +55,7 @@ class BlockView:
 
     @property
     def end(self) -> int:
-        """The address after the last block."""
+        """The address after the last block; 0 without blocks."""
         return self.pointer + (self.num_blocks - 1) * self.stride + self.block_bytes if self.num_blocks else 0
 
     @classmethod

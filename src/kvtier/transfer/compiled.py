@@ -2,9 +2,9 @@
 slice.
 
 A slice contains some blocks, with all their layers or with one group of layers. It is submitted as a unit, and it
-arrives or fails as a unit.
+arrives or fails as a unit. A staged slice fits into one slot of the staging ring. Other slices have about slice_bytes.
 
-    blocks, sorted by destination     0 ........ 31 | 32 ........ 63 | ...        about slice_bytes per slice
+    blocks, sorted by destination     0 ........ 31 | 32 ........ 63 | ...
     layer-wise: layers 0-7 of all blocks, then layers 8-15 of all blocks, ...
 """
 

@@ -5,8 +5,9 @@ QUEUED ──> RUNNING ──────────────> DONE
   ├───────────┼─(cancel)──────────> CANCELLED
   └───────────┴─(deadline)────────> LATE
 
-There is no report before all submitted slices have ended, so no copy touches a block after the report. A block counts
-as moved if all of its slices arrived, even if other blocks of the transfer failed.
+If a slice fails, the report says FAILED even if the transfer was also cancelled or late. There is no report before all
+submitted slices have ended, so no copy touches a block after the report. A block counts as moved if all of its slices
+arrived, even if other blocks of the transfer failed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TransferReport:
     """Bytes of the blocks that arrived."""
     num_copies: int
     seconds: float
-    """Time from the start of the first copy to the end of the last copy, measured on the stream."""
+    """Time from the start of the first copy to the end of the last copy, measured on the stream; 0 without copies."""
     choice: StrategyChoice
     """The strategy, and the reason for it."""
 
@@ -172,7 +173,7 @@ class TransferHandle:
             return None if self._is_claimed() else self.compiled.slices[self._next_slice].nbytes
 
     def claim(self) -> int | None:
-        """Claim the next slice and return its index, or None. The caller must submit a claimed slice."""
+        """Claim the next slice and return its index, or None if no slice is left. The caller must submit the slice."""
         with self._changed:
             if self._is_claimed():
                 return None
@@ -183,7 +184,7 @@ class TransferHandle:
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
         """Record that the copies of slice `index` were submitted. The event `end` is reached after the copies.
 
-        An `error` means that only some of the copies were submitted.
+        An `error` means that some or all of the copies were not submitted.
         """
         with self._changed:
             slices = self.compiled.slices
@@ -238,7 +239,10 @@ class TransferHandle:
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
-        """Return end event number `step`. If it does not exist yet, wait for a change and return None."""
+        """Return end event number `step`, or None if it does not exist yet.
+
+        In the second case, if slices are left to submit, first wait for a change.
+        """
         with self._changed:
             if step < len(self._ends):
                 return self._ends[step]

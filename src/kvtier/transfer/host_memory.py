@@ -4,7 +4,7 @@
 slots  0 ........ num_ready ........ num_slots      num_ready only grows, until free()
        usable   |  not yet         |
 state  GROWING ──(last piece)──> READY          free() from any state ──> FREED
-            └──(out of memory)──> STOPPED       the usable slots stay usable; `trouble` has the reason
+            └──(an error)───────> STOPPED       the usable slots stay usable; `trouble` has the error
 
 Lazy pageable memory is READY at once. Its pages become resident when they are first used.
 """
@@ -60,7 +60,7 @@ class HostMemory:
         background: bool = True,
         lazy: bool = False,
     ) -> None:
-        """With `lazy`, pageable memory is not touched. Pinned memory is never lazy."""
+        """With `lazy`, pageable memory is not touched. Without `background`, the constructor makes the slots usable."""
         if num_slots < 1 or piece_bytes < 1:
             raise ArgumentError(f"num_slots and piece_bytes must be positive, got {num_slots} and {piece_bytes}")
         self.group = group

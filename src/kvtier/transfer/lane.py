@@ -1,10 +1,11 @@
 """Lane: one direction of the link. Decides the order and the streams of transfers, and limits the bytes in flight.
 
-Urgent transfers have a separate stream and are submitted while bulk transfers are in flight. Bulk transfers wait while
-an urgent transfer is in flight. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers are in
-flight. A larger transfer or slice starts when no copy of its kind (urgent or bulk) is in flight.
+Urgent transfers have a separate stream and are submitted while bulk transfers are in flight. While an urgent transfer
+is in flight, no bulk slice is submitted. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers
+are in flight. A single slice or an urgent transfer that exceeds its limit starts when no copy of its kind (urgent or
+bulk) is in flight. A bulk transfer that exceeds its limit is queued, and starts slice by slice.
 
-If a whole transfer fits within these limits and no queued transfer must go first, the thread that calls `submit`
+If a whole transfer may start now by these rules and no queued transfer must go first, the thread that calls `submit`
 submits all slices at once. Otherwise the whole transfer is queued, and the lane's own thread submits the slices one by
 one:
 
@@ -44,7 +45,7 @@ class Lane:
         self._closed = False
 
     def submit(self, transfer: TransferHandle) -> None:
-        """Start the transfer if it is within the limits and no queued transfer must go first. Otherwise queue it."""
+        """Submit all slices if `_can_start` allows it. Otherwise queue the transfer."""
         with self._changed:
             if self._can_start(transfer):
                 while (index := transfer.claim()) is not None:
@@ -94,7 +95,7 @@ class Lane:
                 blocker.settle(polling=False)
 
     def _next_queued(self) -> tuple[TransferHandle, int] | None:
-        """Wait for a transfer with a slice to submit. Return the transfer and the slice's size; None after close()."""
+        """Wait for a slice to submit. Return its transfer and its size, or None after close() if the queue is empty."""
         while True:
             while self._queue:
                 wanted = self._queue[0].next_bytes
@@ -108,7 +109,7 @@ class Lane:
     # ---- submitting; the lock is held ----
 
     def _blocker(self, urgent: bool, wanted: int) -> Event | None:
-        """Return the event that a slice of `wanted` bytes must wait for, or None if the slice can start now.
+        """Return the next event that `wanted` bytes must wait for, or None if they can be submitted now.
 
         Bulk copies wait for all urgent copies, because copy engines have no priorities. A bulk stream that always has a
         copy ready would keep the copy engine busy, and an urgent load would wait for all bulk copies (18.5 ms instead
@@ -124,7 +125,7 @@ class Lane:
         return in_flight[0][1] if used and used + wanted > limit else None
 
     def _can_start(self, transfer: TransferHandle) -> bool:
-        """True if the whole transfer is within the limits and no queued transfer must go first."""
+        """True if no queued transfer must go first, and all slices may start now (see the top of this file)."""
         if any(each.urgent or not transfer.urgent for each in self._queue):
             return False
         nbytes = transfer.compiled.nbytes

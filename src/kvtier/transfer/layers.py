@@ -42,8 +42,8 @@ class LayerDoneCounter:
         """Make later work on `stream` wait until this layer has arrived. Without `stream`, block the caller.
 
         Raises LayerSwapTimeoutError after `timeout` seconds. If blocks of the layer fail to arrive, a call without
-        `stream` raises TransferError. A call with `stream` does not raise TransferError, because it does not wait for
-        the blocks; only the report of the transfer then names the failed blocks.
+        `stream` raises TransferError. A call with `stream` does not, because it returns before the copies have ended.
+        Only the report of the transfer then names the failed blocks.
         """
         group, deadline = self._group_of(layer), time.monotonic() + timeout
         event = self._submitted(group, layer, deadline, timeout)
@@ -62,7 +62,7 @@ class LayerDoneCounter:
             self.wait(group.start, stream, max(0.0, deadline - time.monotonic()))
 
     def is_done(self, layer: int) -> bool:
-        """True if all blocks of this layer have arrived."""
+        """True if all blocks of this layer, and of the other layers in its group, have arrived."""
         group = self._group_of(layer)
         event = self._events[group]
         return event is not None and self._errors[group] is None and event.query() and self._errors[group] is None
@@ -86,7 +86,7 @@ class LayerDoneCounter:
     # ---- called by the transfer ----
 
     def submitted(self, group: int, event: Event) -> None:
-        """Record that all copies of a group are submitted. `event` follows the last copy."""
+        """Record that all copies of a group are submitted. `event` is reached after the last copy."""
         with self._changed:
             self._events[group] = event
             self._changed.notify_all()

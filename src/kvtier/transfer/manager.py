@@ -172,7 +172,7 @@ class TransferManager:
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
     def poll(self, *, only_urgent: bool = False) -> list[TransferReport]:
-        """Return the reports of ended transfers (or only urgent ones) that no earlier call returned. Never waits."""
+        """Return the reports of ended transfers (or only urgent ones) that no earlier poll() returned. Never waits."""
         with self._lock:
             live = [each for each in self._live.values() if each.urgent or not only_urgent]
         ended = [report for transfer in live if (report := transfer.report) is not None]
@@ -180,7 +180,10 @@ class TransferManager:
             return [report for report in ended if self._live.pop(report.id, None) is not None]
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """Wait until every transfer submitted so far has ended. poll() still returns their reports."""
+        """Wait until every transfer submitted so far has ended. poll() still returns their reports.
+
+        Raises TransferTimeoutError after `timeout` seconds.
+        """
         limit = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             live = list(self._live.values())
@@ -198,7 +201,7 @@ class TransferManager:
         return self.record_event()
 
     def close(self) -> None:
-        """Cancel queued transfers and finish transfers in flight. Closing twice is allowed."""
+        """Drop all slices not yet submitted, wait for the others, and release the caches. Closing twice is allowed."""
         if self._closed:
             return
         self._closed = True

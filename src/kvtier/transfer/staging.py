@@ -63,7 +63,7 @@ class StagingRing:
         self._timed: deque[tuple[Event, Event, int]] = deque()
         """Begin, end and size of copies whose rate is not known yet."""
         self._rates: list[float] = []
-        """Rates of finished copies in GB/s, since the last check."""
+        """Rates of the copies that finished since the last decision, in GB/s."""
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
@@ -117,7 +117,7 @@ class StagingRing:
         self._mover("gather", context, Pieces(_based(pieces, row, base)))
 
     def _check_rate(self) -> None:
-        """Replace the kernel stream if most of the copies finished since the last check were slow."""
+        """Replace the kernel stream if copies are slow. Judge at least _JUDGED copies since the last decision."""
         while self._timed and self._timed[0][1].query():
             begin, end, nbytes = self._timed.popleft()
             self._rates.append(nbytes / begin.elapsed(end) / 1e6)

@@ -60,11 +60,12 @@ class TransferConfig:
                 raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# Size of the first chunk of a save, and of the last chunk of a load. A small size is good, because the link is idle
-# while the chunk is gathered or scattered. A large size is good, because the gather of the next chunk should end during
-# the copy of this chunk, even if it has to wait for a busy GPU. On an idle GPU, staged transfers of 64 MiB reach
-# 0.969 of the link rate if this chunk has 4 MiB, 0.963 with 8 MiB, and 0.962 with 12 MiB. During matrix products, there
-# is no difference (H200, 2026-11-15).
+# Minimum size of the first chunk of a staged save, and of the last chunk of a staged load. In large transfers, this
+# chunk has a sixteenth of the blocks. A small size is good, because the link is idle while the chunk is gathered or
+# scattered. A large size is good, because the gather of the next chunk should end during the copy of this chunk, even
+# if the gather has to wait for a busy GPU. On an idle GPU, staged transfers of 64 MiB reach 0.969 of the link rate if
+# this chunk has 4 MiB, 0.963 with 8 MiB, and 0.962 with 12 MiB. During matrix products, there is no difference (H200,
+# 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
@@ -116,7 +117,7 @@ class StrategyChoice:
     note: str = ""
     """The reason without the estimates."""
     estimate: Callable[[], tuple[Prices, Prices]] | None = None
-    """Returns the result of `_prices`. None if the strategy was forced or is the only usable one."""
+    """Returns the result of `_prices`. None if no prices were compared: a forced or only strategy, or no blocks."""
 
     @property
     def why(self) -> str:
@@ -130,7 +131,7 @@ class StrategyChoice:
 
     @property
     def expected_us(self) -> float | None:
-        """Expected microseconds of the chosen strategy on an idle GPU, if costs are known."""
+        """Expected microseconds of the chosen strategy on an idle GPU; None if `estimate` is None."""
         return None if self.estimate is None else self.estimate()[0].get(self.strategy)
 
 
@@ -155,7 +156,7 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
 def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
-    """Return the cheapest strategy for sizes with these numbers of bits. 3/4 of 2^bits is their middle."""
+    """Return the cheapest strategy for sizes with these numbers of bits. 3/4 of 2^n is a typical size with n bits."""
     shape = TransferShape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
     prices = _prices(shape, _options(src, dst, parts_bits == spans_bits)[0], table)[1]
     return min(prices, key=lambda name: prices[name])

@@ -46,7 +46,7 @@ def swap_cache_per_layer_async(
     """Copy between block device_ids[i] of `cache` and block host_ids[i] of `host`, in the order of `stream`.
 
     `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`). By
-    default, use the current stream. Without a stream, host memory is copied before the call returns. Ids may be in any
+    default, use the current stream. If there is none, host memory is copied before the call returns. Ids may be in any
     order. Blocks that are adjacent on both sides are copied together. With `direction` "d2h", `cache` is the source,
     with "h2d" it is the target.
     """
