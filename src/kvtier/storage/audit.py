@@ -36,14 +36,14 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of reading every object once. The read quarantines damaged objects."""
+    """Result of reading every object (of at most _MAX_OBJECT_BYTES) once. The read quarantines damaged objects."""
 
     num_sound: int
     nbytes: int
     num_gone: int
     """Objects that were listed but missing when read, because they were evicted, removed or replaced in between."""
     defects: list[tuple[bytes, ObjectResult]]
-    """Keys and results of corrupt and failed objects."""
+    """Keys and results of corrupt and failed objects. Objects above _MAX_OBJECT_BYTES are listed as corrupt, unread."""
     num_unreadable: int
     seconds: float
     reason: str = ""

@@ -129,7 +129,7 @@ class Cascade:
         return outcomes
 
     def _in_parallel(self, call: StoreCall, items: Sequence[Any], timeout_s: float | None) -> list[Results]:
-        """Call each writable store on its own thread, because each call may last until the deadline."""
+        """Call all writable stores at the same time, because each call may last until the deadline."""
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         calls = [functools.partial(call(store), items, timeout_s=wait_s) for store in self._writable]
         if len(calls) < 2:

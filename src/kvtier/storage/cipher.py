@@ -1,6 +1,6 @@
 """Authenticated encryption of stored objects: AES-256-GCM, which needs the extra `crypto`.
 
-Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D): one per record and one per payload.
+Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D). Each record and each payload takes one.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def is_aligned(pieces: Sequence[memoryview]) -> bool:
 
 
 def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: bool) -> list[memoryview]:
-    """Return the buffers to write to a slot. Whole pages at an aligned address are not copied.
+    """Return the buffers to write to a slot. With `aligned`, whole pages at an aligned address are not copied:
 
     stored     [ whole pages, in place        | rest ]
     scratch                                   [ rest | token ids | zeros ]

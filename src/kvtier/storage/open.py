@@ -347,7 +347,7 @@ class ShardStores:
     stores: tuple[Store, ...]
     first: int = 0
     replicated: Store | None = None
-    """Store of the data that all ranks hold, which rank 0 writes. None if it is the store of the rank's first shard."""
+    """Store of the data that all ranks hold. Only rank 0 writes this data. None if the store is `stores[0]`."""
 
     @property
     def all(self) -> tuple[Store, ...]:

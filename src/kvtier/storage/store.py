@@ -87,7 +87,8 @@ class ObjectStatus(Enum):
     STORED = "stored"
     REMOVED = "removed"
     MISSING = "missing"
-    """The object is absent, or its namespace, tokens or length differ from the expected ones (see `reason`)."""
+    """The object is absent, or it exists but is not the expected object (another namespace, other tokens or length),
+    has expired, or cannot be decoded (its encryption key was deleted, or its format is newer). See `reason`."""
     CORRUPT = "corrupt"
     """The object's bytes have changed since they were stored. The store quarantines or deletes the object."""
     FAILED = "failed"
@@ -120,7 +121,7 @@ class Results:
     outcomes: tuple[ObjectResult, ...]
     seconds: float
     is_durable: bool = False
-    """True if the change survives a power failure."""
+    """True if the successful changes of this call survive a power failure."""
 
     def __len__(self) -> int:
         return len(self.outcomes)

@@ -109,7 +109,8 @@ class CacheController:
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor | DeviceCache]) -> None:
         """Replace the host memory and copy the blocks that fit into the new memory. No transfer may be in flight.
 
-        If the memory cannot be allocated, raise OutOfMemoryError and keep the old memory.
+        Drop the previous device caches, and use `caches` for later transfers. If the memory cannot be allocated, raise
+        OutOfMemoryError and keep the old memory.
         """
         old, new = self._hosts, self._new_hosts(num_blocks)
         try:
@@ -155,7 +156,7 @@ class CacheController:
         return self.record_event()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Start a plan. Copies wait for the event `after`, or by default for the work queued on the current stream."""
+        """Start a plan. Device copies wait for the event `after` (default: the work queued on the current stream)."""
         self._epoch = plan.epoch
         for drop in plan.drops:
             self._stores.drop(drop)
@@ -173,7 +174,7 @@ class CacheController:
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:
-        """Return the results since the last call, without waiting. `loads_only` leaves the saves for a later call."""
+        """Return the results since the last call, without waiting. `loads_only` leaves copies to the host for later."""
         for report in self._transfers.poll(only_urgent=loads_only):
             self._take(report)
         from_stores, lookups = self._stores.take()
@@ -202,7 +203,7 @@ class CacheController:
         return bool(self._in_flight)
 
     def wait(self, timeout: float) -> None:
-        """Wait until a transfer may have finished. If loads are in flight, wait for a load rather than a save."""
+        """Wait for a transfer to end, for at most `timeout` seconds. If no store is busy, prefer loads over saves."""
         copies = sorted(self._in_flight.values(), key=lambda job: job.transfers[0].route is not Route.HOST_TO_DEVICE)
         if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):

@@ -1,6 +1,6 @@
 """StoreWorker: reads and writes stores on its own threads, for a CacheController.
 
-Each store has one thread for reads and probes, because requests wait for them, and one for writes and drops. A slow
+Each store has one thread for reads and probes, for which inference requests wait, and one for writes and drops. A slow
 store does not delay other stores, and a slow write does not delay reads. The stores apply their own timeouts.
 """
 
@@ -223,7 +223,7 @@ class StoreWorker:
         self._report(None, StoreLookup(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
-        """Report the blocks of which every part is in the store. Send a report after each page of the listing."""
+        """Report the blocks of which every part is in the store. Report after each page that completes blocks."""
         lacking: dict[bytes, set[ObjectPart]] = {}  # block key -> parts that were not found yet
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
@@ -244,7 +244,7 @@ class StoreWorker:
                 if drop.keys:
                     store.remove([key for part in parts for key in part.key_list(drop.keys)])
                     continue
-                for page in list(self._pages(store, parts)):
+                for page in list(self._pages(store, parts)):  # no keys: drop every block of the namespace
                     store.remove([key for keys in page.values() for key in keys])
         finally:
             self._report(None, None)

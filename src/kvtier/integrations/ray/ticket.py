@@ -22,7 +22,7 @@ class RouteTicket:
         self.avoid: frozenset[str] = frozenset()
         """Replicas that have already failed to run this request."""
         self.replica = ""
-        """The replica that received the request. Empty until a replica has received it."""
+        """The replica that received the request in the current attempt; empty before a replica has received it."""
         self._lock = threading.Lock()
         self._place: tuple[asyncio.AbstractEventLoop, Router, RouteDecision] | None = None
         self._is_closed = False

@@ -60,7 +60,7 @@ class PageStore:
         self.errors: Counter[str] = Counter()
         """Number of errors by kind: the name of an exception, or the status of an object."""
         self.transfers: list[tuple[str, int, int, float]] = []
-        """Transfers since the last `take_transfers`: kind ("get" or "set"), number of pages, bytes, and seconds."""
+        """The newest transfers since the last `take_transfers`: kind ("get" or "set"), pages, bytes, seconds."""
 
     def add_pool(self, pool: Any, name: str = KV) -> None:
         """Add a host pool. If the store registers memory, register the memory of the pool."""

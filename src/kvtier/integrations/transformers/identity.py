@@ -110,9 +110,9 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
 def model_state(model: PreTrainedModel) -> tuple[object, ...]:
     """Return a value that changes if the model is changed.
 
-    It contains the configuration, the attention implementation, and the address, version and a few sampled elements of
-    each tensor. A change in place through `.data` does not change the version. Such a change is detected only if it
-    affects a sampled element.
+    It contains the configuration, the attention implementation, and the address and version of each tensor. It also
+    contains a few sampled elements of each floating-point tensor. A change in place through `.data` does not change the
+    version. Such a change is detected only if it affects a sampled element.
     """
     samples = []
     state: list[object] = [model.config._attn_implementation, repr(_settings(model))]

@@ -187,7 +187,7 @@ class PrefixCache:
             return self._tiers.flush(timeout)
 
     def close(self) -> None:
-        """Write all blocks to the store and free the memory. Caches that are in use stay valid. Idempotent."""
+        """Write blocks to the store (up to CLOSE_SECONDS) and free the memory. Caches in use stay valid. Idempotent."""
         with self._lock:
             self._recorded.clear()
             self._finalizer()

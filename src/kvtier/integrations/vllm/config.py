@@ -70,7 +70,8 @@ class ConnectorConfig:
     stores: tuple[StoreSettings, ...] = ()
     policy: str = "lru"
     revision: str = ""
-    """Revision of the weights. Required for persistent stores if there are neither local files nor a known commit."""
+    """Revision of the weights. Required for persistent stores, unless vLLM's `model` is a local folder or file, or a
+    hub model whose commit is known."""
     secret_file: str = ""
     """File with the key for the token digests in stored blocks."""
     kv_shards: int = 0

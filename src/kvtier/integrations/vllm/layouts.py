@@ -50,8 +50,8 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
     """Return the bytes of a layer as [block, ...], and the head axis of a page. The axes are in the order of memory."""
     if view.ndim != 4 or view.shape[0] % num_blocks:
         raise ArgumentError(
-            f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or a "
-            f"multiple for kernel blocks; got shape {tuple(view.shape)}"
+            f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or with a "
+            f"multiple of {num_blocks} if the attention kernel uses smaller blocks; got shape {tuple(view.shape)}"
         )
     has_kernel_blocks = view.shape[0] != num_blocks  # the attention kernel divides each block into smaller blocks
     split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view

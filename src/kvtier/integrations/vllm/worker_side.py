@@ -138,7 +138,7 @@ class WorkerSide:
         return Handshake(self.namespace, self.num_host_blocks, self.controller.num_host_ready)
 
     def verify_loads(self, layers: Sequence[torch.Tensor]) -> None:
-        """Compare every further load with the checksum of the saved block. `layers` are the cache tensors."""
+        """Compare the blocks of later loads with the checksums of the saved blocks. `layers` are the cache tensors."""
         self._verifier = LoadVerifier(self.controller, layers)
 
     def begin_step(self, step: StepPlan) -> None:

@@ -8,10 +8,12 @@ Only free slots are allocated, so the bytes of a held object do not change. A sl
      +-----------------------------------------------------------------------------------------------+
 
 "Gone" means that the object is no longer in the index, but its slot cannot be reused yet. "Blanked" means that the
-record in the table was overwritten with zeros. If that fails, the slot is never reused.
+record in the table was overwritten with zeros. The record of a corrupt object is marked as quarantined instead. If the
+write to the table fails, the slot is never reused.
 
-Eviction removes the least recently used object of the needed slot size, or a whole segment with another slot size if
-that segment was last used earlier. In this way, the slot sizes that are used most get the space. Held objects stay.
+Eviction removes the least recently used object of the needed slot size. It removes a whole segment with another slot
+size instead if that segment was last used earlier, or if there is no object of the needed size. In this way, the slot
+sizes that are used most get the space. Held objects stay.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class _Size:
     free: deque[SlotRef] = field(default_factory=deque)
     """Free slots: first those given back, then those free for longest. Objects of one write thus stay together."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
-    """Free slots of corrupt objects. They are reused last, so that their bytes can be examined."""
+    """Free slots of objects that are corrupt or cannot be decrypted. They are reused last, so that their bytes can be
+    examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     """Objects by key, sorted from the least to the most recently used."""
 

@@ -49,7 +49,10 @@ class SlotClient:
     def __init__(
         self, folder: str, files: Files, keys: TenantKeys | None, *, max_bytes: int, direct: bool, timeout_s: float
     ) -> None:
-        """Connect to the owner. Raise OSError without a reply, StoreError if protocol or use of a secret differ."""
+        """Connect to the owner. Raise OSError if the owner does not reply.
+
+        Raise StoreError if the protocol versions differ, or if only one of the processes has a secret.
+        """
         self._folder, self._files, self.keys, self._direct = folder, files, keys, direct
         self._slot_bytes: dict[int, int] = {}
         self.is_lost = False
@@ -201,7 +204,7 @@ class SlotClient:
                 self._direct = False  # the filesystem has no direct I/O
 
     def check_owner(self) -> None:
-        """Raise ConnectionError if the connection has ended or the owner has changed, so slots are possibly reused."""
+        """Raise ConnectionError if the connection has ended or the owner has changed. Others may then use its slots."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
             self._end()  # the owner may still run, but without its socket every later check would fail
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")

@@ -19,7 +19,7 @@ class Files:
     """File operations. All methods raise OSError on failure. Partial reads and writes are completed."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
-        """Open a file for reading and writing. `direct` bypasses the page cache; not every filesystem supports it."""
+        """Open a file, or `create` a new one. `direct` bypasses the page cache; not every filesystem supports it."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0

@@ -23,7 +23,8 @@ from kvtier.storage.disk.space import SlotAllocator
 _POLL_S = 0.005  # pause between attempts to lock the folder or to connect to its owner
 _MAX_SILENCE_S = 2.0
 """Longest wait of `open` for the socket of a locked folder. An owner creates its socket directly after it has locked
-the folder. Without a socket, the owner is closing the store, runs an earlier kvtier, or is on another machine."""
+the folder. Without a socket, the owner is closing the store, runs an earlier kvtier, or is on another machine, or the
+filesystem has no sockets."""
 
 
 class Participant:
@@ -99,7 +100,7 @@ class Participant:
         return owned
 
     def leave(self, timeout_s: float) -> bool:
-        """End all connections of the owner, or the connection of a client. Return False if a request does not end."""
+        """End all connections of the owner, or those of a client. Return False if a request does not end in time."""
         if self._server is not None:
             return self._server.close(timeout_s)
         if self.client is not None:

@@ -206,7 +206,7 @@ def _check_sealing(folder: str, shapes: Sequence[SegmentHeader], keys: TenantKey
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return the header of a segment. Return None if it is invalid, or if both files are too short for its slots."""
+    """Return a segment's header, or None if it is invalid, has another number, or both files are too short for it."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

@@ -17,9 +17,10 @@ Superblock, little-endian:
      32   4060  zeros
    4092      4  CRC-32 of the first 4092 bytes
 
-The payload is written before the record, so a process that dies while it writes a payload leaves no record. The record
-is blanked, which means overwritten with zeros, before the slot is written again. If the disk reordered these writes
-before a power failure, the checksum in the record does not match the payload.
+The payload is written before the record, so a process that dies while it writes a payload leaves no record. Before the
+slot is written again, the record is blanked (overwritten with zeros) or, if the payload was corrupt, marked as
+quarantined. If the disk reordered these writes before a power failure, the checksum in the record does not match the
+payload.
 
 A table gets its final name when both files are complete on disk. If only one of the two files exists, the creation or
 deletion of the segment was interrupted.

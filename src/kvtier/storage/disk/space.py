@@ -115,7 +115,7 @@ class SlotAllocator:
                 self._trim()
 
     def _trim(self) -> None:
-        """Delete the least recently used segments until the files are within the limit. Keep segments in use."""
+        """Delete the least recently used segments until the files are within the limit. Keep held segments."""
         while self.used_bytes > self._max_bytes:
             with self._lock:
                 coldest = self._catalog.coldest_segment()
@@ -192,9 +192,10 @@ class SlotAllocator:
     def reserve(self, record: Record, *, sync: bool) -> SlotRef | ObjectResult:
         """Reserve a slot for an object. Evict other objects if space is short.
 
-        Return a slot whose record is blank. Return a result instead if an equal object is already stored, if there is
-        no room, or if the daily limit is reached. With `sync`, an already stored object is flushed to the disk. A
-        sealed object is never compared with the stored one.
+        The record of the slot is blank, or it describes a corrupt object or one that cannot be decrypted. Return a
+        result instead of a slot if an equal object is already stored, if there is no room, or if the daily limit is
+        reached. With `sync`, an already stored object is flushed to the disk. A sealed object is never compared with
+        the stored one.
         """
         if record.seal is None and self._use_same(record, sync):
             return ALREADY_STORED

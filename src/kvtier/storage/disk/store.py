@@ -244,7 +244,7 @@ class DiskStore:
         """Statistics of this store and its folder.
 
         The numbers of the folder count from the time when the owner opened the folder, and include all processes that
-        use it. If the owner does not reply, return the last known numbers.
+        use it. If they cannot be read, for example after `close`, return the last known numbers.
         """
         if not self._meter.is_closed:
             figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)
@@ -496,7 +496,7 @@ class DiskStore:
 
 
 class _Staged:
-    """Objects of one write that are in their slots but not yet published."""
+    """Objects of one call to `write` that are in their slots but not yet published."""
 
     def __init__(self, slots: Slots, count: int) -> None:
         self.slots = slots

@@ -90,7 +90,7 @@ class MooncakeBucket:
             code = self._client.unregister_buffer(at)
             if code != _OK:
                 with self._lock:
-                    self._registered[at] = view  # the memory is still mapped, so its address must not be reused
+                    self._registered[at] = view  # still registered; the view keeps the memory alive
                 raise BucketError(f"unregistering {len(view)} bytes failed with code {code}", is_transient=False)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -147,7 +147,7 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects by force. Without force, the master keeps an object that was read in the last 10 s (default).
+        """Delete objects by force. Without force, the master keeps objects read in the last 10 s (its default).
 
         A forced deletion has a drawback: a concurrent read may get the bytes of a new object in the same memory.
         """

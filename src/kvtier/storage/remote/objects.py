@@ -1,9 +1,9 @@
 """ObjectBucket: blocks in S3 or a compatible server, Google Cloud or Azure Blob Storage (extra `s3`, `gcs` or `azure`).
 
-A request to these servers handles one object, so requests run in parallel, one per thread. A put without `replace`
-fails if the name exists. RemoteStore then compares the stored object with the new one, and if they differ, puts again
-with `replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects that are
-not read.
+A request to these servers handles one object, so requests run in parallel, one per thread. A put without `replace` does
+not change an existing object. RemoteStore then compares the stored object with the new one, and if they differ, puts
+again with `replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects
+that are not read.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class RemoteStore:
         return self._meter.end("reads", self._run([num_bytes(view) for view in views], load, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects. An object need not be sent if an equal object exists."""
+        """Store objects. An equal stored object may be kept instead, unless its lifetime must be extended."""
         begin = self._meter.begin([write.key for write in writes])
         last = last_writes(writes)
         chosen = [writes[index] for index in last.values()]
