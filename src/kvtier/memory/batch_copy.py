@@ -146,9 +146,10 @@ class BatchCopy:
         print(copy.result.path, copy.result.merge_ratio)
 
     The result is the same as if the copies ran one after another, because pieces that depend on each other run in
-    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") if that path is usable. Otherwise GPU
-    copies use the cheapest path in the cost table. Buffers are kept alive until their copies are done. Memory that is
-    given by address must be kept alive by the caller. Not thread-safe.
+    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") if that path is usable. If it is not,
+    GPU copies use the first usable path of "gather", "driver" and "loop". Without `path`, GPU copies use the cheapest
+    path in the cost table. Buffers are kept alive until their copies are done. Memory that is given by address must be
+    kept alive by the caller. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None) -> None:

@@ -15,8 +15,8 @@
      128         zeros
     4096         payload
 
-The header CRC includes the padding, so that any flipped bit is found. The payload starts at a page boundary, so that it
-can be memory-mapped. zlib computes the CRC-32 at 1.6 to 3.5 GB/s on one core, depending on the machine (2026-11-15).
+The header CRC includes the padding, so that any flipped bit of the header is found. The payload starts at a page
+boundary, so that it can be memory-mapped. zlib computes CRC-32 at 1.6 to 3.5 GB/s per core (2026-11-15).
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Write:
     label: Label
     payload: Pieces
     tenant: bytes = b""
-    """Owner of the object. An encrypted disk store has one key per tenant; other stores ignore it."""
+    """Owner of the object. An encrypted disk store has one key per tenant; other stores ignore the tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class Page:
 
 
 class CallStats(NamedTuple):
-    """Totals of one kind of call."""
+    """Totals of one kind of call. `num_calls` counts calls, the other counts are numbers of objects."""
 
     num_done: int = 0
     num_missing: int = 0

@@ -23,7 +23,7 @@ class RecentStates:
 
     def __init__(self, sliding: Sequence[int]) -> None:
         self.is_valid = True
-        """False after `stop`, which is called if rows are reordered, for example. No more blocks are saved then."""
+        """False in copies, and after `stop`, for example because rows were reordered. No more blocks are saved then."""
         self.start = 0
         self._pieces: dict[int, list[Pair]] = {layer: [] for layer in sliding}
 

@@ -1,6 +1,6 @@
 """Catalog: the metadata of a disk store (objects, slots, holds, eviction order). It does no I/O and has no lock.
 
-Only free slots are allocated, so the bytes of a held object do not change. A slot is in one of these states:
+A held object keeps its slot, so its bytes do not change. A slot is in one of these states:
 
     free --take()--> held by a writer --publish()--> published --discard(), evict() or replaced--> gone
      ^                    |                                                                          |
@@ -59,7 +59,8 @@ class _Size:
     """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Free slots: first those given back, then those free for longest. Objects of one write thus stay together."""
+    """Free slots: first those given back, then those free for longest. Slots of a new segment are taken in order, so
+    that the objects of one write are normally adjacent."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
     """Free slots of objects that are corrupt or cannot be decrypted. They are reused last, so that their bytes can be
     examined."""

@@ -2,7 +2,7 @@
 
     LOCK                  contains the process id of the owner, which locks this file and the folder
     segment-00000012.*    files of a segment (segment.py); incomplete segments are deleted
-    quarantine/           segments with unreadable tables; they are kept until the operator deletes them
+    quarantine/           segments with invalid superblocks; they are kept until the operator deletes them
     keys/                 keys of the tenants, if the store is encrypted (keys.py)
     other files           are ignored
 
@@ -138,7 +138,7 @@ class Recovered:
     foreign: list[SlotRef] = field(default_factory=list)
     """Slots whose objects this process cannot decrypt, because their encryption keys need another secret."""
     num_bad: int = 0
-    """Number of unreadable records and tables."""
+    """Number of invalid records and superblocks."""
     quarantine_bytes: int = 0
     last_number: int = 0
     """Highest segment number, unreadable segments included."""

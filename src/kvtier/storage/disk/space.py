@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Return a slot size for `nbytes`: up to 4095 bytes or a sixteenth more, whichever is greater. Few sizes occur."""
+    """Round `nbytes` up to one of few slot sizes: by at most 4095 bytes or a sixteenth, whichever is greater."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 

@@ -139,7 +139,7 @@ class ObjectBucket:
         return ours, names[limit - 1] if len(names) > limit else ""
 
     def _list_paths(self, offset: str | None, count: int) -> list[str]:
-        """Return at least `count` paths after the offset, if they exist. Some servers ignore the offset."""
+        """Return `count` or more paths after the offset, if there are enough. Some servers ignore the offset."""
         paths: list[str] = []
         prefix = self._prefix.rstrip("/") or None
         for chunk in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
