@@ -295,7 +295,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Take the first keys of this chain from a node on its path and the node's ancestors, if they have keys."""
+        """Copy the keys that this chain lacks from a node on its path and the node's ancestors, if they have keys."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

@@ -80,7 +80,10 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check that `duplicates` lists nodes with duplicates, except leased nodes and next victims of the faster tier."""
+    """Check that `duplicates` lists all nodes with duplicates, but no leased nodes or next victims of the faster tier.
+
+    A node without duplicates may also be listed if both tiers hold blocks of it.
+    """
     faster = tier.faster
     if faster is None:
         return

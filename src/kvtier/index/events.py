@@ -24,7 +24,7 @@ class BlocksStored:
     """True if the first of these blocks has no block before it. `parent` is then a root key."""
     salt: bytes = b""
     adapter: bytes = b""
-    """Salt and LoRA adapter of the blocks, which are part of their keys."""
+    """Salt and LoRA adapter of the blocks. Both are hashed into the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace:
 
 
 def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
-    """Return the event for blocks [first, stop) that are removed from a tier. Return None if none was readable."""
+    """Return the event for the readable blocks among [first, stop), which leave a tier, or None if there are none."""
     stored = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > WRITING
     keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][stored].tobytes()
     return BlocksRemoved(tier, keys) if keys else None

@@ -242,7 +242,7 @@ class GhostCache:
         self._looks = bytearray()
         self._waiting: list[float] = []  # number of bytes, number of matched blocks, and time of each request
         self._domains: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
-        self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
+        self._num_blocks = self._num_hits = self._num_marks = self._num_unseen = 0
 
     def record(self, chain: Chain, num_matched: int, now: float = 0.0) -> None:
         """Record a request and its number of matched blocks."""
@@ -270,13 +270,15 @@ class GhostCache:
         the sums of the groups are independent, and their variance measures this source. Second, the share of marks that
         are sampled deviates from `rate`. This has the same effect as a slightly wrong capacity of both shadows, so the
         deviation is multiplied by the steepness of the curve.
+
+        A policy without a shadow is passed to `sparse`. Without `sparse`, the result is empty.
         """
         name = policy or self._real
         if name not in self._shadows:
             return [] if self._sparse is None else self._sparse.curve(name)
         if self._waiting:
             self._play()
-        sampled = self._num_looks * self.rate
+        sampled = self._num_marks * self.rate
         if not sampled:
             return [Estimate(name, size, 0.0, 1.0) for size in self._sizes]
         leads = self._leads[name]
@@ -306,7 +308,7 @@ class GhostCache:
         self._num_hits += int(num_hits.sum())
         self._num_blocks += int(num_blocks.sum())
         self._num_unseen += int(num_blocks[counts == 0].sum())
-        self._num_looks += int(stops[-1])
+        self._num_marks += int(stops[-1])
         marks = self._marks(_words(looks, num_bytes, counts, stops - counts), counts, stops - counts)
         sampled = np.flatnonzero(marks <= _U64(min(int(self.rate * 2**64), 2**64 - 1)))
         marks, owners = marks[sampled], np.searchsorted(stops, sampled, "right")

@@ -87,12 +87,12 @@ class Outcome:
 class Busiest:
     """Gives up to seven frequent keys the numbers 1 to 7. All other keys have the number 0.
 
-    A key that has been counted 32 times gets a number, if one is free. Counts are halved from time to time, and a key
-    that has become rare loses its number.
+    A key gets a number when its count is at least 32 and a number is free. All counts are halved after every 4096
+    occurrences of keys. A key whose count is then below 32 loses its number.
     """
 
     ENOUGH = 32  # count at which a key gets a number; fewer observations would be mostly noise
-    PERIOD = 4096  # keys that are counted between two halvings; this also limits the size of the dict of counts
+    PERIOD = 4096  # occurrences between two halvings; this also limits the size of the dict of counts
 
     def __init__(self) -> None:
         self._counts: dict[object, int] = {}
@@ -101,7 +101,7 @@ class Busiest:
         self._left = self.PERIOD
 
     def number(self, key: object) -> int:
-        """Count one occurrence of a key. Return its number."""
+        """Count one occurrence of a key. Return the number of the key."""
         counts = self._counts
         count = counts[key] = counts.get(key, 0) + 1
         self._left -= 1
@@ -164,7 +164,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class with the same features but the hint "over". If there can be no such class, return `cell`."""
+        """Return the class that differs from `cell` only in the hint "over", or `cell` if there can be none."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

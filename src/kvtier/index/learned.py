@@ -38,7 +38,7 @@ _SINGLE = -1
 
 
 class ClassQueue:
-    """Candidates of one class in order of their last use. The heap may still contain removed candidates."""
+    """Candidates of one class in order of their last use. The heap may still contain withdrawn candidates."""
 
     __slots__ = ("count", "floor", "heap", "item", "timer", "young")
 
@@ -46,11 +46,11 @@ class ClassQueue:
         self.heap: list[_Candidate] = []
         self.count = 0
         self.item: _Item | None = None
-        """Entry of this class in the heap of values. Its candidate may have been removed since."""
+        """Entry of this class in the heap of values. Its candidate may have been withdrawn since."""
         self.timer = math.inf
         """Time of the earliest timer of this class."""
         self.young: list[_Candidate] = []
-        """Candidates whose values may still rise with age. The last one still present is taken as the youngest."""
+        """Candidates whose values may still rise with age. The last one not withdrawn counts as the youngest."""
         self.floor: _Item | None = None
         """Common entry of all young candidates, with the lowest value that any of them can have."""
 
@@ -194,7 +194,7 @@ class Learned:
     def _replace_floor(self, item: _Item) -> None:
         """Replace the lowest entry, which is the common entry of the young candidates of a class.
 
-        The new entry is for the youngest candidate only, and has the value of this candidate.
+        The new entry has the value of the youngest candidate. None is added if this value no longer rises with age.
         """
         heappop(self._by_value)
         queue = self._queues[item[5]]
@@ -278,7 +278,7 @@ def learned(tracker: ReuseTracker) -> Learned | NativeLearned:
 
 
 def _oldest(queue: ClassQueue) -> _Candidate | None:
-    """Return the oldest candidate of a class. Drop removed candidates that come before it."""
+    """Return the oldest candidate of a class. Drop withdrawn candidates that come before it."""
     heap = queue.heap
     while heap and heap[0][2] is None:
         heappop(heap)

@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention of a request's blocks. A higher priority delays eviction. Unused blocks expire after `ttl` seconds."""
+    """Retention of blocks. A higher priority delays eviction. Blocks expire `ttl` seconds after their last use."""
 
     priority: int = 0
     ttl: float = math.inf
@@ -35,14 +35,14 @@ class Lease:
     table: I32
     retention: Retention
     stopped: MissReason | None
-    """Reason why the match ended (MissReason.NONE if every block matched). None if the tree lacks the next block, or if
-    the lease does not come from RadixTree.match."""
+    """Reason why the match ended (MissReason.NONE if every requested block matched). None if the tree lacks the next
+    block, or if the lease does not come from RadixTree.match."""
     matched_at: int  # logical time
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
     """Slots with this request's own copies of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
-    """Last node that `publish` added for this lease. The next call may append blocks to this node."""
+    """Last node that `publish` added for this lease. The next call of `publish` may append to it."""
     committed: bool = field(init=False, default=False)
     began: tuple[float, int] = field(init=False, default=(0.0, 0))
     """For the learned policy: time of the first use, and number of blocks of the chain at that time."""

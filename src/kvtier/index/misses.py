@@ -29,9 +29,9 @@ class MissReason(Enum):
 class Miss:
     """The first block that did not match, and the reason.
 
-    `time` is the logical time at which the block was removed. Without a removal, it is the time of the match, or 0. If
-    the learned policy evicted the block because of its estimated value, `cell` is the class of the block and `value` is
-    this value. Otherwise `cell` is -1.
+    `time` is the logical time at which the block was removed. If the match itself found the reason (`Lease.stopped`),
+    it is the time of the match. For OTHER_SALT and NEVER_SEEN, it is 0. If the learned policy evicted the block because
+    of its estimated value, `cell` is the class of the block and `value` is this value. Otherwise `cell` is -1.
     """
 
     block: int

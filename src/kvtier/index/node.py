@@ -44,7 +44,7 @@ NO_SLOT = -1
 
 
 def mask_and(one: bytes, other: bytes | bytearray) -> bytes:
-    """Combine two masks, which have one byte per block, 1 or 0."""
+    """Return the AND of two masks, which have one byte per block, 1 or 0."""
     if 0 not in other:
         return one
     return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

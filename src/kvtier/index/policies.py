@@ -1,8 +1,8 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC, cost-based and learned (kvtier.index.learned).
 
-A policy ranks candidates. Candidates are the nodes without a lease and without descendants in the tier. Blocks are
-evicted from the end of the victim. A parent becomes a candidate when its last child has left the tier, so every policy
-evicts leaves first. Each policy object serves one tier and one priority. A call takes amortised O(log n) time.
+A policy ranks the candidates for eviction (see Tier). Blocks are evicted from the end of the victim. A parent becomes a
+candidate when its last child has left the tier, so every policy evicts leaves first. Each policy object serves one tier
+and one priority. A call takes amortised O(log n) time.
 
 ARC divides the tier between recent and frequent nodes, and adapts the shares to ghost hits:
 
@@ -172,8 +172,8 @@ class Policy(Protocol):
 class Ranked:
     """Evicts the candidate with the lowest rank. The rank is computed when a node is offered.
 
-    With `ages`, the rank of the last victim is added to the rank of each node that is offered. Nodes that are not used
-    again are therefore evicted eventually, even if their own rank is high.
+    With `ages`, the highest rank of all victims so far is added to the rank of each offered node. Nodes that are not
+    used again are therefore evicted eventually, even if their own rank is high.
     """
 
     def __init__(self, name: str, rank: Callable[[Node], float], *, ages: bool = False) -> None:
@@ -258,9 +258,10 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node that has spent all its uses. Search small while it exceeds its share, otherwise main.
+        """Return the first node that has spent all its uses.
 
-        A node with unspent uses moves to the end of main. A move within main spends one use.
+        Search small while it exceeds its share or main is empty, otherwise main. A node with unspent uses moves to the
+        end of main. A move within main spends one use.
         """
         small, main = self._small, self._main
         while True:

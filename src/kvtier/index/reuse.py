@@ -93,7 +93,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values, if there are ENOUGH events. The arguments describe blocks that are still observed."""
+        """Compute the values. The first fit needs ENOUGH events. The arguments are blocks that are still observed."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return

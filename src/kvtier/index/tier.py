@@ -304,9 +304,9 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """List a node in `duplicates` if `faster` also holds it, unless it is leased or a next victim of `faster`.
+        """Add a node to `duplicates` or remove the node.
 
-        If the node cannot be listed, remove it from `duplicates`.
+        It is added if both this tier and `faster` hold blocks of it, unless it is leased or a next victim of `faster`.
         """
         above = self.faster
         if above is None:
@@ -382,7 +382,7 @@ class Tier:
         return self.tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
-        """Handle the first block of a node in this tier. Its ancestors are no longer candidates."""
+        """Update the ancestors of a node that got its first block in this tier. They are no longer candidates."""
         number, above = self.number, node.parent
         if node.below[number] or not node.attached:
             return
@@ -396,7 +396,7 @@ class Tier:
             above = above.parent
 
     def _lower_above(self, node: Node) -> None:
-        """Handle the removal of the last block in the subtree of a node. An ancestor may become a candidate."""
+        """Update the ancestors of a node whose subtree left this tier. One of them may become a candidate."""
         number, above = self.number, node.parent
         while above is not None:
             above.below[number] -= 1

@@ -10,7 +10,7 @@ are remembered as ghosts. Their next use is an event too, and their earlier uses
     call of the tree    effect
     commit              the lease records when the request began
     release             `returned` finds the ghosts of the request, `touch` ends old touches and starts new ones
-    evict               `removed` turns the removed run into a ghost
+    evict               `removed` turns a removed node into a ghost; if the node keeps blocks, its `lost` grows
 
 The number of blocks in each open touch is updated with each request. LRUGuard is updated every few requests. All other
 observations are collected in lists, which are processed before the values are computed again, or when they are long.
@@ -141,7 +141,7 @@ class TouchLog:
         state.num_in_lru = in_lru
 
     def take(self) -> tuple[I64, I64, F64]:
-        """Return the lists as arrays, and clear them."""
+        """Return `started`, `ended` and `requests` as arrays, and clear these lists."""
         if self.native_take is not None:
             started, ended, requests = self.native_take()
             return np.frombuffer(started, np.int64), np.frombuffer(ended, np.int64), np.frombuffer(requests)
@@ -150,7 +150,7 @@ class TouchLog:
         return parts
 
     def move(self, number: int, cell: int, now: float) -> None:
-        """Change the class of a touch, and set its age to 0."""
+        """Change the class of a touch, and set its age to 0. Ignore a forgotten touch."""
         self.sync()
         if number < self.state.oldest:
             return
@@ -183,7 +183,7 @@ class TouchLog:
         left[at] = 0
 
     def take_observed(self) -> list[Observed]:
-        """Return the touches that ended since the last call."""
+        """Return the observations that ended since the last call of this method."""
         observed, self._observed = self._observed, []
         return observed
 
@@ -195,7 +195,7 @@ class TouchLog:
         return self.cells[at].astype(np.int64), np.maximum(now - self.times[at], 0.0), weights
 
     def _observe(self, at: I64, counts: I64 | I32, times: F64, *, is_use: bool) -> None:
-        """Record the end of touches at `times`, either with a use or because they were forgotten."""
+        """Record that observations of touches ended at `times`: at a use of their blocks if `is_use` is True."""
         # A touch of n blocks weighs sqrt(n): a long prompt counts more than a short one, but not n times as much.
         if len(at):
             ages, weights = np.maximum(times - self.times[at], 0.0), counts / np.sqrt(self.blocks[at])
@@ -327,7 +327,7 @@ class ReuseTracker:
             self.log.sync()
 
     def removed(self, node: Node, kept: int) -> None:
-        """Remember the blocks of a node from index `kept` on, which leave the tree."""
+        """Remember the blocks of a node from index `kept` on, which leave the tree. Ignore a node without a touch."""
         usage = node.usage
         if usage.touch is None:
             return
@@ -388,7 +388,7 @@ class ReuseTracker:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def value(self, cell: int, since: float) -> tuple[float, float]:
-        """Return the value of a block of class `cell` that was last used at `since`, and when the value changes."""
+        """Return the value of a block of class `cell` last used at `since`, and when the value changes."""
         if self.state.is_lru:
             return 0.0, math.inf
         bucket = bisect_right(LIMITS, self.state.now - since)

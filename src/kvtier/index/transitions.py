@@ -29,7 +29,7 @@ from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
 from kvtier.messages import I32
 
-_NOT_READABLE = f"cannot be read now: some are not READY or already have {MAX_STATE - READY} readers"
+_NOT_READABLE = f"cannot be read now: some are ABSENT or WRITING, or already have {MAX_STATE - READY} readers"
 _STILL_WRITING = bytes(value if value == WRITING else 0 for value in range(256))
 Parts: TypeAlias = list[tuple[Node, int, int, int]]
 """The nodes that contain a range of a path's blocks, last node first: (node, low, high, offset). The range contains

@@ -48,7 +48,7 @@ class RadixTree:
         ghost: GhostCache | None = None,
         exclusive: bool = False,
     ) -> None:
-        """With `exclusive`, each tier first evicts the blocks that the next faster tier also holds (see Tier)."""
+        """With `exclusive`, slower tiers first evict blocks that the next faster tier also holds (see Tier)."""
         if not tiers or [tier.number for tier in tiers] != list(range(len(tiers))):
             raise ArgumentError(f"tiers must be numbered 0, 1, .. fastest first, got {[tier.number for tier in tiers]}")
         self.namespace = namespace
@@ -62,7 +62,7 @@ class RadixTree:
         self.ghost = ghost
         self._listener = listener
         self.tracker: ReuseTracker | None = None
-        """Observations for the learned policy, if a tier uses it."""
+        """Observations for the learned policy. None if no tier uses this policy."""
         for tier in tiers[1:] if exclusive else ():
             tier.exclude(tiers[tier.number - 1])
         if any(tier.learns for tier in tiers):
@@ -77,7 +77,10 @@ class RadixTree:
     def match(
         self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
     ) -> Lease:
-        """Lease the longest prefix of readable full blocks. The lease counts as a use only at `commit` or `release`."""
+        """Lease the longest prefix of readable full blocks, with at most `max_blocks` blocks.
+
+        Expired blocks match only while they are leased. The lease counts as a use only at `commit` or `release`.
+        """
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")
         if self.tracker is not None:
@@ -125,7 +128,8 @@ class RadixTree:
     def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> int:
         """Make the full computed blocks matchable. Return the number of blocks that are new on the device.
 
-        If another request has already published a block on the device, the lease keeps its own copy of this block.
+        If another request has already published a block on the device, the lease keeps its own copy of this block. If
+        the tree is not enabled or has dropped the path, publish nothing.
         """
         lease.must_be_open()
         stop = lease.num_full_blocks(computed_tokens)
@@ -159,7 +163,7 @@ class RadixTree:
         if len(lease.table) > first or stop > lease.chain.num_blocks or not can_follow:
             raise StateError(
                 f"cannot graft blocks [{first}, {stop}): the chain has {lease.chain.num_blocks} full blocks, the lease "
-                f"owns {len(lease.table) - first} slots, and the blocks can follow the path: {can_follow}"
+                f"owns {max(0, len(lease.table) - first)} slots, and the blocks can follow the path: {can_follow}"
             )
         node, usage = lease.node, self._new_usage(lease, now)
         if grow and node.parent is not None and edit.can_grow(node, usage) and node.held[tier.number] is not None:
@@ -194,7 +198,7 @@ class RadixTree:
         lease.node, lease.num_blocks = node, block
 
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
-        """Count the path of a lease as used. Repeated calls count as one use."""
+        """Count the path of a lease as used. Repeated calls count as one use, but update the time and the expiry."""
         lease.must_be_open()
         self._use(lease, now)
         lease.committed = True
@@ -304,14 +308,14 @@ class RadixTree:
         return num_removed
 
     def expire(self, now: float) -> int:
-        """Visit every node and drop expired blocks without a lease. Return the number of dropped blocks."""
+        """Visit every node. Drop expired nodes without a lease, and their descendants. Return the number of blocks."""
         expired = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Drop the blocks of a chain from `first` on, and all continuations. Return the number of dropped blocks.
+        """Drop the cached blocks of a chain from block `first` on, and all blocks below them in the tree.
 
-        Leased blocks keep their slots until their leases end.
+        Return the number of dropped blocks. Leased blocks keep their slots until their leases end.
         """
         node, block = self.roots.get((chain.salt, chain.adapter)), 0
         while node is not None and block < chain.num_blocks:
@@ -391,7 +395,7 @@ class RadixTree:
         return root
 
     def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
-        """Follow the chain down to its last readable block. If this block is inside a node, split the node.
+        """Follow the chain through at most `want` readable blocks. If the last one is inside a node, split the node.
 
         Return the last node, the device slots of each node, and the reason why the match ended. The reason is None if
         the tree lacks the next block. In this case `explain` finds the reason later.
@@ -436,7 +440,7 @@ class RadixTree:
     def _use(self, lease: Lease, now: float) -> None:
         """Update the access statistics of the path, and undo splits that are no longer needed.
 
-        `uses` counts only uses of matched blocks, and one use per lease.
+        `uses` grows only for matched blocks, and at most once per lease.
         """
         self.clock += 1
         if self.tracker is not None and not lease.committed:
@@ -474,7 +478,8 @@ class RadixTree:
     def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
         """Extend a lease by an existing child. Return the child, and True if the child took over the lease's slots.
 
-        If the child already has device blocks, the lease keeps its own slots as duplicates.
+        First split the child where the chain ends or differs from it, or where its device blocks begin or end. If the
+        child already has device blocks, the lease keeps its own slots as duplicates.
         """
         device = self.tiers[0]
         count = edit.common_blocks(child, lease.chain, block, stop)
@@ -497,7 +502,7 @@ class RadixTree:
         return child, False
 
     def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
-        """Add new blocks [block, stop) of the chain. Extend the leaf that this lease has added, or add a new node."""
+        """Add new blocks [block, stop) of the chain. Extend the leaf that this lease added last, or add a node."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
         if node is lease.grown and edit.can_grow(node, usage):
             content = edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys)
@@ -587,7 +592,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` blocks of a node from a tier. Return their slots. Truncate the node if necessary."""
+        """Remove the last `count` held blocks of a node from a tier. Return their slots. Then call `_cut_absent`."""
         stop = len(held.states.rstrip(b"\0"))
         first = stop - count
         if ABSENT in held.states[first:stop]:  # rarely, the last held blocks are not consecutive
@@ -613,7 +618,7 @@ class RadixTree:
             self._cut(node, kept, evicting)
 
     def _cut(self, node: Node, kept: int, evicting: Tier | None) -> I32:
-        """Truncate a node to its first `kept` blocks, and remove all its descendants.
+        """Truncate a node to its first `kept` blocks, or remove it if `kept` is 0. Remove all its descendants.
 
         Return the slots of the removed blocks in the evicting tier. Slots in other tiers are released to their pools.
         """

@@ -39,7 +39,8 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
     """Find the child on the device whose first block shares the most leading tokens with the chain's next block.
 
     Return the child and the number of shared tokens. If a child on the device begins with exactly this block, compare
-    only this child. Otherwise compare the `max_children` newest children. Blocks with media are not compared.
+    only this child. Otherwise compare the `max_children` newest children. A child node with media in any of its blocks
+    is skipped. If the chain has media, no child is compared.
     """
     if not node.children:
         return None, 0
@@ -60,7 +61,7 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
 
 
 def _is_on_device(node: Node, now: float) -> bool:
-    """True if the first block of a node can be read on the device, and the node has not expired."""
+    """True if the first block of a node can be read on the device, and the node is leased or has not expired."""
     held = node.held[0]
     return held is not None and held.states[0] >= READY and (node.usage.expires > now or node.leases > 0)
 
@@ -133,6 +134,7 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
     """True if a node and its parent `upper` can be joined: creation time, touch, priority and expiry are equal.
 
+    The root and nodes that have left the tree cannot be joined.
     `priority` and `expires` come from a use of the path. This use has been recorded in the node, but not yet in the
     parent.
     """
@@ -148,7 +150,11 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True if `node` is a short leaf with one lease and device blocks, and not above `usage` in priority and expiry."""
+    """True if blocks can be appended to `node`.
+
+    It must be a short leaf with one lease and device blocks, and neither its priority nor its expiry may exceed that of
+    `usage`.
+    """
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority
@@ -163,7 +169,7 @@ def can_grow(node: Node, usage: AccessStats) -> bool:
 def lengthen(
     node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, tier: int, slots: I32, state: int
 ) -> None:
-    """Append blocks to a leaf. The new blocks are in the tier `tier` only."""
+    """Append blocks to a leaf that has blocks in the tier `tier`. The new blocks are in this tier only."""
     new = Residency(slots, bytearray((state,)) * len(slots))
     for number, held in enumerate(node.held):
         if held is not None:
@@ -186,7 +192,7 @@ def truncate(node: Node, count: int) -> None:
 
 
 def _own(labels: memoryview) -> memoryview:
-    """Return a copy, unless the labels are most of their buffer: a short view must not keep a large buffer alive."""
+    """Copy labels that are less than half of their buffer, because a short view must not keep a large buffer alive."""
     return labels if 2 * labels.nbytes >= memoryview(labels.obj).nbytes else memoryview(bytes(labels))
 
 

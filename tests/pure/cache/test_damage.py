@@ -1,4 +1,4 @@
-"""A report of damaged host slots removes their blocks from the host. Earlier blocks of the prompt stay."""
+"""A report of damaged host slots removes the blocks in these slots. Earlier blocks of the prompt stay."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_prefetch_that_waits_for_another_evicts_no_block():
     assert two.is_over
 
 
-def test_prefetch_ends_if_another_prefetch_of_its_blocks_fails():
+def test_prefetch_ends_if_prefetch_of_same_blocks_fails():
     """The first prefetch fetched no block, but still has a lease. The second prefetch must not wait for the first."""
     lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))

@@ -202,7 +202,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_cost_model_learns_faster_choice_from_12_requests(seed):
+def test_cost_model_chooses_faster_option_after_12_requests(seed):
     """At least 95 % of the choices are right. A choice is right if it is at most 10 % slower than the other choice."""
     lengths = (48, 96, 192, 384, 768, 1536)
     right = []

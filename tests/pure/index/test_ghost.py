@@ -75,7 +75,7 @@ def test_stack_hits_equal_naive_cache_hits_for_each_size(fifo, requests, data):
 
 @given(requests=paths())
 @settings(max_examples=100, deadline=None)
-def test_s3fifo_shadow_is_bounded_and_misses_only_new_marks(requests):
+def test_s3fifo_shadow_is_bounded_and_hits_only_known_marks(requests):
     for size in SIZES:
         cache = S3FIFOMarks(size)
         seen: set[int] = set()

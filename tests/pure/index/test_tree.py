@@ -55,6 +55,19 @@ def test_failed_begin_write_changes_no_block():
     assert (lease.num_matched, path_of(lease).slots.tolist()) == (1, [first])
 
 
+def test_failed_graft_with_empty_table_reports_no_own_slots():
+    tree = tree_of(8)
+    run(tree, 1, 2)
+    (node,) = tree.nodes()
+    lease = tree.lease_at(chain_of(1, 2), node)
+    given = tree.reserve(tree.tiers[0], 1)
+    with pytest.raises(StateError, match="the lease owns 0 slots"):
+        tree.graft(lease, tree.tiers[0], given)
+    tree.tiers[0].give_back(given)
+    tree.release(lease, used=False)
+    check_tree(tree, [])
+
+
 def test_extended_request_keeps_its_own_priority_and_ttl():
     """Another request, with a higher priority and without a TTL, uses the first block.
 

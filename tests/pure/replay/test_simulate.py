@@ -212,7 +212,7 @@ def test_simulator_with_three_phases_raises():
         simulator(10, phases=3)
 
 
-def test_oversized_request_is_refused_and_counted():
+def test_oversized_request_is_refused_and_next_is_served():
     run = simulator(4).run([request(0, *range(10)), request(1, 50)])
     assert [each.is_refused for each in run.requests] == [True, False]
     assert run.requests[0].ttft is None

@@ -144,7 +144,7 @@ def test_tokens_without_hash_are_unique_per_request():
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_compressed_files_are_merged_by_time(tmp_path, suffix):
+def test_plain_and_compressed_files_are_merged_by_time(tmp_path, suffix):
     late, early = TraceRequest(9, 1, 1, (0,)), TraceRequest(2, 1, 1, (1,))
     assert write_trace([late], tmp_path / "a.jsonl") == 1
     write_trace([early], tmp_path / f"b.jsonl{suffix}")

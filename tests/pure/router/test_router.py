@@ -54,7 +54,7 @@ def test_router_prefers_the_replica_with_the_longest_prefix():
     assert decision.start_seconds == pytest.approx(0.01 + (TOKENS - 20 * SIZE) * 0.001)
 
 
-def test_router_weighs_tiers_by_measured_costs():
+def test_router_weighs_tiers_by_replica_costs():
     """Loading takes 2 ms per host block and 20 ms per store block. Computing a block takes 16 ms."""
     router = new_router()
     stored(router, "a", PROMPT, "STORAGE")
