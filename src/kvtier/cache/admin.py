@@ -121,7 +121,10 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Count the blocks on a node's path up to the last branch. Ignore branches at the end of the node or below."""
+    """Count the leading blocks of a node's path that other paths share.
+
+    These are the blocks above the lowest branch. A branch at the end of the node or below it does not count.
+    """
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
     return node.start

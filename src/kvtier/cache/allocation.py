@@ -65,7 +65,7 @@ class Allocation:
     """Number of tokens that need not be computed, including the tokens that `copy` copies. CacheManager.allocate lowers
     the number if it cannot reserve a slot for the copy."""
     source: Lease | None = field(init=False, default=None)
-    """Lease on the source block of `copy`, held until the first step is published."""
+    """Lease on the source block of `copy`. It ends after the first step, or if `allocate` has no slot for the copy."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
     """Decision to load or to compute matched blocks that are not on the device. None if no decision was made."""
@@ -83,7 +83,7 @@ class Allocation:
 
     @property
     def num_on_device(self) -> int:
-        """Number of leading blocks that are on the device."""
+        """Number of leading blocks of `table` that have a device slot."""
         missing = self.lease.table == NO_SLOT
         return int(missing.argmax()) if missing.any() else len(missing)
 

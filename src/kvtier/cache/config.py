@@ -30,7 +30,7 @@ class CacheConfig:
     """Load cached blocks even if computing them is expected to be faster."""
     owns_device: bool = True
     """False if another engine owns the device blocks. In this case the host is the first tier, and
-    CacheManager.foreign copies blocks between the host and the other engine's device memory."""
+    CacheManager.foreign plans copies between the host and the other engine's device memory."""
     secret: bytes = field(default=b"", repr=False)
     """Key for the token digests in stored blocks, at most 64 bytes. All engines that share a store need the same key.
     Without a key, anyone who can read the store can test whether a guessed prompt is in the store."""
@@ -149,7 +149,7 @@ class StoreConfig:
     """True if other processes write to the store. In this case, each request looks up its keys in the store. Otherwise
     the keys in the store are listed once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
-    """Maximum number of blocks in flight from the store. A fetch of more blocks starts when no other is in flight."""
+    """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
     max_known: int = 1 << 22
     """Maximum number of recorded keys. A key takes about 150 bytes. A key that the store has evicted stays recorded
     until a lookup or a read does not find it. If the store is not shared, kvtier's engine lowers this limit to four

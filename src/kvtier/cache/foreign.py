@@ -117,7 +117,7 @@ class ForeignDevice:
         return 1 in block_states(lease, self._host, 0, num_blocks).translate(IS_ABSENT)
 
     def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
-        """Start copies of the leased blocks that are absent on the host.
+        """Start copies of the leased blocks that are absent on the host, as far as `room` and the host slots allow.
 
         Return the transfers, and the number of leading blocks that are now on the host or in flight to the host.
         """

@@ -95,7 +95,7 @@ class CacheManager:
         self.decisions = {"load": 0, "recompute": 0}
         """Number of requests by decision: to load blocks from lower tiers, or to recompute these blocks."""
         self.num_damaged = 0
-        """Number of host blocks that the scrubber found corrupt."""
+        """Number of host blocks that were removed because the scrubber found them corrupt."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers, listener) for each in stores}
         self.foreign: ForeignDevice | None = None
         """Loads and saves device blocks if another engine owns these blocks."""
@@ -172,8 +172,9 @@ class CacheManager:
     ) -> Allocation:
         """Lease the longest cached prefix. The last token never matches, because its logits must be computed.
 
-        If `may_load` is False, or if computing is expected to be faster than loading, only blocks on the device match.
-        The caller must end `prefetch` after this call. At most `max_tokens` tokens match.
+        If `may_load` is False, or if the cost model decides to compute blocks, only leading device blocks match. The
+        model is not asked with CacheConfig.always_load. The caller must end `prefetch` after this call. At most
+        `max_tokens` tokens match.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
@@ -190,8 +191,9 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        Start to load the matched blocks that the device lacks. If there are too few slots, release the lease
-        `allocation.source` and try once more. In this case no block is copied, and `num_cached_tokens` is lower.
+        Start to load the matched blocks that the device lacks. If there are too few slots and no copy was planned yet,
+        release the lease `allocation.source` and try once more. Then no block is copied, and `num_cached_tokens` is
+        lower.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -278,7 +280,7 @@ class CacheManager:
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
-        """Record that a session has ended. The eviction policy then expects no further use of its blocks.
+        """Record that a session has ended. Only the learned eviction policy uses this.
 
         Return the number of blocks whose last use was the last request of the session.
         """
@@ -484,14 +486,14 @@ class CacheManager:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Handle a completed transfer. Offer saved blocks to the stores. Record the times of loads and fetches."""
+        """Handle a completed transfer. Offer saved blocks to the stores. Record times of complete loads and fetches."""
         route, transfer = done.transfer.route, done.transfer
         if route is Route.DEVICE_TO_HOST:  # HostWriter._chain_of: without tokens, no store needs the blocks
             for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)
-        elif 0 not in done.arrived:  # a load or a fetch; the cost model predicts only these
+        elif 0 not in done.arrived:  # a load or a fetch without failed blocks; the cost model predicts only these
             self.cost_model.observe_transfer((route, transfer.store), done.count, done.seconds)
         if route is Route.STORE_TO_HOST:
             self._prefetcher.on_transfer_done(done)

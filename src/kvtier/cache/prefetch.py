@@ -88,8 +88,8 @@ class Prefetcher:
     def retry(self, prefetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
         """Fetch again if memory has only `num_found` blocks and a store has more. Return True if the request must wait.
 
-        A prefetch whose transfers have started is not retried. A second retry is refused too, because repeated
-        evictions and retries could delay the request forever.
+        A prefetch that still has a lease is not retried, because its transfers have started or may still start. A
+        second retry is refused too, because repeated evictions and retries could delay the request forever.
         """
         if prefetch.is_retry or prefetch.lease is not None or num_found >= prefetch.wanted:
             return False

@@ -31,7 +31,7 @@ class StoreEvents:
                     continue
                 event = stored_event(self._name, node, low, high, namespace)
                 keys = split_keys(event.keys)
-                if self._reported.isdisjoint(keys):
+                if self._reported.isdisjoint(keys):  # otherwise, some of them were reported before
                     self._reported.update(keys)
                     self._listener(event)
 

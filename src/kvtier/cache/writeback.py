@@ -221,7 +221,7 @@ class HostWriter:
         return started
 
     def _save_node(self, node: Node, room: int) -> int:
-        """Copy the last blocks of a node first, because the device evicts the last block of a node first."""
+        """Copy the last blocks of a node first, because the device evicts them first. Return the number of copies."""
         on_device, on_host = node.held[self._device.number], node.held[self._host.number]
         assert on_device is not None
         wanted = bytes(on_device.states.translate(READABLE))
@@ -395,7 +395,7 @@ class StoreIndex:
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write the host blocks of a job that the store lacks. Return the number of writes and the rest of the job."""
+        """Write host blocks of a job that the store lacks. Return the number of them, and the rest of the job."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None

@@ -5,8 +5,9 @@ The cache has one tier of blocks and serves one request at a time. The full bloc
 lru       Stack distances yield the hits of all capacities that hold the longest request, because a cache of C blocks
           holds the C most recently used blocks. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
-          A running request takes slots for all its blocks, as in any engine. A request above capacity adds no block.
-others    The real index is run once per capacity. Runs are spread over processes.
+          A running request takes slots for all its blocks, as in any engine. A request above capacity only takes the
+          slots of its hits, and adds no block.
+others    The real index is run once per policy and capacity. Runs are spread over processes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Accesses:
         return iter(np.split(self.paths, self.starts[1:-1])) if len(self.starts) > 1 else iter(())
 
     def next_use(self) -> I64:
-        """Return for each access the position of the next access to the same path, or -1 if there is none."""
+        """Return, for each index in `paths`, the index of the next access to the same path, or -1 if there is none."""
         order = np.argsort(self.paths, kind="stable")
         again = self.paths[order[1:]] == self.paths[order[:-1]]
         following = np.full(len(self.paths), -1, np.int64)
@@ -112,12 +113,15 @@ def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """Return, for each repeated use of a block, the number of other blocks between the previous use and the request.
+    """Return the stack distance of each repeated use of a block.
+
+    This is the number of distinct other blocks that are used after the previous use of the block and before the start
+    of the request that uses it again.
 
     positions  ..  p ........ s ...          p: the previous use, s: start of the request that uses the block again
                       ^ a block that is used several times in (p, s) counts once, at its last use before s
 
-    The distance is the number of positions in (p, s), minus the positions whose next use is before s.
+    The distance is the number of positions in (p, s), minus those whose next use is before s.
     """
     # Within a request, the last block counts as the least recently used.
     lengths = np.diff(accesses.starts)
@@ -158,8 +162,8 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
 
     A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
     slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
-    evicted. In the next request that uses a prefix, the last block of the prefix has the latest position. The prefix is
-    therefore evicted from its end, and the kept blocks of a request are always its leading blocks.
+    evicted. The next use of a block is its position in the next request that uses it. Within a prefix, the last block
+    therefore has the latest next use and is evicted first, so the kept blocks of a request are its leading blocks.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)  # by position of the next use

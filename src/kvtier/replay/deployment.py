@@ -21,7 +21,7 @@ from kvtier.scheduler import SchedulerConfig
 GIB = 1 << 30
 STORE = "disk"
 PERCENTILES = (50, 90, 99)
-_SLACK = 1.25  # a replica with a load above this multiple of the mean gets no requests until its load has decayed
+_SLACK = 1.25  # a replica gets no requests while its load exceeds this multiple of the mean load
 _HALF_LIFE_MS = 60_000.0  # half-life of the estimated load of a replica
 
 
@@ -70,7 +70,7 @@ def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> lis
     """Choose, for each request, the least loaded of the replicas that received the longest prefix of its prompt.
 
     Replicas with more than `_SLACK` times the mean load are skipped first. The load of a replica is the number of
-    prompt tokens that it had to compute, assuming that it evicts nothing. It decays with a half-life.
+    prompt tokens that it had to compute, assuming that it evicts nothing. The load decays over time.
     """
     numbers: dict[tuple[int, int], int] = {}
     sent: dict[int, int] = {}  # path number -> bit mask of the replicas that received the path
@@ -222,7 +222,7 @@ def simulate(
     """Simulate a trace on each of the deployments in `setups`, in up to `jobs` processes.
 
     `num_simulated` limits the number of simulated replicas per deployment. The replicas with loads closest to the
-    median are selected.
+    median are selected. Replicas without requests are not simulated.
     """
     block_tokens = trace[0].block_tokens if trace else TRACE_BLOCK_TOKENS
     parts = [(number, part) for number, setup in enumerate(setups) for part in _parts(trace, setup, num_simulated)]

@@ -189,7 +189,7 @@ class FleetSimulation:
         return decision.number
 
     def _serve(self, number: int, chain: Chain) -> int:
-        """Match and publish a prompt in a replica's index. Pass KV events to the router if needed. Return the hits."""
+        """Match and publish a prompt in a replica. With CACHE routing, pass events to the router. Return the hits."""
         replica = self._replicas[number]
         tree = replica.tree
         lease = tree.match(chain)

@@ -133,7 +133,7 @@ def preset(kind: type[Spec], name: str) -> Spec:
 
 
 def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
-    """Create a spec from a table. Raises ArgumentError for unknown and missing keys and for invalid values."""
+    """Create a spec from a table. Raise ArgumentError for unknown and missing keys and for invalid values."""
     known = {field.name for field in fields(kind)}
     unknown = sorted(set(table) - known)
     if unknown:

@@ -20,7 +20,7 @@ def jobs_here(jobs: int) -> int:
 
 
 def spread(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[tuple[int, R]]:
-    """Yield the index and result of each completed task. One task, or `jobs` of 1, runs in this process."""
+    """Yield the index and result of each completed task. With one task or one job, run in this process."""
     if jobs <= 1 or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, work(task)

@@ -47,7 +47,7 @@ class SimulatedLink:
         (self._urgent if job.transfer.route in _URGENT else self._bulk).append(job)
 
     def advance(self, now: float) -> list[tuple[_Job, float]]:
-        """Advance the link to the time `now`. Returns the jobs that ended, each with its end time."""
+        """Advance the link to the time `now`. Return the jobs that ended, each with its end time."""
         ended = []
         while self._urgent or self._bulk:
             queue = self._urgent or self._bulk

@@ -36,7 +36,7 @@ class StepCoalescer:
 
     Up to 64 steps that together take about `quantum` seconds become one step. Answers then grow by several tokens,
     as with accepted drafts, and prompts advance by several chunks. Events during the step take effect at its end.
-    If no prompt is left to compute, the step may extend to the next event. With `quantum` 0, no steps are merged.
+    If no prompt is left to compute, a step may last until the next event. With `quantum` 0, no steps are merged.
 
     `host_cost` returns the part of a step's time in which the host prepares the step. This part overlaps with the
     previous step. `host_cost` is None if steps do not overlap. Merged steps overlap with each other, so each of them
@@ -74,7 +74,7 @@ class StepCoalescer:
                 request.draft = _DRAFT[: min(self.count, left) - 1]
 
     def seconds(self, step: Step) -> tuple[float, float]:
-        """Return the time of the host before the device can begin the step, and the time of the device."""
+        """Return the host time before the device can begin the step (0 if steps are merged), and the device time."""
         host, device = self._parts(Work.of(step).part(self.count))
         if len(step.rows) * self.count >= step.num_tokens:  # the step computes no prompts
             self._decode_seconds = max(host, device)
@@ -244,7 +244,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if an event follows, or the step changed the queue. Otherwise raises StateError if requests are left."""
+        """True if an event follows, or the step changed the queue. Otherwise raise StateError if requests are left."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():

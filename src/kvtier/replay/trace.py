@@ -245,7 +245,7 @@ def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def number_paths(ids: Sequence[int], numbers: dict[tuple[int, int], int]) -> list[int]:
-    """Return one number for each prefix of `ids`. Equal prefixes have equal numbers. Adds new prefixes to `numbers`."""
+    """Return one number for each prefix of `ids`. Equal prefixes have equal numbers. Add new prefixes to `numbers`."""
     paths, above = [], -1
     for id in ids:
         above = numbers.setdefault((above, id), len(numbers))
@@ -266,7 +266,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of all frames. Raises EOFError for a truncated frame, which zstandard's own reader ignores."""
+    """Yield the lines of all frames. Raise EOFError for a truncated frame, which zstandard's own reader ignores."""
     try:
         import zstandard
     except ImportError as error:

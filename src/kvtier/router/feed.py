@@ -55,7 +55,7 @@ class ReplicaFeed:
     def __init__(self, index: PlacementIndex, replica: int) -> None:
         self._index, self._replica = index, replica
         self.next_number = 0
-        """Number of the first batch that is missing. Request a replay from this number unless the feed is LIVE."""
+        """Number of the first batch that has not arrived. Request a replay from this number unless the feed is LIVE."""
         self.num_malformed = 0
         """Number of events that were skipped because this version cannot read them."""
         self._newest = 0  # number after the newest batch that was applied

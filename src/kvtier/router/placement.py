@@ -1,6 +1,6 @@
 """PlacementIndex: records which replicas hold which blocks, and in which tier.
 
-A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the block goes into the next bucket.
+A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the next bucket is tried.
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
     masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, all bits for a shared block
