@@ -34,7 +34,7 @@ class RouteStats:
     num_blocks: int = 0
     num_bytes: int = 0
     num_failed: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # sum of the durations of all transfers that have ended
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class PendingTransfer:
     stats: RouteStats
     lease: Lease
     first: int
-    source: Tier | None
-    target: Tier | None
+    source: Tier | None  # None for a store, or for the device of another engine
+    target: Tier | None  # likewise
     epoch: int
     waiting_for: set[int]
     """Ranks that have not reported a result."""

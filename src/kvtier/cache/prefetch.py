@@ -33,7 +33,7 @@ class Prefetch:
     """Lease on the path in memory, including blocks in flight. None after `end`, or once nothing will be fetched."""
     wanted: int
     """Number of leading blocks of the prompt that the request can use if they are cached."""
-    started: float
+    started: float  # time of the start, or of the retry
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""
     is_over: bool = False

@@ -44,7 +44,7 @@ class ClassQueue:
 
     def __init__(self) -> None:
         self.heap: list[_Candidate] = []
-        self.count = 0
+        self.count = 0  # candidates that are not withdrawn
         self.item: _Item | None = None
         """Entry of this class in the heap of values. Its candidate may have been withdrawn since."""
         self.timer = math.inf

@@ -43,7 +43,7 @@ class Lease:
     """Slots with this request's own copies of blocks that another request published first."""
     grown: Node | None = field(init=False, default=None)
     """Last node that `publish` added for this lease. The next call of `publish` may append to it."""
-    committed: bool = field(init=False, default=False)
+    committed: bool = field(init=False, default=False)  # True after `RadixTree.commit`
     began: tuple[float, int] = field(init=False, default=(0.0, 0))
     """For the learned policy: time of the first use, and number of blocks of the chain at that time."""
     closed: bool = field(init=False, default=False)

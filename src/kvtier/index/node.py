@@ -119,13 +119,13 @@ class Node:
     labels: memoryview
     usage: AccessStats
     num_tiers: InitVar[int]
-    extras: dict[int, bytes] | None = None
+    extras: dict[int, bytes] | None = None  # by block number in the chain
     keys: bytes = b""
     children: dict[bytes, Node] = field(init=False)
-    held: list[Residency | None] = field(init=False)
+    held: list[Residency | None] = field(init=False)  # by tier; None if the tier holds no block of the node
     below: list[int] = field(init=False)
     leases: int = field(init=False, default=0)
-    attached: bool = field(init=False, default=True)
+    attached: bool = field(init=False, default=True)  # False after the node has left the tree
 
     def __post_init__(self, num_tiers: int) -> None:
         self.children = {}

@@ -32,7 +32,7 @@ class Candidates:
     __slots__ = ("_ahead", "_by_priority", "_in_order", "_new_policy", "duplicates", "num_blocks", "quota")
 
     def __init__(self, new_policy: Callable[[], Policy], quota: int = 0, ahead: int | None = None) -> None:
-        self.quota = quota
+        self.quota = quota  # number of slots, for the candidates of a tenant
         self.num_blocks = 0
         self.duplicates: dict[Node, None] = {}
         self._ahead = ahead
@@ -115,7 +115,7 @@ class Tier:
         self.num_evicted = 0
         self.num_duplicates_evicted = 0
         """Number of evicted blocks that the faster tier also held. They may have to be copied to this tier again."""
-        self.used_by: dict[bytes, int] = {}
+        self.used_by: dict[bytes, int] = {}  # tenant -> number of slots
         self._new_policy = new_policy
         self.everyone = Candidates(new_policy)
         self.tenants: dict[bytes, Candidates] = {}

@@ -224,7 +224,7 @@ class LRUGuard:
         self.lost = 0.0
         self._mean_blocks = 0.0
         self._num_requests = 0
-        self._until = 0.0
+        self._until = 0.0  # blocks to insert before the policy is no longer LRU
 
     def record(self, lru_hits: int, hits: int, num_blocks: int, num_requests: int, capacity: int) -> bool:
         """Record some requests. Return True if the policy changes between LRU and the learned order."""

@@ -94,7 +94,7 @@ class RadixTree:
         return self._lease_of(chain, node, retention, table, stopped)
 
     def share(self, lease: Lease) -> Lease:
-        """Return another lease on the same path, without slots in its table. Each transfer holds such a lease."""
+        """Return another lease on the same path, with an empty table, for example for a transfer."""
         lease.must_be_open()
         return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 

@@ -75,7 +75,7 @@ class FleetSummary:
 @dataclass(slots=True)
 class _Replica:
     tree: RadixTree
-    free_at: float = 0.0
+    free_at: float = 0.0  # time at which the last prompt is computed
     computed_tokens: int = 0
     events: list[Event] = field(default_factory=list)
 
