@@ -192,8 +192,7 @@ class CacheManager:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
         Start to load the matched blocks that the device lacks. If there are too few slots and no copy was planned yet,
-        release the lease `allocation.source` and try once more. Then no block is copied, and `num_cached_tokens` is
-        lower.
+        release `allocation.source` and try once more. Then no block is copied, and `num_cached_tokens` is lower.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
