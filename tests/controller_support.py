@@ -41,7 +41,7 @@ class Rig:
         )
         self.ids = iter(range(1, 1000))
         self.lookups: list[StoreLookup] = []
-        self.sizes: list[int] = []  # numbers of host slots in the reports
+        self.sizes: list[int] = []  # `num_host_slots` of each report in which it is not 0
 
     def run(self, *tasks: TransferRequest | Probe | Drop, epoch: int = 0) -> list[TransferResult]:
         """Submit tasks in one plan and wait for their results."""

@@ -175,7 +175,7 @@ class Recorder(Model):
         return found
 
     def _prefixes(self) -> list[tuple[int, ...]]:
-        """Return the token prefix of each row of logits. The block that a row writes to identifies its request."""
+        """Return the token prefix of each row of logits. The block of a row identifies the request of the row."""
         assert self.engine is not None
         assert self._batch is not None
         block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running

@@ -344,8 +344,8 @@ class Model:
     def check_new_victims(self, tier: int, new: set[Name]) -> None:
         """Check the next victims that the tree has just chosen, named in `new`.
 
-        A new victim has at most the priority of any leaf that is not a next victim. With exact LRU and equal
-        priorities, it was not used later than that leaf.
+        Compare each new victim that is a leaf with each leaf that is not a next victim. The priority of the victim must
+        not be higher. With exact LRU and equal priorities, it must be possible that the victim was not used later.
         """
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}

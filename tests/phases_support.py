@@ -39,7 +39,7 @@ class Break(Exception):
 
 
 class CacheReader(Model):
-    """A model whose logits depend on every token of the context and its position, as read from the cache."""
+    """A model whose logits depend on all tokens of the context and their positions, as read from the cache."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(SHAPE, random_weights(SHAPE, torch.float32, torch.device(device)), TorchOps())
@@ -138,7 +138,7 @@ CASES_BY_PROMPT = {prompt: number for number, (prompt, _) in enumerate(CASES)}
 
 
 def random_faults(chance: random.Random):
-    """Yield a fault for each call of a store: in a third of the calls an error, a flipped bit or a cut object."""
+    """Yield a fault for each call of a store: in a third of the calls an error, a flipped bit or a truncated object."""
     while True:
         kinds = Fault("an error"), Fault(flip_bit=chance.randrange(1 << 12)), Fault(cut_to=100)
         yield chance.choice(kinds) if chance.random() < 0.33 else Fault()

@@ -48,7 +48,7 @@ def server_config(model: Path, tenants: tuple[Any, ...] = (), **engine: Any) -> 
 class Fleet:
     """A Ray cluster of two raylets with Serve and the application.
 
-    A node has three CPUs and a replica needs half a CPU, so one node can run all replicas.
+    A node has three CPUs and a replica needs half a CPU, so the replicas of every test fit on one node.
     """
 
     def __init__(self, model: Path) -> None:
@@ -152,7 +152,7 @@ class Load:
         assert not any(thread.is_alive() for thread in threads), "a client thread did not end"
 
     def more(self, number: int) -> None:
-        """Wait for more answers."""
+        """Wait until `number` more answers are complete."""
         enough = len(self.answers) + number
         wait_until(lambda: len(self.answers) >= enough, f"{number} more answers")
 

@@ -201,7 +201,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert bool(request.in_flight) == (id(request) in in_flight), (
             f"{request!r} has {len(request.in_flight)} rows in flight, but the steps disagree"
         )
-    assert len(running) + len(leaving) == scheduler.manager.stats.num_allocations, "another number of requests hold KV"
+    assert len(running) + len(leaving) == scheduler.manager.stats.num_allocations, (
+        "the numbers of requests with KV and of allocations differ"
+    )
     scheduler.manager.check()
 
 

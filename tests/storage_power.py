@@ -146,7 +146,10 @@ class Checked:
     refilled: int
     """Number of the 12 objects that were read correctly after they had been written again."""
     leaked_bytes: int
-    """Number of quarantined bytes. It must be 0, because nothing was damaged."""
+    """Number of bytes in the quarantine folder.
+
+    It must be 0: lost unsynced data must not make a segment table unreadable.
+    """
 
 
 def same_bytes(versions: Versions, number: int, found: int | None, expected: int | None) -> bool:

@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition that reports when a thread waits on it, so that a test can delay its notification until then."""
+    """A condition that reports when a thread has begun to wait on it, so that a test can notify the thread later."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,10 @@ def num_layers_done(load: TransferHandle) -> int:
 
 
 def arrival_ms(load: TransferHandle, layer: int) -> float:
-    """Wait for a layer. Return the milliseconds from the first copy of the load to the arrival of the layer."""
+    """Wait for a layer. Return the milliseconds from the first copy of the load to the arrival of the layer.
+
+    Return 0.0 if the load has no blocks to copy.
+    """
     load.layers.wait(layer)
     event = load.layers._events[load.layers._group_of(layer)]
     return 0.0 if load.begin is None else load.begin.elapsed(event)

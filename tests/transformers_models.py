@@ -99,7 +99,7 @@ class RandomCases:
     def _prompt(self) -> list[int]:
         """Return a prompt. In 80 % of the cases, it begins with the first tokens of an earlier prompt or output.
 
-        The number of these tokens is random. In half of these cases, it is rounded down to whole blocks.
+        The number of these tokens is random. In half of these cases, the number is rounded down to whole blocks.
         """
         rng = self._random
         tokens: list[int] = []

@@ -91,7 +91,7 @@ class Ledger:
         num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_tokens
         first, stop = self._loads.pop(name, (0, 0))
         for block in range(first, stop):
-            if table[block] in self._failed:  # vLLM computes the blocks from here on again
+            if table[block] in self._failed:  # vLLM recomputes this block and all later blocks
                 self._failed.difference_update(table[first:stop])
                 self._done[name] = block
                 break
@@ -238,9 +238,10 @@ def abort_while_saving(driver: Driver, prompt: Sequence[int]) -> int:
 
 
 def abort_after_reset_while_loading(driver: Driver, prompt: Sequence[int], *, has_run: bool) -> None:
-    """Reset the connector while a request loads, then abort the request. Its empty device blocks must not be saved.
+    """Reset the connector while a request loads, then abort the request.
 
-    With `has_run`, the request was computed and preempted before, and it loads its own blocks again.
+    The load has not written the device blocks of the request yet, so these blocks must not be saved. With `has_run`,
+    the request was computed and preempted before, and it loads its own blocks again.
     """
     faults = _faults()
     if has_run:

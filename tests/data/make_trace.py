@@ -71,8 +71,8 @@ def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> i
 def optimum_hits(prompts: list[list[Block]], capacity: int) -> int:
     """Return the number of hits of an optimal cache (Belady with bypass).
 
-    The cache evicts the block whose next use is furthest in the future, and stores only blocks that are used again. It
-    stores no block of a request with more blocks than the capacity.
+    The cache evicts the block whose next use is furthest in the future, and keeps only blocks that are used again. It
+    stores no new block of a request with more blocks than the capacity.
     """
     uses: dict[Block, list[int]] = {}
     time = 0

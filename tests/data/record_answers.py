@@ -3,8 +3,8 @@
 python tests/data/record_answers.py    writes tests/data/answers.jsonl (about 10 minutes on two x86-64 cores)
 
 The model is small, so its calls are often incomplete, invalid or embedded in text. The parser must handle such calls.
-Each line contains the call format, the tools, and the answer as a list of texts: `Case.begin`, and one text per
-generated token. Empty texts are left out.
+Each line contains the call format, the tools, and the answer as a list of texts: `Case.begin`, one text per generated
+token, and the text that the token stream held back until the end. Empty texts are left out.
 """
 
 from __future__ import annotations
