@@ -99,8 +99,8 @@ def test_attack_receives_answer_and_stays_below_body_limit(name):
         return await attack.prepare(target, attack.address)()
 
     outcome, body = asyncio.run(serve_once("HTTP/1.1 400 Bad\r\n\r\n", client))
-    # Item 4 of issue 19 is endless or slow headers. The server can reset such a connection before the client reads the
-    # answer.
+    # Attacks with `item` 4 send endless or slow headers. The server can reset such a connection before the client reads
+    # the answer.
     attacks_connection = attack.item == 4
     assert outcome == "400" or attacks_connection
     assert len(body) <= BODY_LIMIT

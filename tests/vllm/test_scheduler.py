@@ -140,7 +140,10 @@ def test_blocks_outside_a_sliding_window_are_not_copied(model, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_failed_load_with_sliding_window_restarts_request(model, is_async):
-    """vLLM must not continue after the last loaded block. It has freed blocks in the window before that position."""
+    """The last block of a load does not arrive. vLLM must restart the request instead of resuming it at that block.
+
+    vLLM has already freed earlier blocks, which the sliding window of that block needs.
+    """
     engine = SteppedEngine(model, EngineSetup(is_async=is_async, window=10, num_device_blocks=40))
     prompt = [*range(30)]
     engine.add(prompt, 1)

@@ -67,7 +67,7 @@ def test_prompt_of_invalid_token_ids_raises(llm):
     assert not llm.engine.has_work()
 
 
-def test_invalid_prompt_cancels_all_requests_of_llm(llm):
+def test_invalid_prompt_cancels_all_requests_of_its_call(llm):
     with pytest.raises(ArgumentError, match="prompt is empty"):
         llm.generate(["One", []], GREEDY)
     assert not llm.engine.has_work()

@@ -715,7 +715,7 @@ def test_waiting_request_starts_one_prefetch():
 
 
 def test_second_prefetch_of_request_does_not_delay_others():
-    """The blocks are in memory when the request arrives, but they are evicted before the request is admitted."""
+    """The blocks of `waits` are in memory when it arrives. They are evicted before it is admitted."""
     lab, scheduler = with_stored_prompt(20, max_rows=2)
     waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
     running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]

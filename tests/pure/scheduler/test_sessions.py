@@ -20,7 +20,7 @@ def add(scheduler, name, prompt, new, hints, *, now=0.0, salt=b""):
     return made
 
 
-def test_close_of_running_session_sets_session_over_hint():
+def test_closing_a_session_sets_the_hint_of_unfinished_requests():
     scheduler = make(20, policy="learned")
     mine = add(scheduler, "mine", [1] * 8, 2, Hints("s"))
     other = add(scheduler, "other", [2] * 8, 2, Hints("s"), salt=b"b")

@@ -242,7 +242,7 @@ def test_exchanged_slots_or_records_are_never_served(reopen, folder, part):
 @pytest.mark.parametrize(
     ("first", "then", "message"), [(SECRET, None, "is encrypted"), (None, SECRET, "not encrypted")]
 )
-def test_folder_with_other_encryption_is_refused_unchanged(reopen, folder, first, then, message):
+def test_folder_with_other_encryption_is_refused_and_unchanged(reopen, folder, first, then, message):
     put(reopen(first), 1)
     reopen(first).close()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -25,7 +25,7 @@ COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
 class DiskMachine(RuleBasedStateMachine):
     """Calls a store that is often too small for all objects.
 
-    A read must return the last version. After an eviction or damage, it may miss instead.
+    A read must return the last stored version or miss. It must not return an older version or a removed object.
     """
 
     @initialize(
@@ -41,7 +41,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.max_bytes = slots * 8192
         self.versions = Versions()
         self.last: dict[int, int | None] = {}
-        """Last written version of each object by number, or None if the object was removed."""
+        """Last stored version of each object by number, or None if the object was removed later."""
         self.open()
 
     def open(self):
@@ -151,9 +151,9 @@ def check_power_failure(max_bytes, calls, sync, at, seed, secret=None):
 @pytest.mark.parametrize("removed_by", ["replacement", "eviction", "segment deletion"])
 @pytest.mark.parametrize("seed", range(20))
 def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
-    """Object 0 is replaced or evicted, or its segment is deleted, before it is removed.
+    """Object 0 is replaced or evicted, or its segment is deleted. Then object 0 is removed.
 
-    Its first record must be erased on the disk too, not only in the page cache.
+    The first record of the object must be erased on the disk too, not only in the page cache.
     """
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 100 << 10, Sync.WRITE, at=0, seed=seed)
