@@ -52,8 +52,8 @@ class Request:
     hints: Hints = NO_HINTS
     """Hints of the client about the next request of its session. The learned eviction policy uses them."""
     max_cached_tokens: int | None = None
-    """Maximum number of leading tokens that may come from the cache. The engine needs the logits of all later tokens.
-    The limit rises as tokens are computed, so that a preempted request does not compute logits twice."""
+    """Maximum number of leading tokens that may come from the cache; None sets no limit. The engine needs the logits of
+    all later tokens. The limit rises with `num_computed`, so that a preempted request does not compute logits twice."""
     waits_for_token: bool = False
     """True if the caller needs each sampled token before the next row, for a grammar or to draft tokens. Such a request
     has no row in a step that is scheduled while its token is being sampled."""
@@ -64,9 +64,9 @@ class Request:
     scheduled_at: float | None = field(init=False, default=None)
     """Time of the first admission."""
     fetch_times: tuple[float, float] | None = field(init=False, default=None)
-    """Start and end of the fetch from stores before the first admission. None if nothing was fetched."""
+    """Start and end of the first fetch of blocks from stores. None until that fetch has ended."""
     loaded_at: float | None = field(init=False, default=None)
-    """Time at which the first load of cached blocks was complete. None if nothing was loaded."""
+    """Time at which the first load of cached blocks was complete. None before that."""
     prefetch: Prefetch | None = field(init=False, default=None)
     """Fetch of the request's blocks from stores to the host while the request waits."""
     allocation: Allocation | None = field(init=False, default=None)
@@ -78,17 +78,17 @@ class Request:
     """Number of cached prompt tokens at the first admission. If a load fails, the next admission replaces the number.
     The number stays the same after the first preemption."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """Tier name -> number of cached prompt tokens at that admission."""
+    """Tier name -> number of cached prompt tokens at the admission that set `num_cached_tokens`."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens of the request when it last restarted because there was no free slot and no other request could
-    free one. 0 before the first such restart. If another one is due at the same number, the request is refused."""
+    """Number of tokens of the request at its last restart. It restarts if blocks are short and no other request can
+    free any. 0 before the first restart. If a restart is due at the same number again, the request is refused."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
-    """Draft tokens that the next step verifies."""
+    """Draft tokens that the next row of the request verifies, if there is room."""
 
     def __post_init__(self) -> None:
         if not self.chain.num_tokens:
@@ -113,7 +113,7 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Number of tokens, including one for each row in flight that samples."""
+        """Number of tokens in the chain, plus one for each row in flight that samples."""
         return self.chain.num_tokens + sum([row.wants_token for row in self.in_flight])
 
     @property
@@ -138,11 +138,11 @@ class SchedulerConfig:
     max_context: int = 1 << 30
     """Maximum number of tokens in a request, including prompt and output."""
     lookahead_tokens: int = 0
-    """Number of tokens for which a row that samples reserves slots in advance if there is room."""
+    """Number of additional tokens for which a row that samples reserves blocks, if there is room."""
     starts_early: bool = False
     """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0
-    """The priority of a request for admission rises by one per `age_seconds` of waiting, so that no request starves."""
+    """The priority for admission rises by one per `age_seconds` since the arrival, so that no request starves."""
 
     def __post_init__(self) -> None:
         least = {"max_rows": 1, "max_step_tokens": 1, "max_context": 1, "lookahead_tokens": 0}
@@ -166,8 +166,8 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     """True if the row includes the last known token, so that the next token is sampled. If the previous row of the
     request is still in flight and samples a token, this row starts with that token."""
     loads: tuple[int, ...] = ()
-    """Ids of the request's loads in flight. Each layer of the step waits for its own part of the loads. The caller
-    applies the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
+    """Ids of the request's loads in flight, if the row starts early. Each layer waits for its part of the loads. The
+    caller applies the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
@@ -198,7 +198,7 @@ class Step:
 
     @property
     def attended_tokens(self) -> float:
-        """Sum of the context lengths of all tokens in the step."""
+        """Approximate sum of the context lengths of all tokens in the step."""
         return sum(row.num_tokens * (row.first + row.num_tokens / 2) for row in self.rows)
 
     @property

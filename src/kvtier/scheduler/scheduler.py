@@ -8,7 +8,7 @@ Two steps can be in flight. The second step is scheduled as if each generating r
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
     A request that must be preempted while it has a row in flight gets no further row. A later step preempts it.
-    If a request ends, its row in the later step is computed, but the result is ignored. Its KV is freed after that.
+    If a request ends, its row in the later step is computed, but the result is ignored. Then the request's KV is freed.
     If step t has loads, step t+1 has no rows. A step has loads only if there is nothing else to compute.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
 """
@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
-        self._updated_at = -math.inf  # time of the last `update`; a second step in flight began then
+        self._updated_at = -math.inf  # time of the last `update`; a step scheduled earlier began then
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -49,11 +49,11 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that were admitted and have not ended, in the order of their admission."""
+        """Requests in the state RUNNING, in the order of their admission."""
         return tuple(self._running)
 
     def has_work(self) -> bool:
-        """True if there are requests to run."""
+        """True if requests wait or run, and the scheduler is not paused."""
         return bool(not self.is_paused and (self._waiting or self._running))
 
     def add(self, request: Request, now: float) -> None:
@@ -69,8 +69,8 @@ class Scheduler:
     def close_session(self, session_id: str, salt: bytes, now: float) -> int:
         """Record that no further request of a session is expected.
 
-        Return the number of blocks whose last use was the last request of the session. If a request of the session has
-        not ended, it counts as the last one, and the result is 0.
+        Return the number of blocks whose last use was the last request of the session. If requests of the session have
+        not ended, mark them as the last ones and return 0.
         """
         mine = [each for each in (*self._waiting, *self._running) if each.hints.session_id == session_id]
         mine = [each for each in mine if tenant_of(each.chain.salt) == tenant_of(salt)]
@@ -87,13 +87,13 @@ class Scheduler:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
         # Add no rows while a step with loads is in flight. If a load fails, `update` finds its blocks absent and
-        # ignores the row. A new load of these blocks for another request would hide the failure.
+        # ignores the row. A new load of the same blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         copies = []
         for row in builder.rows:
             allocation = _held(row.request)
-            if row.first == allocation.num_cached_tokens:  # the first step of a request, or its repetition
+            if row.first == allocation.num_cached_tokens:  # the first row since the admission, or its repetition
                 self.manager.on_scheduled(allocation, now=now)
                 if allocation.copy is not None:
                     copies.append(allocation.copy)
@@ -119,7 +119,7 @@ class Scheduler:
             self._start_early(builder)
 
     def pause(self, now: float) -> None:
-        """Preempt all requests, and run no request until `resume`. Preempted requests release their KV."""
+        """Preempt all running requests, end all prefetches, and run no request until `resume`."""
         if self._steps:
             raise StateError("cannot pause while a step is in flight; pause between update() and schedule()")
         self.is_paused = True
@@ -158,7 +158,7 @@ class Scheduler:
         return failed
 
     def discard(self, step: Step, now: float) -> None:
-        """Drop a step that did not run because the previous step failed. Its running requests get new rows."""
+        """Drop the step after a failed step. Its running requests get new rows."""
         self._take_oldest(step)
         if self._steps:
             raise StateError("only the last step can be discarded, because later rows build on its results")
@@ -182,7 +182,7 @@ class Scheduler:
     # ---- selection -------------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
-        """Add a row with the next tokens of a running request. If slots are short, preempt requests, maybe this one."""
+        """Add a row with the next tokens of a running request. If blocks are short, preempt requests or this one."""
         if request in builder.to_preempt or not self._may_continue(request, now):
             return
         first = request.num_scheduled
@@ -195,7 +195,7 @@ class Scheduler:
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
         while (shortage := self.manager.allocate(_held(request), first + count + ahead)) is not None:
             if ahead:
-                drafts = ahead = 0  # they are optional
+                drafts = ahead = 0  # drafts and look-ahead are optional
                 continue
             if any(_may_help(other.chain, request, shortage) for other in self._leaving):
                 builder.is_full = True  # `update` of the step in flight releases the blocks of ended requests
@@ -227,7 +227,11 @@ class Scheduler:
         builder.take(Row.of(request, count + drafts))
 
     def _may_continue(self, request: Request, now: float) -> bool:
-        """True if a running request needs another row, and the row does not depend on results or loads in flight."""
+        """True if a running request needs another row, and the host can build the row now.
+
+        The row may read a token that is still being sampled, because the token stays on the device. The host cannot
+        build the row before loads end, drafts are verified, or (with `waits_for_token`) the token is known.
+        """
         if not request.in_flight:
             return not _held(request).is_loading or self._is_ready(request, now)
         row = request.in_flight[-1]
@@ -237,14 +241,14 @@ class Scheduler:
 
     def _is_complete(self, request: Request, num_tokens: int) -> bool:
         """True if a request with `num_tokens` tokens has all its new tokens, or fills the context."""
-        is_full = num_tokens - request.num_prompt_tokens >= request.max_new_tokens
-        return is_full or num_tokens >= self.config.max_context
+        is_done = num_tokens - request.num_prompt_tokens >= request.max_new_tokens
+        return is_done or num_tokens >= self.config.max_context
 
     def _admit(self, builder: _StepBuilder, now: float) -> None:
-        """Admit waiting requests in order of priority and waiting time, up to the first request that does not fit.
+        """Admit waiting requests in the order of `_rank`, up to the first request that does not fit.
 
-        All later requests wait too, so that small requests do not delay a large request forever. If only the
-        quota of a tenant is exceeded, only requests of this tenant wait.
+        All later requests wait too, so that small requests do not delay a large request forever. If only the quota of
+        a tenant is exceeded, only requests of this tenant wait. Requests with a prefetch in flight are skipped.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
             return
@@ -253,7 +257,7 @@ class Scheduler:
             if not builder.budget or len(self._running) >= self.config.max_rows:
                 return
             if request.prefetch is not None and not self.manager.is_prefetched(request.prefetch, now=now):
-                continue  # its blocks are in flight, so later requests are admitted first
+                continue  # its blocks are in flight, so later requests go first
             if request.prefetch is not None and request.prefetch.num_blocks and request.fetch_times is None:
                 request.fetch_times = request.prefetch.started, now
             if tenant_of(request.chain.salt) in full or self._never_fits(request, builder, now):
@@ -285,7 +289,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - allocation.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for a request's first step. Return None if the request waits for a repeated prefetch."""
+        """Allocate KV for a first row. Return a Shortage if blocks are short, or None if the prefetch was repeated."""
         allocation = self.manager.match(
             request.chain,
             now=now,
@@ -404,7 +408,7 @@ class Scheduler:
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Select the request to preempt: among those that can help, the lowest priority, then the latest arrival."""
+        """Select a request that can help and has no higher priority: the lowest priority, then the latest arrival."""
         others = [
             other
             for other in reversed(self._running)  # at equal arrival, the latest admission
