@@ -38,8 +38,8 @@ class BatchOp(Enum):
     ADD and REMOVE run once per request. The six ops between them run once per step, for the whole batch.
 
     Data flow: the session is the request as submitted, the request cache is the modules' host data of one request, and
-    the batch is host data of one step. The device holds the inputs and results of one step, and the stepping state is
-    device data that is kept between steps. Parentheses mark copies that an op only enqueues.
+    the batch is host data of one step. `device` is device memory for the inputs and results of one step. The stepping
+    state is device memory that is kept between steps. Parentheses mark copies that an op only enqueues.
     """
 
     ADD = "add"
@@ -85,7 +85,7 @@ class Environment:
         self._entries: dict[str, tuple[Key[Any], Any]] = {}
 
     def produce(self, key: Key[T], value: T) -> T:
-        """Add an entry and return the value. Raise StateError if the entry exists."""
+        """Add an entry and return the value. Raise StateError for an existing entry, ArgumentError for a wrong type."""
         if key.name in self._entries:
             raise StateError(f"{key} already exists; an entry can be produced only once")
         if not isinstance(value, key.type):
@@ -193,7 +193,7 @@ class BatchData:
             self.abandon()
 
     def abandon(self) -> None:
-        """Free the slot, at any time, and drop references to tensors.
+        """Free the slot, even before the last op, and drop references to tensors.
 
         The batch and its environment refer to each other. This cycle would keep the tensors alive until a garbage
         collection.

@@ -41,7 +41,7 @@ class Ticket:
     """A request in a pipeline. Call `finish` and `cancel` on the engine thread.
 
     RUNNING -> RETIRING          the first finish(), cancel() or error decides the outcome
-    RETIRING -> final status     at the end of `collect`, once `num_in_flight` is 0
+    RETIRING -> final status     in `collect`, in `close` or after an error, once `num_in_flight` is 0
     """
 
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
@@ -53,7 +53,7 @@ class Ticket:
         self.status = TicketStatus.RUNNING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if the request was in an earlier batch. A row of such a request is resumed, not new."""
+        """True if the request was in an earlier batch. RowOrder then does not treat its row as new."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -376,7 +376,7 @@ class Pipeline:
             raise error
 
     def _give_up(self, batch: BatchData, side: Side) -> None:
-        """Free the slot of a batch after an error. Fail its requests if the error occurred in this batch."""
+        """Free the slot of a batch after an error. If the batch failed itself, fail its requests with that error."""
         self._streams.settle(side)
         batch.abandon()
         self._free.append(batch)

@@ -59,10 +59,10 @@ class State:
     def append(self, perm: Permutation, sizes: Any, added: Added, source: torch.Tensor, copy: BatchCopy) -> bool:
         """Move partly filled rows to the new order, and add elements to some of them.
 
-        Row added.rows[k] of the new order keeps its first added.first[k] elements and gets the next added.count[k]
-        elements from the same place of `source`. Any other row i that is not new keeps its sizes[i] elements. If all
-        old rows keep their places, add the elements to the front without using `sizes`, and return False. Otherwise
-        copy all rows to the back, call `swap` and return True.
+        Row added.rows[k] of the new order keeps its first added.first[k] elements. The next added.count[k] elements
+        come from the same row and indices of `source`. Any other row i that is not new keeps its sizes[i] elements. If
+        all old rows keep their places, add the elements to the front without using `sizes`, and return False. Otherwise
+        copy the kept elements to the back, call `swap` and return True.
         """
         rows, given = np.array(added, np.int64).reshape(3, -1), Rows("the source", source)
         moves = bool(np.count_nonzero(perm.is_moved))

@@ -74,7 +74,7 @@ def warp(
     new: torch.Tensor | None = None,
     in_place: bool = False,
 ) -> None:
-    """Set b1[i] to a0[perm.index[i]] if row i is old, and to new[i] if it is new.
+    """Add to `copy` the copies that set b1[i] to a0[perm.index[i]] if row i is old, and to new[i] if it is new.
 
     Without `new`, new rows of b1 are not changed. With `in_place`, a0 and b1 must be the same tensor, and rows that
     keep their place are not copied. Otherwise a0 and b1 must not overlap.
