@@ -34,7 +34,7 @@ from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
-"""Maximum wait for transfers when there is nothing to compute. A new request is delayed by at most this time."""
+"""Maximum time of one wait for transfers. `Engine.step` waits only if there is nothing to compute."""
 TRAFFIC_SECONDS = 5.0
 """Length of the time window for TierTraffic.bytes_per_second."""
 
@@ -156,7 +156,7 @@ class StepTransfers:
 
 
 class CacheRuntime:
-    """The tiers of one engine. The engine calls the methods "for the step", and operators call the other methods."""
+    """The tiers of one engine. Engine steps call the methods under "for the step". Operators call the other methods."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class CacheRuntime:
         """Apply new reports to the manager, without waiting.
 
         Applying a report takes 0.1 ms on this thread, and no step waits for a save. With `before_step` and
-        `overlaps_compute`, reports of saves are therefore applied later, during the forward pass.
+        `overlaps_compute`, reports of copies to the host are therefore applied later, during the forward pass.
         """
         for report in self._controller.poll(loads_only=before_step and self._controller.overlaps_compute):
             completed = self._manager.apply(report)
@@ -230,7 +230,7 @@ class CacheRuntime:
         return self._controller.is_copying
 
     def wait(self) -> None:
-        """Wait at most _POLL_SECONDS for transfers, then apply their reports. Called if there is nothing to compute."""
+        """Wait at most _POLL_SECONDS for transfers, then apply new reports."""
         self._controller.wait(_POLL_SECONDS)
         self.poll()
 
@@ -273,7 +273,7 @@ class CacheRuntime:
         self._manager.unpin(self._pins.pop(name))
 
     def prefetch(self, chain: Chain) -> int:
-        """Fetch a prompt's blocks to the host, unless computing is faster. Return the number of blocks that arrived."""
+        """Fetch a prompt's blocks from stores, unless computing is faster. Return the number of blocks that arrived."""
         prefetch = self._manager.prefetch(chain, now=self._clock())
         if prefetch is None:
             return 0

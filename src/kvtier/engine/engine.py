@@ -186,11 +186,11 @@ class Engine:
         if step.rows:
             outputs += self._start_step(step)
             return outputs + self._collect(self.config.phases - 1)
-        num_running = len(self._runs)
+        num_in_flight = len(self._runs)
         self.tiers.submit(step.plan)
         outputs += self._collect(0)
         self.scheduler.update(step, [], now)
-        if not outputs and not num_running:
+        if not outputs and not num_in_flight:
             self.tiers.wait()
         return outputs
 
@@ -207,7 +207,7 @@ class Engine:
         return bool(self.scheduler.has_work() or self.manager.has_plans or self._runs or self._undelivered)
 
     def explain(self, request_id: str) -> Explanation:
-        """Return the state of a running or recently ended request."""
+        """Return the state of a request that has not ended, or that ended recently."""
         for sequence in self._live.values():
             if sequence.id == request_id:
                 return sequence.explain()
@@ -229,7 +229,7 @@ class Engine:
         """Record that no further request of a session is expected.
 
         The learned policy uses this hint, and other policies ignore it. Return the number of blocks whose last use was
-        the last request of the session.
+        the last request of the session, or 0 if a request of the session has not ended.
         """
         return self.scheduler.close_session(session_id, salt, self._clock())
 
@@ -350,7 +350,7 @@ class Engine:
                 if samples and not sequence.sampler.error:
                     output = sequence.take(samples)
                     outputs.append(output)
-                    tokens = output.token_ids or (samples[0].token_id,)  # with max_tokens=0, the sample is dropped
+                    tokens = output.token_ids or (samples[0].token_id,)  # with max_tokens=0, the output has no token
             except Exception as error:  # raised by the tokenizer or the stop checker
                 sequence.sampler.fail(error)
             if sequence.sampler.error:
@@ -383,7 +383,7 @@ class Engine:
 
     def _propose(self, proposer: Proposer) -> None:
         """Draft tokens for generating requests. If the proposer fails, the requests continue without drafts."""
-        # Requests whose blocks are being loaded again are left out, because their block tables are incomplete.
+        # Requests whose blocks are being loaded are left out, because their block tables are incomplete.
         running = [each for each in self.scheduler.running if each.is_generating and not each.in_flight]
         ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
         if not ready:
@@ -451,7 +451,7 @@ def _new_rows(model: Model, config: EngineConfig, lookahead: int) -> DeviceRows:
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:
-    """Return the hit-rate estimator, or None. It treats device and host as one cache of the larger tier's size."""
+    """Return the hit-rate estimator, if enabled. Device and host count as one cache, as large as the larger tier."""
     policy = config.cache.policy
     if not config.ghost_scales or not config.cache.prefix_caching or policy not in SHADOWS:
         return None

@@ -34,15 +34,16 @@ class DecodeGraphs:
         self.max_rows = self._sizes[-1]
         self._inputs = _padded(self.max_rows, min(len(cache), rows.tables.front.shape[1]), cache.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=cache.device)
-        # The graph reads three numbers: which tensor of `rows.heads` is the front (0 or 1), which tensor of
-        # `rows.tables` is the front (`warp` exchanges the two tensors of a State), and the number of rows.
+        # A graph reads three numbers: the index (0 or 1) of the front tensor of `rows.heads`, the same index for
+        # `rows.tables` (`warp` exchanges the two tensors of a State), and the number of rows.
         self._control = torch.zeros(3, dtype=torch.int32, device=cache.device)
         self._firsts = rows.heads.front.data_ptr(), rows.tables.front.data_ptr()
         self._known = 0, 0, 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
-        # cuBLAS keeps a workspace per stream. Without this call, the graphs could use a workspace of older graphs.
+        # cuBLAS keeps a workspace per stream. A workspace made in a capture is in the pool of the capture. Clear
+        # workspaces before and after, so that no graph uses memory from the pool of other graphs.
         torch._C._cuda_clearCublasWorkspaces()
         for size in reversed(self._sizes):  # largest first, because smaller graphs reuse the memory of the largest
             self._capture(size, pool)

@@ -138,7 +138,7 @@ class LLM:
         progress: bool | None,
         interrupted: threading.Event,
     ) -> list[list[Completion]]:
-        """Add the requests and run the engine until it has no work. Runs on the engine thread."""
+        """Add the requests and run the engine until it has no work or the call is interrupted. Runs on `_thread`."""
         names: list[str] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):

@@ -127,7 +127,7 @@ class EngineNative:
         self._attend_chunk(*_addresses(q, cache, table, out, scratch), sizes, dim**-0.5, threads)
 
     def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x, if given, to residual in place. Return the RMS norm of residual. Row lengths are multiples of 16."""
+        """Add x, if given, to residual in place. Return the RMS norm of residual. Row length % 16 must be 0."""
         out = torch.empty_like(residual)
         self._norm(*_addresses(x, residual, weight, out), *residual.shape, eps, torch.get_num_threads())
         return out
@@ -140,10 +140,7 @@ class EngineNative:
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Rotate q and k in place and store k and v.
-
-        qkv is [tokens, heads + 2 kv_heads, dim]. dim must be a multiple of 32.
-        """
+        """Rotate q and k in place and store k and v. qkv: [tokens, heads + 2 kv_heads, dim], dim % 32 == 0."""
         kv_heads, dim = cache.shape[3:]
         sizes = _longs(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, kv_heads, dim, *_layout(cache))
         self._rotate(*_addresses(qkv, cos, sin, cache, slots), sizes, torch.get_num_threads())

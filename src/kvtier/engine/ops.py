@@ -183,10 +183,7 @@ class CpuOps:
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix for few tokens, because it is smaller and memory bandwidth limits such products.
-
-        On some processors, the packed matrix is also faster for many tokens.
-        """
+        """Use the packed matrix if it is faster: for few tokens, and on some processors for any number of tokens."""
         if self._code is None or w.packed is None or not self._code.is_faster(x.shape[0], w.packed):
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

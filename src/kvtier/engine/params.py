@@ -22,7 +22,7 @@ PENALTY = (-2.0, 2.0)
 """Range of the presence and frequency penalties, equal to the range of OpenAI, vLLM and SGLang."""
 REPETITION_PENALTY = (0.01, 100.0)
 """vLLM and SGLang accept up to 2. Checkpoints recommend 1.0 to 1.3. At 100, repetitions are practically excluded, and
-logits below 1e36 stay finite. The lower bound prevents a division by 0, because tiny values are 0 in float32."""
+logits below 1e36 stay finite. The lower bound prevents a division by 0, because float32 rounds tiny values to 0."""
 LOGIT_BIAS = (-100.0, 100.0)
 """Equal to the range of OpenAI and vLLM."""
 # Limits on the number of restrictions of one request, because each restriction costs time and memory.
@@ -93,8 +93,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Report the log-probability of each prompt token, and those of this many most likely tokens. None: no report."""
     prompt_logprobs_start: int = 1
-    """Index s of the first prompt token to report. At most the first s - 1 tokens come from the cache, because the
-    log-probability of token s is computed from token s - 1. Token 0 has no log-probability."""
+    """Index s of the first prompt token to report. With `prompt_logprobs`, at most s - 1 leading tokens come from the
+    cache, because the log-probability of token s is computed from token s - 1. Token 0 has no log-probability."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
@@ -214,7 +214,7 @@ class Output:
     error: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """Scores of prompt tokens, in order from SamplingParams.prompt_logprobs_start on. A step may split its scores among
-    several outputs. Only the first sequence of a request reports them."""
+    several outputs. Only the first sequence of a request reports scores."""
     stop_text: str = ""
     """The stop string that ended the sequence. Empty if the sequence ended without one or has not ended."""
 
@@ -242,11 +242,11 @@ class Explanation:
     why_loaded: str
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     waited_seconds: float | None
-    """Time from arrival to admission."""
+    """Time from arrival to the first admission. None before that."""
     ttft_seconds: float | None
     arrived_at: float = 0.0
     """Time of arrival on the engine's clock, time.monotonic() by default."""
     fetch_seconds: tuple[float, float] | None = None
-    """Start and end of the fetch from stores, in seconds after arrival. None if nothing was fetched."""
+    """Start and end of the first fetch from stores, in seconds after arrival. None until that fetch has ended."""
     loaded_seconds: float | None = None
-    """Time from arrival to the end of the load to the device. None if nothing was loaded."""
+    """Time from arrival to the end of the first load to the device. None before that."""

@@ -35,7 +35,7 @@ _IDLE_SECONDS = 0.5
 
 
 def main(descriptor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to all ranks at once; only rank 0 reacts
+    for number in (signal.SIGINT, signal.SIGTERM):  # all ranks may get these signals; only rank 0 reacts
         signal.signal(number, signal.SIG_IGN)
     link: Connection[Any, Any] = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # rank 0 died

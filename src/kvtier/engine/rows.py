@@ -44,7 +44,7 @@ class RowInput(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens to sample: one, and one more for each draft token to verify."""
+        """Number of tokens to sample: 0 if the row does not sample, otherwise 1 plus the number of draft tokens."""
         return self.inputs.num_logits - len(self.scored)
 
     @property
@@ -255,7 +255,7 @@ class DeviceRows:
         return Resident(heads[at], positions[at], self.counts, [slots[row] for row in chosen])
 
     def write(self, number: int, tokens: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
-        """Set the next token and position of each row that samples, or of resident rows `chosen`. Count the tokens."""
+        """Store the next token and position of rows that sample, or of resident rows `chosen`. Count the tokens."""
         phase, heads = self._phases[number], self.heads.front
         rows, positions = self._written(phase)
         if chosen is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Proposer(Protocol):
     """Drafts tokens. `models` lists the draft models, if the proposer uses any.
 
-    The engine keeps a cache group for each draft model. In a step, each draft model computes its own KV of all tokens.
+    The engine keeps a cache group for each draft model. Each draft model computes its own KV of all tokens of a step.
     """
 
     num_tokens: int

@@ -98,7 +98,7 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its exact text ("<|im_end|>")."""
+        """Return the id of a token by its exact text ("<|im_end|>"), or None if there is no such token."""
         return self._backend.token_to_id(token)
 
     def encode(
@@ -132,8 +132,8 @@ class Tokenizer:
     def max_token_bytes(self) -> int | None:
         """Largest number of bytes of text that one token can represent; None if the limit is not known.
 
-        It is known only if tokens are byte-level and strip no white space. In a byte-level vocabulary, each character
-        of a token represents one byte. Added tokens are plain text.
+        It is known only if tokens are byte-level and strip no white space, and the normalizer is NFC or absent. In a
+        byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
         """
         config = json.loads(self.to_json())
         steps, added, normalizer = config["pre_tokenizer"] or {}, config["added_tokens"], config["normalizer"] or {}
