@@ -42,8 +42,8 @@ TRAFFIC_SECONDS = 5.0
 class Controller(Protocol):
     """Interface of an object that executes plans.
 
-    CacheController executes plans on one rank, and Ranks on several ranks. An engine without a host tier has a
-    NullController. CacheController documents the methods.
+    CacheController executes plans on one rank, and Ranks on several ranks. An engine without a host tier or without
+    prefix caching has a NullController. CacheController documents the methods.
     """
 
     overlaps_compute: bool
@@ -67,7 +67,7 @@ class Controller(Protocol):
 
 @dataclass
 class NullController:
-    """The controller of an engine without a host tier. Such an engine has no transfers."""
+    """The controller of an engine without a host tier or without prefix caching. Such an engine has no transfers."""
 
     unused: Sequence[Store] = ()
     """Open stores of an engine without prefix caching. Only `close` uses them."""

@@ -153,7 +153,7 @@ class Engine:
         salt: bytes = b"",
         hints: Hints = NO_HINTS,
     ) -> str:
-        """Queue a request and return its id. Raise an error if the prompt is invalid or exceeds the context length."""
+        """Queue a request and return its id. Raise an error for invalid arguments, or if the prompt is too long."""
         params = params or SamplingParams()
         vocab = self.model.config.vocab_size
         for field_name, ids in params.named_token_ids.items():

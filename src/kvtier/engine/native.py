@@ -178,7 +178,7 @@ def _longs(*numbers: int) -> ctypes.Array[ctypes.c_long]:
 
 
 def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | None:
-    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if native code does not support it.
+    """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if no native code supports the matrix.
 
     With `integer`, products of quantised matrices use integer instructions, which round the input.
     """

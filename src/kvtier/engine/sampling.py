@@ -133,7 +133,7 @@ class RequestSampler:
         self.is_on_host = bool(is_restricted or self._constraint is not None or self._min_tokens or is_reported)
         """True if the host changes the logits before a token is sampled."""
         self.resident = np.concatenate((key, filters, [params.top_k], penalties, [-1, self.is_on_host]))
-        """The columns PARAMS of a head. The slot is -1, which means no slot."""
+        """The columns PARAMS of a head. The slot is -1 here, and is set where a head is filled."""
         self.error = ""
         """Reason why the request failed. Samples of a failed request are invalid."""
         self.has_conflict = False

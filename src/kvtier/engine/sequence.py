@@ -59,7 +59,7 @@ class EngineSequence:
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
     siblings: list[EngineSequence] = field(default_factory=list)
-    """Other sequences of the same request. They start after the prompt has been computed, and share its blocks."""
+    """Sequences of this request that have not started. They start once the prompt is computed, and share its blocks."""
     ticket: Ticket = field(init=False)
     """Handle of the sequence in the pipeline, set when the sequence starts."""
 

@@ -42,7 +42,7 @@ class NgramProposer:
     models: tuple[Model, ...] = ()
 
     def __init__(self, num_tokens: int = 4, *, longest: int = 4, shortest: int = 2) -> None:
-        """Search for the last `longest` tokens, then for fewer, down to `shortest`. Use the latest occurrence."""
+        """Search for the last `longest` tokens, then for fewer, down to `shortest`. Use the latest earlier match."""
         if num_tokens < 1 or not 1 <= shortest <= longest:
             raise RangeError(
                 f"need num_tokens >= 1 and 1 <= shortest <= longest, got {num_tokens=}, {shortest=}, {longest=}"
@@ -74,7 +74,7 @@ class DraftProposer:
         self.num_tokens = num_tokens
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Run the small model on the newest token of each request, then repeatedly on its latest draft token."""
+        """Run the small model on the newest token of each request, then repeatedly on the latest draft token."""
         (group,) = groups
         tables = [each.allocation.table for each in requests if each.allocation is not None]
         limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)
