@@ -116,8 +116,8 @@ class SchemaCompiler:
         seconds = time.thread_time() - began
         if seconds > _MAX_MASK_SECONDS:
             raise ArgumentError(
-                f"the schema takes {seconds:.2f} s for the first token; the limit is {_MAX_MASK_SECONDS:g} s. "
-                "Use fewer properties or shorter lists"
+                f"the grammar takes {seconds:.2f} s for the first token; the limit is {_MAX_MASK_SECONDS:g} s. "
+                "Simplify it: in a JSON schema, use fewer properties or shorter lists"
             )
 
 
