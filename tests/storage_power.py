@@ -148,7 +148,7 @@ class Checked:
     leaked_bytes: int
     """Number of bytes in the quarantine folder.
 
-    It must be 0: lost unsynced data must not make a segment table unreadable.
+    The store moves a segment there if its superblock is invalid. A power failure must not cause that.
     """
 
 

@@ -22,8 +22,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Maximum number of recorded keys for each block that fits in a store. The oldest keys are removed first, but the store
-# evicts the least recently used blocks. With a value of 1, keys of stored blocks would therefore be removed.
+# Maximum number of recorded keys for each block that fits in a store. The record loses its oldest keys first, but the
+# store evicts its least recently used blocks. With 1, the record would lose keys of blocks that the store still has.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""

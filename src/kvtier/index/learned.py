@@ -9,7 +9,8 @@ loop that is longer than the cache. Then the youngest candidate, whose value sti
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
 A class is evaluated again when its oldest candidate changes, or when this candidate reaches the next age bucket.
-Choosing a victim takes amortised O(log n) time, because there are only 28 buckets.
+A candidate is therefore evaluated at most once in each of the 28 age buckets, and choosing a victim takes amortised
+O(log n) time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from kvtier.index.node import Node
 from kvtier.index.reuse import ENDS, LIMITS
 from kvtier.index.tracker import ReuseTracker
 
-# [logical time of the last use, sequence number, node, class, time of the last use]. If a candidate is withdrawn, its
-# node is set to None. Entries of withdrawn candidates may stay in the heaps, and must not keep the node alive.
+# [logical time of the last use (for the LRU order), sequence number, node, class, time of the last use on the caller's
+# clock (for the age)]. If a candidate is withdrawn, its node is set to None. Entries of withdrawn candidates may stay
+# in the heaps, and must not keep the node alive.
 _Candidate = list[Any]
-# (value, last use, sequence number, candidate, time at which the value changes, class). An entry is for one of these:
+# (value, logical time of the last use, sequence number, candidate, time at which the value changes, class). An entry is
+# for one of these:
 # - the oldest candidate of a class
 # - all young candidates of a class; the candidate is None
 # - the youngest candidate of a class; instead of the class, the entry contains _SINGLE
@@ -194,7 +197,8 @@ class Learned:
     def _replace_floor(self, item: _Item) -> None:
         """Replace the lowest entry, which is the common entry of the young candidates of a class.
 
-        The new entry has the value of the youngest candidate. None is added if this value no longer rises with age.
+        The new entry has the value of the youngest candidate. There is no new entry if the class has no young
+        candidates left, or if the value of the youngest one no longer rises with age.
         """
         heappop(self._by_value)
         queue = self._queues[item[5]]
@@ -230,8 +234,8 @@ class Learned:
     def _tidy(self) -> None:
         """Drop entries that `victim` does not need.
 
-        Keep the lowest _SINGLE entry of each candidate. Of the entries whose candidates were withdrawn, keep the lowest
-        of each class: `victim` adds the common entry of the class again when it removes this entry.
+        Of the entries with _SINGLE, keep the lowest of each candidate. All withdrawn candidates of a class count as
+        one: when `victim` removes their entry, it adds the common entry of the young candidates again.
         """
         queues = self._queues
         entries = [item for queue in queues.values() for item in (queue.item, queue.floor) if item is not None]

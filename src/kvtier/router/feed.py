@@ -4,8 +4,8 @@
     LIVE --next batch------------------------------------------> LIVE
     LIVE --later batch: the batches in between are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
-    any  --`restart`, if the missing batches are unavailable---> LIVE        after at least one batch
-    any  --newest batch, if it first clears the index----------> LIVE
+    any  --`restart`, if the missing batches are unavailable---> LIVE        LATE if no batch was applied before
+    any  --newest batch, if its first event clears the index---> LIVE
     any  --older number with a newer time: replica restarted---> index cleared, LIVE after batch 0, else LATE
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry

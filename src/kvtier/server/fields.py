@@ -32,7 +32,7 @@ class ApiField(NamedTuple):
     """The class of the field."""
     note: str = ""
     neutral: tuple[Any, ...] = ()
-    """Values of a refused field that have no effect and are accepted. None is always accepted."""
+    """Values of a refused field that have no effect and are accepted. Every refused field accepts null."""
 
 
 def _honoured(places: str, origin: Literal["OpenAI", "vLLM", "kvtier"], note: str = "") -> ApiField:
@@ -138,7 +138,7 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "request_id": _honoured("ct", "vLLM", "returned in the header `x-request-id`; `/control/explain` accepts it"),
         "skip_special_tokens": _refused("ct", "vLLM", "always true", True),
         "include_stop_str_in_output": _honoured("ct", "vLLM"),
-        "truncate_prompt_tokens": _honoured("ct", "vLLM", "keeps the last tokens of a prompt that fits the context"),
+        "truncate_prompt_tokens": _honoured("ct", "vLLM", "keeps the last tokens; a text must fit the context before"),
         "truncation_side": _refused("ct", "vLLM", "always left", "left"),
         "use_beam_search": _refused("ct", "vLLM", "not supported", False),
         "logits_processors": _refused("ct", "vLLM", "runs code of the client", []),
@@ -172,10 +172,10 @@ def split(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields to validate, and the names of the ignored fields.
 
-    `known` has the names of the fields of the body's model. `place` is the letter of the endpoint in ApiField.places,
-    or empty if `table` is not FIELDS. Fields of other endpoints and unknown fields are among the returned fields, so
-    that validation rejects them. A field in `known` is returned even if it is ignored or refused, so that its value is
-    checked.
+    `known` contains the field names of the class that validates the body. `place` is the letter of the endpoint in
+    ApiField.places, or empty if `table` is not FIELDS. Fields of other endpoints and unknown fields are among the
+    returned fields, so that validation rejects them. A field in `known` is returned even if it is ignored or refused,
+    so that its value is checked.
     """
     kept, ignored = dict(body), []
     for name, value in body.items():

@@ -141,7 +141,10 @@ def test_step_submits_loads_before_and_saves_after_compute(model):
 
 
 def test_saves_are_polled_after_compute_and_when_idle(model):
-    """A step without rows polls saves at once, because a waiting request may need the blocks that the saves hold."""
+    """A step without rows polls saves at once.
+
+    A waiting request may need device slots, and blocks cannot be evicted while they are being saved.
+    """
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []

@@ -17,7 +17,10 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The server's application without lifespan events, and without x-request-id headers, which Serve's proxy adds."""
+    """The server's application without its lifespan events and its x-request-id header.
+
+    Serve's proxy adds an x-request-id header of its own.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
