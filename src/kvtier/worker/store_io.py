@@ -22,6 +22,7 @@ from kvtier.layout import CacheGroup
 from kvtier.messages import KEY_BYTES, Drop, Probe, Route, StoreLookup, TransferRequest, TransferResult, split_keys
 from kvtier.storage import Label, ObjectStatus, Read, Results, ShardStores, Store, UsesMemory, Write, digest_tokens
 from kvtier.storage.audit import pages
+from kvtier.storage.cascade import for_each
 from kvtier.transfer import HostMemory
 from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
@@ -114,9 +115,7 @@ class StoreWorker:
         for user in self._users.values():
             _for_each_host(user.unregister, self.hosts)
         self._users.clear()
-        with contextlib.ExitStack() as stores:  # closes all, also if one raises
-            for store in self._stores.values():
-                stores.callback(store.close)
+        for_each([store.close for store in self._stores.values()])
 
     # ---- on the threads --------------------------------------------------------------------------------------------
 
