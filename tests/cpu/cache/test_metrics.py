@@ -37,9 +37,9 @@ def test_cache_metrics_count_transferred_blocks_and_bytes():
             machine.apply_reports()
             machine.step()
         if turn == 0:
-            machine.tiers.demote(machine.manager_chain(tokens))  # turn 1 has hits on the host
+            machine.tiers.demote(machine.manager_chain(tokens))  # so that turn 1 has hits on the host
         else:
-            machine.tiers.reset()  # turn 2 has hits on the disk
+            machine.tiers.reset()  # so that turn 2 has hits on the disk
     shown = sampled(machine.tiers.metrics)
     counts = machine.manager.transfers.counts
     blocks = 32 // BLOCK

@@ -1,4 +1,4 @@
-"""State machine of one manager and two ranks, whose copies and stores fail independently."""
+"""State machine of one cache manager and two ranks. Copies and store calls fail on each rank independently."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AllControllers:
                 controller.wait(timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Wait for the loads of all ranks except rank 0. Return the layer waits of rank 0."""
+        """Wait for the given loads on all ranks except rank 0. Return the layer waits of rank 0."""
         for controller in self.all[1:]:
             controller.layer_waits(transfer_ids).arrived()
         return self.all[0].layer_waits(transfer_ids)
@@ -140,7 +140,7 @@ class RanksMachine(TiersMachine):
         return step.rows
 
     def compute(self, row) -> RowResult:
-        """Check the KV of all earlier tokens on every rank, and write the KV of the row's tokens."""
+        """On every rank, check the KV of all tokens before the row, and write the KV of the row's tokens."""
         request = row.request
         table, tokens, salt = request.allocation.table, request.chain.tokens, request.chain.salt
         for rank, group in enumerate(self.groups):
@@ -157,5 +157,5 @@ class RanksMachine(TiersMachine):
 
 
 def test_ranks_machine_never_reads_wrong_bytes():
-    """Run at least 6,000 steps (40 per example). KVTIER_SOAK=200 runs 200 times as many examples."""
+    """Run at least 6,000 steps (40 per example on average). KVTIER_SOAK=200 runs 200 times as many examples."""
     run(RanksMachine, 150)

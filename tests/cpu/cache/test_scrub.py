@@ -1,4 +1,4 @@
-"""The scrubber reports host blocks whose bits changed, but not blocks that a transfer has overwritten."""
+"""The scrubber reports host blocks whose bits changed, but not blocks that were forgotten or written again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention
 
 
 class ScrubbedMemory:
-    """Host memory of two cache groups and its scrubber, which by default verifies the memory without pauses."""
+    """Host memory of two cache groups, and a scrubber of this memory. By default, the scrubber runs without pauses."""
 
     def __init__(self, every_seconds: float = 0.0) -> None:
         self.hosts = self.new(6)
@@ -142,7 +142,7 @@ def test_scrubber_without_pause_has_a_byte_limit_per_round(monkeypatch):
     # Without a pause, a round may verify BYTES_PER_SECOND * 0.1 bytes: two blocks and one byte.
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     memory = ScrubbedMemory()
-    memory.scrubber.close()  # stops the thread, so that only the test calls `_verify_some`
+    memory.scrubber.close()  # stop the thread, so that only the test calls `_verify_some`
     memory.write(0, 1, 2)
     memory.scrubber._verify_some()
     assert list(memory.scrubber._sums) == [0, 1]

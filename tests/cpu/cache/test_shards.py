@@ -1,4 +1,4 @@
-"""Blocks stored by several ranks. The stored objects must not depend on the number of ranks."""
+"""Blocks that several ranks store. The stored objects must not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ HOST = [4, 0, 5, 2, 3]
 
 @st.composite
 def layouts(draw):
-    """Draw a layout with 4 or 8 KV heads. Scales, indexers, draft layers, draft groups and MLA groups are optional."""
+    """Draw a layout whose group "main" has 4 or 8 KV heads.
+
+    Scales, an indexer, a layer with 4 KV heads, a draft group and an MLA group are optional.
+    """
     tokens, heads = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([4, 8]))
     element = draw(st.sampled_from([dt.u8, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extras = [
@@ -76,7 +79,7 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
     """Return the blocks of a rank as one array [block, byte] per group.
 
-    The blocks contain the heads of this rank in sharded tensors, and the whole replicated tensors.
+    Of a tensor with a head axis, a block contains only the heads of this rank. Other tensors are included whole.
     """
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
@@ -120,7 +123,7 @@ class Ranks:
                 cache.copy_(torch.from_numpy(expected))
 
     def run(self, *tasks: TransferRequest | Probe | Drop) -> list[list[TransferResult]]:
-        """Run the tasks on every rank. Return the results by rank."""
+        """Run the tasks on every rank. Append the lookups to `lookups`. Return the transfer results by rank."""
         kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (TransferRequest, Probe, Drop)]
         done = []
         for rank, controller in enumerate(self.controllers):
@@ -351,7 +354,10 @@ LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGro
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("lost_shard", [2, None], ids=["shard", "replicated"])
 def test_block_with_a_missing_object_is_absent(ranks, num_ranks, lost_shard):
-    """The block is absent on every rank that reads the missing object: one rank for a shard, otherwise all ranks."""
+    """The block is absent on every rank that reads the missing object.
+
+    Only one rank reads a shard. All ranks read an object that is not sharded.
+    """
     store = MemoryStore(1 << 22)
     cache_ranks = ranks(LAYOUT, num_ranks, 4, store)
     cache_ranks.fill(blocks_of(LAYOUT))
@@ -474,7 +480,7 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """Load the chain to the device and check the loaded blocks on every rank. Return the number of blocks found."""
+        """Load the cached blocks of the chain to the device, and check them on every rank. Return their number."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         allocation = self.manager.match(self.chain, prefetch=fetch)
@@ -517,7 +523,7 @@ def test_failed_read_on_one_rank_is_a_miss_on_all_ranks(fault, is_shared):
     fault.only = is_bad
 
     class FailingReads(FaultyStore):
-        """A store with faults in reads only. `contains` and `scan` still find the object."""
+        """A store with faults in reads. `contains` and `scan` have no faults, so they find the object."""
 
         def contains(self, keys, **_):
             return self.inner.contains(keys)

@@ -1,4 +1,4 @@
-"""Host memory is registered with a store before the store writes from it, and unregistered before it is freed."""
+"""Host memory is registered with a store before the first write, and unregistered before the memory is freed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ KEY = bytes(range(32))
 
 
 class RecordingStore(MemoryStore):
-    """Records calls of `register`, `unregister` and `close`.
+    """Records calls of `register`, `unregister` and `close`. `register` waits until `may_register` is set.
 
-    `is_registered` records for each written object whether it was in registered memory.
+    `is_registered` has one entry per written object: True if the object was in registered memory.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def controller_of(caches: list[torch.Tensor], store: MemoryStore | ShardStores) 
 
 
 def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> None:
-    """Copy device block 1 to host slot 2, then to the store, back to host slot 3, and to device block 0."""
+    """Copy device block 1 to host slot 2, to the store, to host slot 3, and to device block 0. Check the copy."""
 
     def slots(slot: int) -> bytes:
         return slot_bytes(np.array([slot], np.int32))
@@ -112,7 +112,7 @@ def test_host_memory_stays_registered_until_it_is_freed(is_sharded):
     expected += calls_for_hosts(controller, "register")
     keep_and_fetch(controller, caches)
     assert store.calls == expected
-    assert store.is_registered == [True] * 4  # two calls of keep_and_fetch wrote one object per cache group
+    assert store.is_registered == [True] * 4  # each of the two calls of keep_and_fetch wrote one object per cache group
     expected += calls_for_hosts(controller, "unregister")
     controller.close()
     controller.close()

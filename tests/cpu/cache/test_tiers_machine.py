@@ -6,5 +6,5 @@ from tiers_machine import TiersMachine, run
 
 
 def test_tiers_machine_never_reads_wrong_bytes():
-    """Run at least 6,000 steps (40 per example). KVTIER_SOAK=200 runs at least a million steps."""
+    """Run at least 6,000 steps (40 per example on average). KVTIER_SOAK=200 runs at least a million steps."""
     run(TiersMachine, 150)
