@@ -14,7 +14,7 @@ import torch
 NEEDED = ("transformers", "safetensors", "tokenizers", "jinja2")
 collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDED) else ["test_*.py"]
 
-# Some virtual machines report AMX but fault on AMX instructions, which oneDNN would use for bf16 matrices.
+# Some virtual machines report AMX, but AMX instructions crash. oneDNN would use AMX for bf16 matrices.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 TINY: dict[str, Any] = {
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread, because two threads are very slow if another process uses a core."""
+    """Run torch on one thread. With more threads, torch is very slow if another process uses one of the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,7 +57,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that returns a checkpoint's folder and transformers model. Each checkpoint is created once."""
+    """Return a function that returns the folder and the transformers model of a checkpoint.
+
+    The checkpoint is created in the first call with the same kind and options.
+    """
     made: dict[Any, tuple[Path, Any]] = {}
 
     def make(kind: str, **options: Any) -> tuple[Path, Any]:

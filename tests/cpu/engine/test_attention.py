@@ -38,7 +38,7 @@ def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
 
 
 def masked_attention(q, keys, values):
-    """Compute attention with torch and a mask. Keys and values are repeated for each query head."""
+    """Compute attention with torch and a causal mask. Each query head gets a copy of its keys and values."""
     group = q.shape[1] // keys.shape[1]
     mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
     q, keys, values = (

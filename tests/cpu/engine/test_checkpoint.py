@@ -72,7 +72,9 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write a GGUF file in the form of llama.cpp's converter, which interleaves rows of q and k heads for llama.
+    """Write a GGUF file in the form of llama.cpp's converter.
+
+    For the architecture llama, the converter interleaves the rows of each q and k head.
 
     `factors` are the rope factors of the file (`rope_freqs.weight`). Tensors in `skip` are not written.
     """
@@ -156,7 +158,7 @@ def test_gguf_uses_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
 
 
 def fingerprint_of(model, draft=None):
-    """Return the namespace fingerprint of an engine with this model, and this draft model if given."""
+    """Return the namespace fingerprint of an engine with `model` and, if given, the draft model `draft`."""
     engine = make_engine(model, proposer=None if draft is None else DraftProposer(draft, 2))
     fingerprint = engine.manager.namespace.fingerprint
     engine.close()
@@ -165,7 +167,7 @@ def fingerprint_of(model, draft=None):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama, biases"])
 def test_namespace_depends_on_biases_and_qk_norms(checkpoint, tmp_path, kind):
-    """Checkpoints that differ only in one bias vector or one norm of queries or keys must not share stored KV."""
+    """Checkpoints that differ only in one bias vector, or in one norm of queries or keys, must not share stored KV."""
     folder = copy_of(checkpoint(kind)[0], tmp_path)
     path = folder / "model.safetensors"
     tensors, models = load_file(path), {"unchanged": load_model(folder)}

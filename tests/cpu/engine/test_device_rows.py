@@ -1,4 +1,7 @@
-"""Rows stay on the device between steps. A step copies only what has changed, and rows move with their sequences."""
+"""Row data stays in device memory between steps, so a step copies only changed data to the device.
+
+If a sequence ends, the rows of other sequences can move.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,10 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
             copied[span.step] += span.copied_bytes
     steps = [copied[step] for step in sorted(copied)]
     assert len(steps) >= 40
-    assert steps[0] > 0  # the prompts
+    assert steps[0] > 0  # the first step copies the prompts
     changed = [number for number, num_bytes in enumerate(steps) if num_bytes]
-    # Steps that copy: the first step, and for each of the 3 rows the two steps in which it gets a new block (for tokens
-    # 16 and 32) and the step in which it ends.
+    # At most these steps copy: the first step, two steps per row in which the row gets a new block (for its tokens 16
+    # and 32), and one step per row in which the row ends.
     assert len(changed) <= 1 + 3 * 2 + 3
     assert steps.count(0) >= 30
     steps_with_new_blocks = changed[1:7]

@@ -28,7 +28,7 @@ def model(checkpoint, request):
 
 
 def record_alone(recorder: Recorder, prompt, params):
-    """Run a request alone, in one chunk and without prefix caching, to record expected logits. Return the tokens."""
+    """Run a request alone, in one chunk and without prefix caching. Record the logits, and return the tokens."""
     engine, _ = recorded(recorder, 64, 4, max_step_tokens=256, prefix_caching=False, recorder=recorder)
     name = engine.add(prompt, params)
     return finish(engine)[name].tokens
@@ -60,7 +60,8 @@ def test_logits_are_bit_identical_in_any_batch(model):
         )
         assert [answer.tokens for answer in serve(engine, requests, seed)] == expected
         assert recorder.different == []
-        assert recorder.num_again - num_again >= sum(map(len, expected))  # every row was compared with a recorded row
+        # The logits of every answer token were compared with recorded logits.
+        assert recorder.num_again - num_again >= sum(map(len, expected))
         assert len(recorder.seen) == num_known
 
     check()
@@ -91,9 +92,9 @@ def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens
         name = engine.add(prompt, greedy(5))
         assert finish(engine)[name].tokens == tokens
         cached.append(engine.explain(name).num_cached_tokens)
-    # tokens in full blocks of the first request, which stores 40 prompt tokens and 4 of its 5 answer tokens
+    # The first request stores 40 prompt tokens and 4 of its 5 answer tokens. `kept` is the number in full blocks.
     kept = 44 // block_tokens * block_tokens
-    # a hit can end inside a block, and leaves at least one token to compute
+    # A hit can end inside a block. At least one token of the prompt is computed.
     assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]
     assert recorder.different == []
 
@@ -203,7 +204,7 @@ def test_engine_machine_returns_correct_answers(checkpoint):
 
 
 def test_recorder_detects_a_changed_cache(model):
-    """Check the Recorder itself. The cache changes between two equal requests, so the Recorder must report a change."""
+    """Check the Recorder itself: it must report a difference if the cache changes between two equal requests."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
     for is_changed in (False, True):

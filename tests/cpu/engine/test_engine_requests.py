@@ -301,7 +301,10 @@ def test_abort_also_cancels_answers_that_have_not_started(model):
 
 
 class Faulty(Model):
-    """A model whose next forward pass writes NaN to the cache and raises `raise_next`, if `raise_next` is set."""
+    """A model whose forward pass can fail.
+
+    If `raise_next` is set, the next forward pass writes NaN to the cache, raises `raise_next` and clears it.
+    """
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
@@ -334,7 +337,7 @@ def test_step_error_ends_only_requests_in_the_step(model, num_steps_before):
     assert failed
     assert all("RuntimeError: the device failed" in answers[key].error for key in failed)
     assert {key[0] for key in failed} < set(names)
-    assert (names[0], 1) in answers  # the second answer is reported even if it had not started
+    assert (names[0], 1) in answers  # the second answer of the first request is reported even if it had not started
     for name, prompt in zip(names[1:], given[1:], strict=True):
         if (name, 0) not in failed:
             assert answers[name].tokens == alone(model, prompt, greedy(6)).tokens

@@ -1,4 +1,4 @@
-"""Speculation accepts correct drafts and does not change the answers, whatever the proposer."""
+"""With every proposer, speculation accepts correct drafts and does not change the answers."""
 
 import os
 from dataclasses import replace
@@ -30,9 +30,10 @@ def draft(checkpoint):
 
 
 class RandomProposer:
-    """Proposes up to five correct next tokens. In half of the proposals, one token is replaced by a random token.
+    """Proposes up to five next tokens from `truth`, which contains prompts with their correct answers.
 
-    `truth` contains prompts with their correct answers.
+    In half of the proposals, one token is replaced by a random token. If no text in `truth` begins with the tokens of a
+    request, the proposal is empty.
     """
 
     models = ()

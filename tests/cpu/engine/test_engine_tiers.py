@@ -64,14 +64,17 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
     talks = conversations(random, 5)
     expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
-    if overlaps_compute:  # as on a GPU, saves start after the launch of the forward pass and are polled during it
+    if overlaps_compute:  # as on a GPU: saves start after the launch of the forward pass, and are polled before it ends
         engine.tiers._controller.overlaps_compute = True
         poll_while_collecting(engine)
     assert talk(engine, talks) == expected
 
 
 def poll_while_collecting(engine: Engine) -> None:
-    """Before the results of each step are collected, poll transfers until no copy is in flight, as with a GPU."""
+    """Make `engine` poll its copies until none is in flight, each time before it collects the results of a step.
+
+    With a GPU, the engine polls in the same place. Transfers to and from stores do not count as copies.
+    """
     collect = engine._pipeline.collect
 
     def polled():
@@ -143,7 +146,7 @@ def test_step_submits_loads_before_and_saves_after_compute(model):
 def test_saves_are_polled_after_compute_and_when_idle(model):
     """A step without rows polls saves at once.
 
-    A waiting request may need device slots, and blocks cannot be evicted while they are being saved.
+    A waiting request may need device slots, and a block cannot be evicted while it is being saved.
     """
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True

@@ -1,6 +1,6 @@
-"""A batch is split into its long prompt chunks (one sequence each) and the runs of other sequences between them.
+"""Splitting a batch into parts does not change the results of attention.
 
-The split does not change the results of attention.
+Each long prompt chunk is a part of its own. Consecutive other sequences form one part.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def paged(seed, lengths, heads, block_tokens):
 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.just(1) | st.integers(1, 60)), min_size=1, max_size=5),
-    limits=st.tuples(st.integers(2, 40), st.integers(1, 4000)),  # least_queries and least_scores
+    limits=st.tuples(st.integers(2, 40), st.integers(1, 4000)),  # least_queries and least_scores of long_parts
     heads=st.sampled_from([(6, 2), (4, 4), (3, 1)]),
     block_tokens=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 1000),

@@ -44,7 +44,7 @@ BLOCK = 4
 
 
 def model_of(config: ModelConfig, seed: int = 1) -> Model:
-    """Return a model with random weights. If it has biases or norms of queries and keys, these are random too."""
+    """Return a model with random weights, including any biases and any norms of queries and keys."""
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=seed)
     random = torch.Generator().manual_seed(seed)
     for layer in weights.layers:
@@ -154,7 +154,7 @@ def test_engine_with_invalid_parallel_options_starts_no_process():
 
 
 class Scripted:
-    """A controller of two simulated ranks. `poll` returns the reports that the test adds to `reports`."""
+    """A controller of two simulated ranks. `poll` returns and removes the reports that the test adds to `reports`."""
 
     overlaps_compute = False
 
@@ -207,7 +207,7 @@ def test_have_succeeded_is_false_after_load_failed_on_one_rank():
     assert not transfers.have_succeeded()
     settle(ranks=(0,))
     assert not transfers.have_succeeded()
-    # Both ranks have reported, so the load is no longer in flight, and `begin_step` forgets its failure.
+    # Both ranks have reported, so the load is no longer in flight, and `begin_step` forgets that the load failed.
     assert tiers.begin_step(manager.plan(), loads).have_succeeded()
     manager.abort(hold)
     manager.check()
@@ -224,7 +224,7 @@ def children() -> list[psutil.Process]:
 def engine_of(
     num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, model=MODEL, **options
 ) -> Engine:
-    """Return an engine with a host tier, and a disk tier if `folder` is given. It always loads cached blocks."""
+    """Return an engine with a host tier and, if `folder` is given, a disk tier. Cached blocks are always loaded."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
@@ -315,7 +315,7 @@ def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_
         for _ in range(8):
             engine.step()
         assert engine.scheduler._steps
-        assert all(stats.num_objects >= 0 for stats in engine._ranks.stats("disk"))  # a call while a step is in flight
+        assert all(stats.num_objects >= 0 for stats in engine._ranks.stats("disk"))  # during a step in flight
         assert engine.abort(name)
         assert_equal(answers_of(engine, requests), expected)
     finally:
@@ -325,14 +325,15 @@ def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_
 def test_stored_blocks_are_readable_with_any_number_of_ranks(requests, expected, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
-        # the engine with 4 ranks has no draft model, thus another namespace: it shares the folders but no blocks
+        # The engine with 4 ranks has no draft model, so it has another namespace. It uses the same folders, but shares
+        # no blocks with the other engines.
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
         try:
             actual = answers_of(engine, requests)
             assert_equal(actual, expected)
             num_cached.append(sum(answer.num_cached for answer in actual))
             engine.tiers.save_all()
-            if num_ranks == 2:  # later engines can only read blocks that two ranks stored
+            if num_ranks == 2:  # so that later engines can read only blocks that two ranks stored
                 engine.tiers.reset(clear_stores=True)
                 assert_equal(answers_of(engine, requests), expected)
                 engine.tiers.save_all()
@@ -370,7 +371,7 @@ def test_block_unreadable_on_one_rank_is_a_miss_on_all_ranks(requests, expected,
     answers_of(engine, requests)
     engine.tiers.save_all()
     engine.close()
-    # in the file that rank 1 reads, damage one byte of every 512 bytes
+    # damage one byte in every 512 bytes of the file that rank 1 reads
     (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")
     with segment.open("r+b") as data:
         for at in range(0, segment.stat().st_size, 512):
@@ -513,7 +514,7 @@ def test_engine_init_failure_leaves_no_process_or_thread(num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_close_without_prefix_caching_closes_open_stores(tmp_path, num_ranks):
-    """The engine uses no stores. It closes a store that was passed open, and does not open a store given by its URL."""
+    """The engine uses no stores. It closes stores that were passed as objects, and opens no store from a URL."""
     store = DiskStore(tmp_path / "open", 1 << 20, segment_bytes=1 << 18, min_free_bytes=0)
     cache = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(StoreConfig("a"), StoreConfig("b")))
     stores = {"a": store, "b": f"disk:{tmp_path}/unopened?bytes=1MiB&free=0"}

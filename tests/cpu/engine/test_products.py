@@ -23,7 +23,10 @@ from kvtier.errors import ArgumentError, UnavailableError
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
 AVX512 = ("AVX512F", "AVX512BW", "AVX512VNNI")
 MOST = 127 * 128
-"""Integer products round inputs to integers from -MOST to MOST, times a scale for each block of 32 columns."""
+"""Integer products round each input to the nearest k * scale, with an integer k from -MOST to MOST.
+
+Each block of 32 columns has its own scale.
+"""
 pytestmark = pytest.mark.skipif(native().code is None, reason=native().reason)
 
 

@@ -1,4 +1,4 @@
-"""Sampled tokens follow the distribution of the sampling parameters, alone and in every combination."""
+"""For every combination of sampling parameters, sampled tokens follow the computed distribution."""
 
 import pytest
 

@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Return the model in transformers. The gguf package, not kvtier, reads its weights."""
+    """Return the default model in transformers. The gguf package, not kvtier, reads the weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     reader = gguf.GGUFReader(resolve("smollm2"))

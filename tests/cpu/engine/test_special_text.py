@@ -21,7 +21,7 @@ TEMPLATES = {
     "ascii": "{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}",
     "tools": "{{ tools | tojson }}<|im_end|>{{ mood }}",
 }
-# U+10FFFD is the first character that encode_chat uses as a mark
+# encode_chat replaces the first characters of special tokens with private-use characters. It uses U+10FFFD first.
 PLAIN = st.text(st.sampled_from("aB <|>[]_imstoINST\n\té日\U0010fffd"), max_size=12)
 HOSTILE = st.lists(
     PLAIN | st.sampled_from((*SPECIAL, "<|IM_START|>", "<|im_", "start|>", "[IN", "ST]")), max_size=4
@@ -86,9 +86,9 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
         assert len(actual) <= len(messages)
     else:
         assert actual == allowed
-    # While encode_chat renders the template, marks replace the first characters of special tokens in the messages.
-    # The texts of two templates are not compared: "ascii" escapes the marks, and "inspected" writes another text if
-    # the template finds no special token.
+    # While encode_chat renders the template, private-use characters replace the first characters of special tokens in
+    # the messages. The texts of two templates are not compared: "ascii" escapes the private-use characters, and
+    # "inspected" writes another text if it finds no special token.
     if kind not in ("ascii", "inspected"):
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 

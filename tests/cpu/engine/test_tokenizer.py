@@ -52,7 +52,7 @@ def smollm2():
 def folder(tmp_path_factory):
     """Return the path of a folder with a byte-level tokenizer, and the same tokenizer as a transformers object.
 
-    The tokenizer adds a BOS token.
+    The tokenizer adds a BOS token to texts.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -179,7 +179,7 @@ def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
         data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
         complete, length = codecs.utf_8_decode(data, "replace", False)
         assert len(data) - length <= 3
-        # `decode` returns two U+FFFD for the first two bytes of an encoded surrogate, which the stream holds back
+        # The stream holds back the first two bytes of an encoded surrogate. `decode` returns two U+FFFD for them.
         assert whole[len(shown) :] in ("", "\ufffd", "\ufffd\ufffd")
         assert shown == complete
     assert shown + stream.finish() == bytes_tokenizer.decode(ids)
@@ -187,7 +187,7 @@ def test_token_stream_holds_back_at_most_three_bytes(bytes_tokenizer, ids):
 
 @pytest.mark.parametrize("ids", [[257], [0xEF, 0xBF, 0xBD], [0x80], [0xE2, 0x28]])
 def test_token_stream_outputs_definite_replacement_char_at_once(bytes_tokenizer, ids):
-    """U+FFFD is not held back if it is part of the text, or stands for bytes that no later token can complete."""
+    """U+FFFD is not held back if it is part of the text, or if it stands for bytes that no later token can complete."""
     stream = bytes_tokenizer.stream()
     for _ in range(50):
         assert "".join(stream.add(token) for token in ids) == bytes_tokenizer.decode(ids)
