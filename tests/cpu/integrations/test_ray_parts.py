@@ -1,4 +1,4 @@
-"""Parts of the Ray integration that need no Ray: tickets, merged replies, configuration, and receiver of KV events."""
+"""Parts of the Ray integration that need no Ray: tickets, merged replies, configuration, and the event subscriber."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_pages_of_raising_store_are_missing():
 
     pages = make_pages(Dead())
     assert call_all(pages) == NOTHING
-    assert pages.errors["ConnectionError"] == 7  # all calls except for the pool "mamba", which is not registered
+    assert pages.errors["ConnectionError"] == 7  # the call for the unregistered pool "mamba" does not reach the store
     pages.close()
 
 
@@ -84,7 +84,7 @@ def test_calls_to_hanging_store_end_before_the_time_limit():
     for call in (lambda: pages.exists(HASHES), lambda: pages.set(HASHES, indices), lambda: pages.get(HASHES, indices)):
         begin = clock.now
         assert call() == [False] * 8
-        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * limit_s  # 0.9, and a tolerance
+        assert 0.8 * TIMEOUT <= clock.now - begin <= 0.91 * limit_s  # 90 %, and a tolerance of 1 %
     assert pages.errors["failed"] >= 3 * 8  # each page in each call
 
 
@@ -97,13 +97,13 @@ def test_late_read_of_hanging_disk_changes_no_page(tmp_path):
     pool = PlainPool()
     fill(pool, 1)
     pages = make_pages(store, pool, timeout_s=0.1)
-    pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 60.0})  # enough for the write
+    pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 60.0})  # enough time for the writes
     assert pages.set(HASHES, indices_of(PAGES)) == [True] * 8
     pages._settings = HiCacheSettings.parse({"store": "memory:", "timeout_s": 0.1, "gib_timeout_s": 0.0})
     pool.kv_buffer.zero_()
     disk.before = lambda name, _: gate.wait() if name == "read" else None
     assert pages.get(HASHES, indices_of(PAGES)) == [False] * 8
-    assert call_all(pages)[2:4] == [[False] * 8] * 2  # the breaker is open, so nothing waits
+    assert call_all(pages)[2:4] == [[False] * 8] * 2  # the breaker is open, so no call waits
     gate.set()
     pages.close()  # waits for the late reads
     assert not pool.kv_buffer.any()
@@ -202,7 +202,7 @@ def test_clear_keeps_pages_of_other_models():
 
 
 def test_clear_of_large_store_stops_at_time_limit():
-    """The listing has 10 pages and takes 25 seconds per page. The time limit of `clear` is 60 seconds."""
+    """`scan` returns the listing in 10 parts and takes 25 seconds per part. The time limit of `clear` is 60 seconds."""
     clock = Clock()
 
     class Slow(MemoryStore):
@@ -218,7 +218,7 @@ def test_clear_of_large_store_stops_at_time_limit():
     assert pages.set(HASHES[:2], indices_of([0, 1])) == [True] * 2
     assert not pages.clear()
     assert store.num_scans == 3
-    assert pages.num_leading(HASHES[:2]) == 0  # the first page of the listing was removed
+    assert pages.num_leading(HASHES[:2]) == 0  # the objects in the first part of the listing were removed
     assert not pages.errors
 
 

@@ -26,7 +26,7 @@ def test_generate_with_prefix_cache_equals_generate_without(kind, block_tokens, 
         for _ in range(CASES):
             cases.run()
     assert cases.counts.num_cases == CASES
-    assert cases.counts.num_ties <= CASES // 10  # answers that differ where two tokens have nearly equal logits
+    assert cases.counts.num_ties <= CASES // 10  # answers that differ at a token with a nearly equal logit
     print(f"{kind}, blocks of {block_tokens}: {cases.counts}")  # noqa: T201
 
 
@@ -47,7 +47,7 @@ def test_begin_with_any_hit_length_equals_generate(attention):
 
 
 def test_logits_after_cached_prefix_are_close_to_prefill():
-    """The logits after reused KV equal the logits of a whole prefill, except for rounding."""
+    """The logits after a cached prefix equal the logits after a prefill of the whole prompt, except for rounding."""
     model, ids = shared_model("qwen3"), prompt(40)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=8) as prefix, torch.no_grad():
         plain = model(input_ids=ids).logits[:, -1]
@@ -59,7 +59,7 @@ def test_logits_after_cached_prefix_are_close_to_prefill():
 
 
 def test_begin_with_unequal_hits_uses_common_columns():
-    """Two rows have different padding and different hits. Only columns that are cached in both rows are reused."""
+    """Two rows have different padding and different hits. Columns are reused up to the end of the shorter hit."""
     model = shared_model("llama")
     first, second = prompt(30, 1)[0].tolist(), prompt(22, 2)[0].tolist()
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix:
@@ -72,7 +72,7 @@ def test_begin_with_unequal_hits_uses_common_columns():
 
 
 def test_completion_is_reused_in_the_next_turn():
-    """The blocks of a completion are saved too, except for its last token, which has no KV."""
+    """The KV of a completion is saved too. The last token of the completion has no KV."""
     model = shared_model("gemma3")
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix:
         turn = prefix.generate(prompt(10), max_new_tokens=11, do_sample=False)
@@ -102,7 +102,7 @@ def test_copied_cache_is_not_saved():
 
 
 def test_reordered_rows_of_cache_are_not_saved():
-    """After an exchange of rows, PrefixCache does not know the tokens of the rows. Saving them would store wrong KV."""
+    """After an exchange of rows, PrefixCache does not know which row has which tokens, so it saves no more blocks."""
     model = shared_model("llama")
     ids = prompt(9, rows=2)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix, torch.no_grad():

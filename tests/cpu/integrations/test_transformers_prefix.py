@@ -125,7 +125,7 @@ def test_begin_accepts_attention_mask_of_other_dtypes(kind):
 
 
 def test_forward_with_used_cache_is_refused():
-    """If a used cache gets its prompt again, transformers adds a part of the prompt again, and the answer is wrong."""
+    """With a used cache, transformers would append a part of the prompt again and return a wrong answer."""
     model = shared_model("llama")
     with open_prefix(model) as prefix:
         cache = prefix.begin(IDS)
@@ -143,7 +143,7 @@ def test_forward_beyond_static_cache_is_refused():
 
 
 def test_generate_ignores_hybrid_cache_of_config():
-    """Older configurations of Gemma have this setting, which transformers ignores."""
+    """Older configurations of Gemma set `cache_implementation` to "hybrid". transformers ignores this setting."""
     model = make_model("gemma2")
     model.generation_config.cache_implementation = "hybrid"
     with open_prefix(model) as prefix:
@@ -279,7 +279,7 @@ def test_prefix_cache_with_other_small_tensor_never_hits(tmp_path, kind):
     for ending in SMALL_TENSORS[kind]:
         model = make_model(kind)
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name.endswith(f".{ending}")]
-        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[names[-1]]  # of the last layer
+        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[names[-1]]
         with open_prefix(model, disk(tmp_path)) as prefix, torch.no_grad():
             assert prefix.begin(IDS).hit_tokens == (28,), ending
             tensor.mul_(1.5)
@@ -338,7 +338,7 @@ def test_base_model_and_adapters_never_share_blocks(tmp_path):
                 assert torch.equal(prefix.generate(IDS, max_new_tokens=8, do_sample=False), expected)
             assert prefix.begin(IDS).hit_tokens == (28,)
         with model.disable_adapter():
-            assert prefix.begin(IDS).hit_tokens == (28,)  # the base model, from disk
+            assert prefix.begin(IDS).hit_tokens == (28,)  # blocks of the base model, read from disk
             model.base_model.model.eval()
             assert torch.equal(
                 prefix.generate(IDS, max_new_tokens=8, do_sample=False), greedy(make_model("llama"), {"input_ids": IDS})
@@ -350,7 +350,7 @@ def test_base_model_and_adapters_never_share_blocks(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5.23
 def test_generate_with_adapter_names_is_refused():
-    """With `adapter_names`, the KV is that of the named adapters, and not that of the active one."""
+    """With `adapter_names`, PEFT computes the KV with the named adapters instead of the active adapter."""
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(make_model("llama"), lora, "one").eval()
     model.add_adapter("two", lora)
@@ -411,7 +411,7 @@ def test_begin_with_damaged_blocks_has_a_shorter_hit(tmp_path):
 
 
 def test_prefix_cache_stays_within_memory_limits(tmp_path):
-    """Run 300 prompts of 7 blocks with 64 host blocks. The last 200 prompts must need less than 16 MiB more memory."""
+    """Run 300 prompts of 7 blocks with 64 host blocks. In the last 200, the process must grow by less than 16 MiB."""
     model = shared_model("llama")
     process = psutil.Process()
     with open_prefix(model, disk(tmp_path), host_bytes=64 * SLOT_BYTES) as prefix:
@@ -476,5 +476,5 @@ def test_prefix_cache_of_invalid_size_is_refused(tmp_path):
         open_prefix(model, host_bytes="much")
     with pytest.raises(ArgumentError, match="block_tokens=0"):
         open_prefix(model, block_tokens=0)
-    with open_prefix(model, f"disk:{tmp_path}/new"):  # valid: a folder without a size may use 20 GiB
+    with open_prefix(model, f"disk:{tmp_path}/new"):  # valid: a disk store without a size may use 20 GiB
         assert (tmp_path / "new").is_dir()

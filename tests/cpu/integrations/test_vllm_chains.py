@@ -107,7 +107,7 @@ REQUESTS = st.builds(
 
 @given(REQUESTS, REQUESTS)
 def test_chains_share_blocks_exactly_if_vllm_hashes_agree(one, other):
-    """vLLM's hash of a block covers the hash of its parent, its tokens and its extra keys."""
+    """vLLM's hash of a block covers the hash of the parent block, and the tokens and extra keys of the block itself."""
 
     def hashes(request):
         blocks = range(0, 8, BLOCK)
@@ -139,9 +139,9 @@ VECTORS = ("input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.q_norm.
 
 
 def write_weights(path, changed=None):
-    """Write a model with 4 layers of 2 MiB, and add 1 to the tensor `changed`.
+    """Write a model with 4 layers of 2 MiB. If `changed` is given, add 1 to all elements of the tensor with this name.
 
-    Return the digest of the folder, and the tensors.
+    Return the digest of the folder and the tensors by name.
     """
     tensors = {}
     for layer in range(4):
@@ -154,7 +154,7 @@ def write_weights(path, changed=None):
 
 
 def test_files_digest_depends_on_every_vector_and_bias(tmp_path):
-    """Samples of the file miss most of these tensors. Models that differ in only one of them must not share KV."""
+    """Models that differ in only one vector or bias must not share KV. Samples of the file miss most of these tensors."""
     path = tmp_path / "model.safetensors"
     first, tensors = write_weights(path)
     digests = [write_weights(path, name)[0] for name in tensors]

@@ -10,7 +10,7 @@ from kvtier.integrations.vllm.layouts import device_cache_of
 from vllm_views import cache_views
 
 SIZES = {"L": 3, "B": 6, "H": 4, "N": 8, "C": 2}
-"""Layers, blocks, heads, tokens of a block, float16 elements of the content (K and V of a token and head: 4 bytes)."""
+"""L layers, B blocks, H heads, N tokens of a block, C float16 elements per token and head (one of K, one of V)."""
 
 
 def cache_of(layout, sizes=SIZES, num_blocks=6, **options):
@@ -37,7 +37,7 @@ def test_layout_keeps_the_order_of_bytes_in_a_page(layout, shape, head_axis, num
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_layout_of_one_head_has_the_same_head_axis(layout):
-    """A rank with one head and an engine with all heads must describe a block by the same head axis."""
+    """A rank with one head and an engine with all heads must use the same head axis for a block."""
     one, _ = cache_of(layout, {**SIZES, "H": 1})
     all_heads, _ = cache_of(layout)
     assert one.group.layers[0].tensors[0].head_axis == all_heads.group.layers[0].tensors[0].head_axis

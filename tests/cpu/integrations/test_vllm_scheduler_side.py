@@ -19,7 +19,7 @@ NUM_BLOCKS, NUM_PROMPT_BLOCKS = 9, 7
 
 
 class Pool:
-    """Simulates vLLM's BlockPool. It counts references to device blocks; block 0 is the null block."""
+    """Simulates vLLM's BlockPool, which counts references to device blocks. Block 0 is the null block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(num_blocks)]
@@ -36,7 +36,7 @@ class Pool:
 
 
 class Engine:
-    """Simulates EngineCore with a scheduler side. A transfer stays in flight until `report` is called."""
+    """Simulates EngineCore with a scheduler side. A transfer stays in flight until `report` is called for its route."""
 
     def __init__(self, num_host: int, **settings: object) -> None:
         config = ConnectorConfig.parse({"stores": ["memory:?bytes=1MiB"], **settings})
@@ -62,7 +62,7 @@ class Engine:
             self.side.on_reports([Report(plan.epoch, 0, (), lookups)])
 
     def report(self, route: Route) -> int:
-        """Report all transfers of a route as done. Return the number of their blocks."""
+        """Report all transfers in flight on a route as done. Return their number of blocks."""
         done = [each for each in self.transfers.values() if each.route is route]
         for each in done:
             del self.transfers[each.id]
@@ -70,7 +70,10 @@ class Engine:
         return sum(max(len(each.sources), len(each.targets)) for each in done)
 
     def answer(self, name: str, seed: int, *, num_local: int = 0) -> None:
-        """Compute a request in one step and finish it. Its first `num_local` blocks are already on the device."""
+        """Compute a request in one step, finish it, and report its saves to the host as done.
+
+        The first `num_local` blocks of the request are already on the device.
+        """
         tokens = [seed * 1000 + number for number in range(NUM_BLOCKS * BLOCK + 2)]
         request = SimpleNamespace(
             request_id=name,
@@ -99,7 +102,7 @@ class Engine:
 
 
 def test_saves_are_skipped_while_store_writes_host_blocks():
-    """A slow store leaves no free slots for new saves, because host blocks cannot be evicted while it writes them."""
+    """With a slow store, new saves find no free slots. A host block cannot be evicted while the store writes it."""
     engine = Engine(num_host=16)
     engine.answer("first", 0)
     engine.answer("second", 1)

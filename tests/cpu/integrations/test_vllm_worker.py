@@ -19,7 +19,7 @@ from kvtier.worker.sharding import Sharding
 from vllm_views import LAYOUTS, NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS, cache_views, recorded_steps
 
 SIZES = {"L": 3, "B": NUM_DEVICE_BLOCKS, "H": 2, "N": 32, "C": 16}
-"""Layers, blocks, heads, tokens of a block, and elements of the content: K and V of one token and head."""
+"""L layers, B blocks, H heads, N tokens of a block, C elements of K and V per token and head."""
 SLEEP_CYCLES = 100_000_000  # about 50 ms
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -29,7 +29,7 @@ FULL_SIZES = {
     "cpu": {"L": 4, "B": 96, "H": 8, "N": 16, "C": 256},
     "cuda": {"L": 32, "B": 512, "H": 8, "N": 16, "C": 256},
 }
-"""Pages of 64 KiB, as in Llama-3-8B with bfloat16 and blocks of 16 tokens. On a GPU, the cache has 1 GiB."""
+"""One block of one layer has 64 KiB in bfloat16, as in Llama-3-8B. On a GPU, the whole cache has 1 GiB."""
 
 
 def make_worker(
@@ -99,7 +99,7 @@ def test_worker_recorded_steps_are_bit_exact(layout, device):
 
 
 def test_latent_blocks_on_disk_are_loaded_by_every_rank(tmp_path):
-    """All ranks hold the latent of MLA. Rank 0 writes it to the disk, and each rank reads it."""
+    """With MLA, all ranks have the same blocks. Rank 0 writes the blocks to the disk, and rank 1 reads them."""
     blocks, url = np.arange(4, dtype=np.int32), f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     keys = b"".join(hashlib.sha256(bytes([block])).digest() for block in blocks)
     config = ConnectorConfig.parse({"host_bytes": "1MiB", "stores": [url]})
@@ -146,7 +146,7 @@ def step_of(number: int, *transfers: TransferRequest) -> StepPlan:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "MLA"])
 def test_worker_concurrent_large_transfers_are_exact(layout, device):
-    """Save one half of the blocks while the other half is loaded, with the page sizes of real models."""
+    """Save one half of the blocks while the other half is loaded, with block sizes of real models."""
     is_mla = layout == "MLA"
     sizes = FULL_SIZES[device] | ({"H": 1, "C": 576} if is_mla else {})
     count = sizes["B"] // 2
