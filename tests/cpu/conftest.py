@@ -1,4 +1,4 @@
-"""Fixtures for the tests that need torch. On a machine with a GPU, they also provide pinned and device memory."""
+"""Fixtures for the tests that need torch. With a GPU, `placement` also covers pinned and device memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PLACEMENTS = [CPU, *([PINNED, Placement("cuda", 0)] if torch.cuda.is_available()
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-# The fixtures have session scope, because hypothesis rejects function scope. They have no state.
+# The fixtures have session scope, because hypothesis rejects fixtures with function scope. The fixtures have no state.
 @pytest.fixture(scope="session", params=PLACEMENTS, ids=str)
 def placement(request: pytest.FixtureRequest) -> Placement:
-    """Return one of the placements that are available on this machine. Tests run once for each placement."""
+    """Return one of the placements that are available on this machine. A test runs once for each placement."""
     return request.param
 
 
@@ -35,7 +35,7 @@ def make() -> Callable[..., Buffer]:
 
 @pytest.fixture(scope="session")
 def read() -> Callable[[Buffer], Bytes]:
-    """Return a function `read(buffer)` that synchronizes with the GPU and returns a uint8 copy of the bytes."""
+    """Return a function `read(buffer)` that waits for the GPU, if there is one, and returns a uint8 copy."""
     return _read
 
 

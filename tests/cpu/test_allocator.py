@@ -79,7 +79,7 @@ def counters(allocator: Allocator) -> tuple[int, int, int, int]:
 
 
 def test_default_allocator_is_shared_and_counts_buffers(placement):
-    gc.collect()  # collect garbage of other tests now, because it would change the counters later
+    gc.collect()  # collect the garbage of other tests now: a later collection would change the counters
     allocator = default_allocator(placement)
     assert default_allocator(placement) is allocator
     assert allocator.placement == placement

@@ -485,7 +485,7 @@ def test_view_with_partial_element_raises():
     with pytest.raises(ArgumentError, match=r"3 elements of u4 \(12 bits\)"):
         Buffer(3, "u4").view("u8")
     with pytest.raises(ArgumentError, match=r"2 elements of u2 \(4 bits\)"):
-        Buffer(2, "u2").view("fp4")  # would include half a byte of padding
+        Buffer(2, "u2").view("fp4")  # the view would include half a byte of padding
 
 
 def test_misaligned_view_raises():
@@ -590,7 +590,7 @@ class Oracle:
         return [self.value(pattern) for pattern in bits.reshape(-1, self.bits)]
 
     def patterns(self) -> st.SearchStrategy[np.ndarray]:
-        """Generate the bit patterns of all values except NaN. Bools are only 0 or 1."""
+        """Generate bit patterns of any value except NaN. The bit pattern of a bool is 0 or 1."""
         codes = st.integers(0, 1 if self.name == "bool" else (1 << self.bits) - 1)
         patterns = codes.map(lambda code: np.array([code >> place & 1 for place in range(self.bits)], np.uint8))
         return patterns.filter(lambda pattern: self.value(pattern) == self.value(pattern))

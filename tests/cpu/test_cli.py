@@ -1,4 +1,4 @@
-"""The kvtier command: help, `doctor`, invalid bytes, closed pipes and unreadable files."""
+"""The kvtier command: help, `doctor`, invalid bytes, full disks, closed pipes and unreadable files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_cli_unknown_command_exits_2_and_lists_commands():
     assert done.returncode == 2
     assert done.stdout == ""
     assert "cure" in done.stderr
-    assert "doctor" in done.stderr  # lists the known commands
+    assert "doctor" in done.stderr  # the error lists the known commands
     assert "Traceback" not in done.stderr
 
 
@@ -144,7 +144,7 @@ def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
 
 
 def test_doctor_reports_unusable_cache_directory(monkeypatch, capsys):
-    """The exit code is 0 even if the command reports a problem of the machine."""
+    """The exit code is 0 even if the command reports a problem."""
     monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
     assert main(["doctor", "--json"]) == 0
     assert "/dev/null/kvtier" in json.loads(capsys.readouterr().out)["cache directory"]
@@ -200,7 +200,7 @@ def test_cli_with_closed_pipe_exits_silently():
     [
         ([BAD_BYTES], 2),
         (["inspect", BAD_BYTES], 1),
-        (["inspect", "/tmp/no-such-f\u00f6lder"], 1),  # can be decoded as UTF-8, but the folder does not exist
+        (["inspect", "/tmp/no-such-f\u00f6lder"], 1),  # decodable as UTF-8, but the folder does not exist
         (["replay", BAD_BYTES], 1),
         (["inspect", "x", "--config", BAD_BYTES], 1),
         (["generate", BAD_BYTES], 1),

@@ -19,7 +19,7 @@ MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Write a trace file and a model file. Return command line arguments with these files and 4 GiB on the device."""
+    """Write a trace file and a model file. Return arguments for these files, 4 GiB of device memory and one process."""
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]
@@ -224,7 +224,7 @@ def test_plan_with_copies_simulates_the_routing_of_a_fleet(files, capsys):
     assert "one index becomes the bottleneck at" in shown
 
 
-def test_plan_with_copies_and_html_or_with_zero_copies_fails(files, tmp_path, capsys):
+def test_plan_copies_option_with_html_or_value_0_fails(files, tmp_path, capsys):
     options = ["plan", *files, "--ttft-p99", "500ms", "--copies"]
     assert main([*options, "1", "--html", str(tmp_path / "p.html")]) == 1
     assert "--copies has no HTML report" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def bits_of(data: np.ndarray | bytes) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes(data), np.uint8), bitorder="little")
 
 
-@functools.cache  # share one thread between all hypothesis examples
+@functools.cache  # all hypothesis examples share the stream of a placement, and its thread
 def stream_of(placement: Placement) -> Stream:
     return Stream(placement)
 

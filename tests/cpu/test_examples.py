@@ -41,7 +41,7 @@ def test_every_example_has_at_most_80_lines():
 def test_quickstart_example_reuses_the_system_prompt():
     cached = [int(match[1]) for line in run("quickstart.py") if (match := re.match(r" *(\d+) of \d+ prompt", line))]
     assert cached[0] == 0
-    assert min(cached[1:]) >= 32  # the other questions share the system prompt, also after the restart
+    assert min(cached[1:]) >= 32  # the other questions have the same system prompt, also after the restart
 
 
 @pytest.mark.parametrize("name", ["tiered_cache.py", "custom_store.py"])
@@ -79,6 +79,6 @@ def test_plan_size_example_prints_sizes_and_cheapest_choice():
 
 def test_toy_engine_example_answers_with_cached_prefixes():
     cached = [int(re.search(r": +(\d+) of 23", line)[1]) for line in run("toy_engine.py")]
-    assert cached[:2] == [0, 0]  # the first requests with each of the two system prompts
+    assert cached[:2] == [0, 0]  # the first request with each of the two system prompts
     assert len(cached) == 12
     assert min(cached[4:]) >= 16  # before the fifth request, both system prompts are in the cache

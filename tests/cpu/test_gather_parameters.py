@@ -1,4 +1,4 @@
-"""The parameter blocks of the gather kernel encode the table of pieces. The tests decode them like the kernel."""
+"""Parameter blocks of the gather kernel encode a table of pieces. The tests decode the blocks as the kernel does."""
 
 import numpy as np
 import pytest

@@ -23,7 +23,7 @@ TIMEOUT_S = 10  # reached only if a call hangs
 
 @contextlib.contextmanager
 def new_queue() -> Iterator[HostQueue]:
-    """Yield a queue and close it. Ignore a ValueError from close, because a task fails in some tests."""
+    """Yield a queue and close it. Ignore a ValueError from `close`, because tasks of some tests raise it."""
     queue = HostQueue("test")
     try:
         yield queue
@@ -408,7 +408,7 @@ def test_queue_releases_a_task_before_it_starts_the_next():
         memory = Memory()
         watched = weakref.ref(memory)
         queue.submit(memory.use)
-        queue.submit(int)  # the worker releases a task before it starts the next task
+        queue.submit(int)  # when this task starts, the queue has released the first task
         del memory
         queue.synchronize()
         gc.collect()
@@ -463,7 +463,7 @@ def test_gc_during_submit_can_submit_to_same_queue():
             Garbage()
             spare = [(queue, queue, number) for number in range(3000)]  # exhausts the free list of tuples
             fill = [[] for _ in range(phase)]
-            gc.set_threshold(3100)  # the collector runs after about 100 - phase more allocations
+            gc.set_threshold(3100)  # the collector runs after about (100 - phase) more allocations
             gc.enable()
             queue.submit(int)
         gc.collect()

@@ -1,4 +1,4 @@
-"""benchmarks.hostile: bodies of attacks are within the limit, and the clients report wrong answers of a server."""
+"""benchmarks.hostile: request bodies of attacks are within the limit, and clients report wrong answers of a server."""
 
 import asyncio
 import json
@@ -19,7 +19,10 @@ def event(text):
 
 
 async def serve_once(reply, client):
-    """Run the client with a server that sends `reply`. Return the client's result and the body of its request."""
+    """Run the client with a server that sends `reply`. Return the client's result and the body of its POST request.
+
+    The body is empty if the client sends no POST request.
+    """
     bodies = [b""]
 
     async def answer(reader, writer):
