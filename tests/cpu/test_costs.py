@@ -18,7 +18,7 @@ EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "los
 
 
 def table(**paths):
-    """Build a table for one direction. `paths` are (fixed cost, cost per piece of 4 KiB), in microseconds.
+    """Build a table for one direction. Each path has a fixed cost and a cost per piece of 4 KiB, in microseconds.
 
     The cost of a larger piece is proportional to its size.
     """

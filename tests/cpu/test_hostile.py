@@ -1,4 +1,4 @@
-"""benchmarks.hostile: request bodies of attacks are within the limit, and clients report wrong answers of a server."""
+"""benchmarks.hostile: attacks stay below the limit for request bodies, and clients report wrong answers of a server."""
 
 import asyncio
 import json

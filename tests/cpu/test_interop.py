@@ -44,7 +44,7 @@ class OnlyDLPack:
 
 
 class LegacyDLPack(OnlyDLPack):
-    """A producer without versioned capsules. Its `__dlpack__` accepts only `stream`."""
+    """A DLPack producer without versioned capsules. `__dlpack__` accepts only the argument `stream`."""
 
     def __dlpack__(self, stream: Any = None) -> Any:
         return self.array.__dlpack__(stream=stream)
@@ -603,7 +603,7 @@ def test_host_export_keeps_memory_alive_after_buffer_close(export, make):
 
 
 class OnlyInterfaceOf:
-    """A Buffer that exposes only `__array_interface__`."""
+    """Exposes the `__array_interface__` of a Buffer, and no other protocol."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer

@@ -150,7 +150,7 @@ class RanksMachine(TiersMachine):
                 if position >= row.first:
                     place[:] = torch.cat(heads, dim=2)
                 elif not torch.equal(place, torch.cat(heads, dim=2)):
-                    raise AssertionError(f"{request!r}: token {position} of {row.first} is wrong on rank {rank}")
+                    raise AssertionError(f"{request!r}: earlier token {position} has wrong KV on rank {rank}")
         for tier, count in request.tokens_from.items():
             self.hits[tier] += count
         return RowResult((self.samples.randrange(4, 8),) if row.wants_token else (), False)

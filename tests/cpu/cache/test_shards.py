@@ -480,7 +480,7 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """Load the cached blocks of the chain to the device, and check them on every rank. Return their number."""
+        """Load the cached blocks of the chain to the device, and check them on every rank. Return the number found."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         allocation = self.manager.match(self.chain, prefetch=fetch)

@@ -14,7 +14,7 @@ import torch
 NEEDED = ("transformers", "safetensors", "tokenizers", "jinja2")
 collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDED) else ["test_*.py"]
 
-# Some virtual machines report AMX, but AMX instructions crash. oneDNN would use AMX for bf16 matrices.
+# Some virtual machines report AMX, but fail on AMX instructions. oneDNN would use AMX for bf16 matrices.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 TINY: dict[str, Any] = {

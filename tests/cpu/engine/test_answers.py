@@ -32,7 +32,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def talks() -> list[list[list[int]]]:
-    """Return the user turns of all conversations. The first turn begins with one of three system prompts."""
+    """Return the user turns of all conversations. Each conversation begins with one of three system prompts."""
     words = random.Random(11)
     systems = [[words.randrange(61) for _ in range(length)] for length in (9, 17, 30)]
     return [

@@ -92,7 +92,7 @@ def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens
         name = engine.add(prompt, greedy(5))
         assert finish(engine)[name].tokens == tokens
         cached.append(engine.explain(name).num_cached_tokens)
-    # The first request stores 40 prompt tokens and 4 of its 5 answer tokens. `kept` is the number in full blocks.
+    # The first request stores 40 prompt tokens and 4 of its 5 answer tokens. `kept` of them are in full blocks.
     kept = 44 // block_tokens * block_tokens
     # A hit can end inside a block. At least one token of the prompt is computed.
     assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]
@@ -100,7 +100,7 @@ def test_cached_prefixes_do_not_change_any_bit_of_the_logits(model, block_tokens
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds and aborts requests with shared prefixes, runs steps, resets the cache, and checks every answer."""
+    """Adds and aborts requests with shared prefixes, runs steps and resets the cache. Checks logits and answers."""
 
     model: Model
     expected: dict[tuple[object, ...], list[int]]

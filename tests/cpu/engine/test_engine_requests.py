@@ -303,7 +303,7 @@ def test_abort_also_cancels_answers_that_have_not_started(model):
 class Faulty(Model):
     """A model whose forward pass can fail.
 
-    If `raise_next` is set, the next forward pass writes NaN to the cache, raises `raise_next` and clears it.
+    If `raise_next` is set, only the next forward pass writes NaN to the cache and raises this error.
     """
 
     def __init__(self, model):

@@ -71,9 +71,9 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
 
 
 def poll_while_collecting(engine: Engine) -> None:
-    """Make `engine` poll its copies until none is in flight, each time before it collects the results of a step.
+    """Make `engine` wait for all copies between device and host before it collects the results of a step.
 
-    With a GPU, the engine polls in the same place. Transfers to and from stores do not count as copies.
+    During the wait, the engine applies new reports, as it does with a GPU.
     """
     collect = engine._pipeline.collect
 

@@ -21,7 +21,7 @@ def llama(checkpoint):
 
 
 def expected(oracle, prompt):
-    """Return the log-probability of each prompt token except the first, and the log-probabilities at each position."""
+    """Return the log-probabilities of all prompt tokens except the first, and of the whole vocabulary by position."""
     with torch.inference_mode():
         logprobs = oracle(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None]).squeeze(-1).numpy(), logprobs

@@ -21,7 +21,8 @@ TEMPLATES = {
     "ascii": "{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}",
     "tools": "{{ tools | tojson }}<|im_end|>{{ mood }}",
 }
-# encode_chat replaces the first characters of special tokens with private-use characters. It uses U+10FFFD first.
+# In messages, encode_chat replaces the first characters of special tokens with private-use characters. The first
+# private-use character that encode_chat uses is U+10FFFD.
 PLAIN = st.text(st.sampled_from("aB <|>[]_imstoINST\n\té日\U0010fffd"), max_size=12)
 HOSTILE = st.lists(
     PLAIN | st.sampled_from((*SPECIAL, "<|IM_START|>", "<|im_", "start|>", "[IN", "ST]")), max_size=4

@@ -154,7 +154,7 @@ def write_weights(path, changed=None):
 
 
 def test_files_digest_depends_on_every_vector_and_bias(tmp_path):
-    """Models that differ in only one vector or bias must not share KV. Samples of the file miss most of these tensors."""
+    """Models that differ in one vector or bias must not share KV. Samples of the file miss most of these tensors."""
     path = tmp_path / "model.safetensors"
     first, tensors = write_weights(path)
     digests = [write_weights(path, name)[0] for name in tensors]
@@ -188,7 +188,7 @@ def test_namespace_of_unknown_revision_with_disk_raises():
     assert namespace_of(ConnectorConfig(), config_of(), GROUP, 1, "cpu").revision == "unknown"
 
 
-def test_namespace_of_dummy_weights_has_no_revision(tmp_path):
+def test_namespace_of_dummy_weights_with_disk_raises(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"1")
     with pytest.raises(ArgumentError, match="revision"):
         namespace_of(DISK, config_of(str(tmp_path), "dummy"), GROUP, 1, "cpu")

@@ -62,7 +62,7 @@ class Engine:
             self.side.on_reports([Report(plan.epoch, 0, (), lookups)])
 
     def report(self, route: Route) -> int:
-        """Report all transfers in flight on a route as done. Return their number of blocks."""
+        """Report all transfers in flight on a route as done. Return the number of transferred blocks."""
         done = [each for each in self.transfers.values() if each.route is route]
         for each in done:
             del self.transfers[each.id]

@@ -98,7 +98,7 @@ def test_worker_recorded_steps_are_bit_exact(layout, device):
     worker.close()
 
 
-def test_latent_blocks_on_disk_are_loaded_by_every_rank(tmp_path):
+def test_latent_blocks_that_rank_0_stored_are_loaded_by_rank_1(tmp_path):
     """With MLA, all ranks have the same blocks. Rank 0 writes the blocks to the disk, and rank 1 reads them."""
     blocks, url = np.arange(4, dtype=np.int32), f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     keys = b"".join(hashlib.sha256(bytes([block])).digest() for block in blocks)
