@@ -108,7 +108,7 @@ def test_native_tree_equals_python_tree(sizes, exclusive, seed):
 
 
 def fitted_tracker(rng, code) -> ReuseTracker:
-    """Return a tracker with random values. With age, the values of classes 0 to 3 fall, and those of 4 to 7 rise."""
+    """Return a tracker with random values. With age, the values of classes 0 to 3 fall, and the others rise."""
     tracker = ReuseTracker(100, code=code)
     values = np.array([[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)])
     values[:4] = -np.sort(-values[:4], 1)
@@ -140,7 +140,7 @@ def test_native_policy_chooses_same_victims(seed):
             offered.append(Node(None, (b"", b""), b"abcd", 0, 1, memoryview(b"abcd"), usage, 1))
             for policy in policies:
                 policy.offer(offered[-1])
-                policy.offer(offered[-1])  # without effect, as the second `withdraw` below
+                policy.offer(offered[-1])  # the second offer has no effect, like the second `withdraw` below
         elif rng.random() < 0.8:
             victims = [policy.victim() for policy in policies]
             node = victims[0] if rng.random() < 0.5 else rng.choice(offered)
@@ -176,15 +176,16 @@ def test_native_policy_stays_small_under_repeated_use():
         tracker.see(float(time))
         policy.offer(each)
         policy.victim()
-    assert max(policy.sizes()) <= 64 + 4 * 8 + 2 * 10  # the higher limit in Learned, for 8 classes and 10 candidates
+    # the higher of the two limits in Learned, for 8 classes and 10 candidates
+    assert max(policy.sizes()) <= 64 + 4 * 8 + 2 * 10
 
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
 def test_native_policy_under_churn_stays_small(seed):
-    """The native policy and the Python policy have the same sizes, which are within the limits.
+    """The native policy and the Python policy have heaps of the same sizes, and the sizes are within the limits.
 
-    A third policy, which keeps outdated heap entries, has the same victims.
+    A third policy never deletes outdated heap entries, and it chooses the same victims.
     """
     rng = random.Random(seed)
     state = rng.getstate()
@@ -222,7 +223,7 @@ def test_native_tree_is_freed_with_its_nodes():
     run(tree, 1, 2)
     parts = [weakref.ref(each) for each in (tree.tracker, tree)]
     usage = next(node.usage for node in tree.nodes())
-    assert len(gc.get_referrers(usage)) == 1  # its node
+    assert len(gc.get_referrers(usage)) == 1  # only the node refers to its `usage`
     del tree
     gc.collect()
     assert [part() for part in parts] == [None, None]

@@ -1,4 +1,4 @@
-"""Eviction policies, first alone and then in the tree. Some are compared with naive implementations."""
+"""Eviction policies, first alone and then in the tree. Some policies are compared with naive implementations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def node(
     [
         ("lru", lambda node: node.usage.used),
         ("fifo", lambda node: node.usage.created),
-        ("learned", lambda node: node.usage.used),  # like LRU until the first fit of its tracker
+        ("learned", lambda node: node.usage.used),  # the learned policy equals LRU until its tracker is fitted
     ],
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))

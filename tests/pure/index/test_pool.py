@@ -65,7 +65,7 @@ def test_allocate_negative_count_raises():
 @pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
 def test_release_of_slots_outside_pool_raises(ids, others):
-    """With `others`, the list has more than 64 slots. The pool then uses numpy, not a loop, to find runs of slots."""
+    """With 70 `others`, the list has more than 64 slots, so the pool finds runs of slots with numpy, not in a loop."""
     pool = BlockPool("device", 8 + others)
     pool.allocate(8 + others)
     before = state(pool)
@@ -101,7 +101,10 @@ def test_release_of_slots_from_other_tier_raises():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
 def test_allocation_is_contiguous_if_run_of_double_size_is_free(is_used, data):
-    """A free run of 2n slots or more is always found. If there are only shorter runs, a run of n may be missed."""
+    """The allocation of n slots is contiguous if a run of 2n slots is free, or if all free slots form one run.
+
+    In other cases, the pool may miss a free run of n slots.
+    """
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))

@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The drop removes the leased node (block 2) and keeps its parent (block 1). The release must not merge the two."""
+    """The drop removes the leased node of block 2, but not the node of block 1. The release must not merge the nodes."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -137,7 +137,7 @@ def test_drop_removes_blocks_from_any_depth(first):
 
 
 def test_use_merges_only_nodes_with_equal_retention():
-    """Both nodes were created at the same logical time, but the child has no TTL, because its request had none."""
+    """The nodes of blocks 1 and 2 have the same creation time, but only the first request set a TTL."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
     tree.publish(first, BLOCK)
@@ -208,7 +208,7 @@ def two_tiers_with_copies(*chains: tuple[int, ...]) -> RadixTree:
 
 def test_split_lists_only_node_on_device_as_duplicate():
     tree = two_tiers_with_copies((1, 2, 3))
-    tree.evict(tree.tiers[0], 1)  # block 3 is on the host only
+    tree.evict(tree.tiers[0], 1)  # block 3 is now only on the host
     assert matched(tree, 1, 2) == 2  # splits the node after block 2
     check_tree(tree)
     assert [node.stop for node in tree.tiers[1].everyone.duplicates] == [2]
@@ -218,7 +218,7 @@ def test_drop_of_child_does_not_list_next_victim_as_duplicate():
     """The host must keep its copy of a node that the device evicts next."""
     tree = two_tiers_with_copies((1, 2))
     device, host = tree.tiers
-    device.look_ahead(8)  # 6 slots are free, so the node with 2 blocks becomes a next victim
+    device.look_ahead(8)  # only 6 slots are free, so the node with 2 blocks becomes a next victim
     assert host.everyone.duplicates == {}
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, lease.chain.num_tokens)

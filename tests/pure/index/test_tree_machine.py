@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
     def note_next_victims(self) -> None:
-        """Tell the model which victims the tree has already chosen."""
+        """Copy the next victims of the tree to the model."""
         names: dict[object, set] = {node: set() for node in self.tree.nodes()}
         observed(self.tree, names)
         self.model.next_victims = [
@@ -214,9 +214,9 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # If the lease has added blocks with a TTL or a priority, release it as used. Before their first use, these
-        # blocks can have different TTLs and priorities in the tree and in the model. An engine always uses the path of
-        # a request that publishes blocks.
+        # Release the lease as used if it has added blocks that are still unused, and has a TTL or a priority. Before
+        # their first use, these blocks can have different TTLs and priorities in the tree and in the model. An engine
+        # always uses the path of a request that publishes blocks.
         used = used or (pair.holder.has_unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -300,7 +300,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match a device block that begins with the next tokens. The tree must find the longest match."""
+        """Match the next tokens with the start of a device block. Without media, the longest match must be found."""
         pair = self.open[which % len(self.open)]
         spec, end = pair.holder.spec, pair.holder.end
         tokens, held = spec.tokens[len(pair.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()
@@ -522,7 +522,8 @@ class TieredMachine(Machine):
     def look_ahead(self, tier, n):
         """Choose the next victims of a tier.
 
-        A leaf that was not chosen must not have a lower priority or, with LRU and equal priority, an earlier last use.
+        Without quotas, compare each leaf that was not chosen with each new victim that is a leaf. The former must not
+        have a lower priority or, with LRU and equal priorities, an earlier last use.
         """
         if not self.model.exclusive:
             return
@@ -598,7 +599,7 @@ class TieredMachine(Machine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY)
     def check_invalid_transitions_raise(self, which, tier, first):
-        """Call transitions on blocks in a wrong state. The invariants then check that no block has changed."""
+        """Call transitions with wrong states or wrong slots. The invariants then check that no block has changed."""
         pair = self.open[which % len(self.open)]
         path = pair.holder.path
         if not path:
@@ -624,9 +625,9 @@ class TieredMachine(Machine):
 
 
 def observed(tree: RadixTree, names: dict | None = None) -> dict:
-    """Return slot, state and readers of every block copy in the tree, by domain, prefix and tier.
+    """Return slot, state and number of readers of every block copy in the tree, by (domain, prefix) and tier.
 
-    With `names`, add the name of each block, (domain, prefix), to the set of its node in `names`.
+    If `names` is given, add the (domain, prefix) of each block to `names[node]`.
     """
     content = {}
     prefixes: dict[object, tuple] = dict.fromkeys(tree.roots.values(), ())

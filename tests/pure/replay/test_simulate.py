@@ -31,7 +31,7 @@ def per_token(work: Work) -> float:
 
 
 def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, early: bool = False, **options):
-    """Return a simulator with tiers of these numbers of blocks. A block has one byte, so `link` is in blocks/s."""
+    """Return a simulator with the given number of blocks per tier. A block has one byte, so `link` is in blocks/s."""
     stores = {"disk": SimulatedStore(disk)} if disk else {}
     cache = CacheConfig(
         device,
@@ -71,7 +71,7 @@ def test_prompt_is_chunked_while_next_request_queues():
 def test_probe_report_is_applied_before_next_arrival():
     """The first step probes the disk, and the request waits for the report.
 
-    The report must be applied at once, and not only when the next request arrives at 10,000 s.
+    The simulator must apply the report at once, long before the next request arrives at 10,000 s.
     """
     first, _ = simulator(100, 100, 100).run([request(0, 1, 2), request(10_000, 3)]).requests
     assert first.ttft == 1124
@@ -101,7 +101,7 @@ def test_duration_of_simulated_load_depends_on_link_speed():
 def test_simulated_layer_waits_only_for_its_part_of_load():
     """Computing takes 100 s, and each of the 10 layers waits only for its own part of the load.
 
-    A load of 8 s is hidden completely. After a load of 200 s, only the last layer remains to be computed (10 s).
+    A load of 8 s is hidden completely. After a load of 200 s, the last layer must still be computed, which takes 10 s.
     """
     earlier = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
     again = replace(earlier[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
@@ -163,8 +163,8 @@ def test_host_limits_two_phases_if_slower_than_the_device():
     traced = replace(request(0, 1, 2, answer=4), finish_reason="length")
     options = {"cost": lambda work: work.num_tokens + 3.0, "host_cost": lambda _: 3.0}
     run = simulator(100, phases=2, **options).run([traced])
-    # The host prepares step 2 during step 1, so step 2 ends 1 s after step 1. The host needs 3 s for each of steps 3
-    # and 4, so each of them ends 3 s after the step before it.
+    # The host prepares step 2 during step 1, so step 2 ends 1 s after step 1. The host needs 3 s for step 3 and 3 s for
+    # step 4, so each of these steps ends 3 s after the previous step.
     assert run.requests[0].finished_at == 3 + 1124 + 1 + 3 + 3
 
 
@@ -192,7 +192,7 @@ def test_arrival_waits_for_both_steps_in_flight():
 
 @pytest.mark.parametrize("quantum", [0.0, 1000.0])
 def test_two_phases_serve_what_one_phase_serves(quantum):
-    """The cache is too small for all rows, so requests are preempted while they have rows in flight."""
+    """The cache is too small for all requests, so requests are preempted."""
     made = SyntheticTrace(sessions=10, turns=2, think_seconds=20, answer_tokens=500, document_blocks=4, seed=3)
     trace, runs = tuple(generate(made)), {}
     options = {"cost": lambda work: work.num_tokens / 64, "quantum": quantum, "early": True}
@@ -435,8 +435,8 @@ def test_kv_bytes_are_90_percent_of_memory_minus_weights():
 def test_queued_requests_hit_disk_after_memory_eviction():
     """Memory holds three of six conversations. When all six return, their requests queue.
 
-    Each request evicts blocks of other conversations from memory. Therefore the disk serves at least as many blocks as
-    four conversations have.
+    Each request evicts blocks of other conversations from memory. Therefore at least the blocks of four
+    conversations are loaded from the disk.
     """
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]
     first = [request(20_000 * user, *path) for user, path in enumerate(paths)]

@@ -48,7 +48,8 @@ def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
 def simulate_in_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
     """Simulate one link second by second. Return the start and the end of each job by job number.
 
-    A job is (arrival, route, seconds). Reads run before writes, and earlier jobs before later jobs.
+    A job is (arrival, route, seconds). In each second, the link runs the first unfinished read that has arrived. If
+    there is no such read, the link runs the first unfinished write.
     """
     left = {i: seconds for i, (_, _, seconds) in enumerate(jobs)}
     begins: dict[int, int] = {}

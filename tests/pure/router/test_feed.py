@@ -73,7 +73,7 @@ def test_feed_with_all_events_records_blocks_of_replica(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_feed_after_lost_batches_and_replay_records_blocks(seed):
-    """Lose some batches and deliver others twice. Replay from the first missing number, sometimes much later."""
+    """Lose some batches and deliver others twice. At random times, replay from the first missing batch."""
     batches, held = served(400, seed)
     rng = random.Random(seed)
     index = PlacementIndex(4, 1)

@@ -1,4 +1,4 @@
-"""Events of an engine that computes block hashes differently. The converted hashes must match routed prompts."""
+"""Events of an engine with other block hashes than kvtier. The converted hashes must match routed prompts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Replica:
     def matched(self, tokens, salt=b""):
         """Return how many leading blocks of a prompt are in each tier: device, host, store.
 
-        A block in several tiers counts for the fastest of them.
+        A block in several tiers counts only for the fastest tier.
         """
         return self.index.match(hashes_of(Chain(NAMESPACE, tokens, salt=salt).keys()))[:3, 0].tolist()
 

@@ -65,7 +65,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, TIERS - 1), hashes=HASHES)
     def unshare(self, tier, hashes):
-        """A block that left the shared store is unknown for all replicas until a replica stores it again."""
+        """A block that left the shared store is in this tier of no replica until it is stored or shared again."""
         self.index.unshare(tier, as_array(hashes))
         gone = {max(each, 1) for each in hashes}
         self.shared[tier] -= gone
@@ -102,7 +102,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def store_earlier_result(self, data, replica, tier):
         """Removals and rebuilds can invalidate the slots of an earlier lookup.
 
-        Using such slots must not change other blocks.
+        A call with such slots must not change other blocks.
         """
         if self.found:
             replica %= self.num_replicas
@@ -164,7 +164,7 @@ def test_store_with_an_outdated_lookup_adds_a_block_once():
 def test_blocks_of_full_bucket_move_to_next_bucket():
     index = PlacementIndex(1, 1)
     many = np.arange(1, 100_000, dtype=np.uint64)
-    # All hashes belong to the last bucket, 127. It is too small, so most of them move to the first buckets.
+    # All 30 hashes belong to bucket 127, the last one. A bucket has 8 places, so 22 hashes move to the first buckets.
     hashes = many[index._buckets(many) == 127][:30]
     index.store(0, 0, hashes)
     index.check()
