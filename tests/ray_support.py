@@ -23,7 +23,7 @@ SECONDS = 120.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    """Poll a condition until it is true. Return its value."""
+    """Poll a condition until its value is true, and return the value. Fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
@@ -46,7 +46,7 @@ def server_config(model: Path, tenants: tuple[Any, ...] = (), **engine: Any) -> 
 
 
 class Fleet:
-    """A Ray cluster of two raylets with Serve and the application.
+    """A Ray cluster of two raylets with Ray Serve. `run` deploys the application.
 
     A node has three CPUs and a replica needs half a CPU, so the replicas of every test fit on one node.
     """

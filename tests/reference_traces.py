@@ -1,6 +1,7 @@
 """Traces with known hit rates.
 
-One trace is in tests/data. The other one is the Mooncake conversation trace, if KVTIER_TRACE contains its path.
+One trace is in tests/data. If the environment variable KVTIER_TRACE is set, it must contain the path of the Mooncake
+conversation trace, which is the second trace.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvtier.engine.sampling import IN_PROMPT, RequestSampler, Sample, draw, pena
 
 NUM_DRAWS = 100_000
 PROMPT, OUTPUT = (3, 4, 4, 9), (7, 3, 7, 11)
-_LEAST = 5.0  # cells with a lower expected number of draws are merged
+_LEAST = 5.0  # cells of the test with fewer expected draws are merged; at first, each token is a cell
 _OPTIONS = {
     "temperature": (1.0, 0.6, 1.7),
     "top_k": (0, 7),
@@ -53,7 +53,7 @@ def expected_shares(logits: list[float], params: SamplingParams) -> dict[int, fl
 
 
 def sample(logits: torch.Tensor, requests: list[RequestSampler]) -> list[Sample]:
-    """Sample the next token of each request from logits ([rows, vocab], float32). Overwrites the logits."""
+    """Sample the next token of each request from logits ([rows, vocab], float32). Overwrite the logits."""
     numbers = [int((request.counts()[1] & (IN_PROMPT - 1)).sum()) for request in requests]
     drawn = draw(logits, requests, numbers)
     return to_samples(drawn, drawn.tokens.tolist(), requests)

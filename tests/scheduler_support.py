@@ -32,8 +32,8 @@ class Inputs(NamedTuple):
 class Device:
     """Simulated memory and model.
 
-    `kv` and `host` map (slot, offset) to the token whose KV is there, preceded by all earlier tokens of its sequence.
-    `move` executes transfers. Until a transfer is executed, its target slots contain the mark "rubbish".
+    `kv` and `host` map (slot, offset) to a prefix of a sequence. The place contains the KV of the prefix's last token.
+    `move` executes transfers. Until a transfer succeeds, its target slots contain the mark "rubbish".
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Device:
 
     def _compute(self, row: Row, sent: Inputs, finish: set[str]) -> RowResult:
         request, table, known = row.request, sent.table, sent.tokens
-        if row.first == len(known):  # the host did not know the token that the previous step sampled
+        if row.first == len(known):  # the inputs lack the token that the previous step sampled
             known += (self.sampled[request.id],)
         assert row.first < len(known)
         tokens = known + sent.draft
@@ -169,7 +169,7 @@ def request(
 
 
 def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool = True) -> int:
-    """Run steps until there is no work. Return the number of steps."""
+    """Run steps until there is no work and no transfer to plan. Return the number of steps before the last one."""
     for taken in range(steps):
         had_work = scheduler.has_work()
         step = scheduler.schedule(float(taken))
@@ -219,8 +219,8 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
                 # If a shortage makes the manager give up a partial hit, the row stops up to BLOCK - 1 tokens earlier,
-                # but its slots stay reserved. Such a request looks like one without a partial hit, so the check allows
-                # BLOCK - 1 tokens more for both.
+                # but its slots stay reserved. The check cannot detect a partial hit that was given up, so the check
+                # allows BLOCK - 1 tokens more for every request without a copy.
                 ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"

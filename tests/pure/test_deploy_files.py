@@ -1,6 +1,6 @@
 """The compose file, the Kubernetes manifest, the Helm chart and the Dockerfile are valid and use existing options.
 
-Helm is not installed here. The chart uses only values, `quote` and `if`, which the function `render` implements.
+The tests do not need Helm. The function `render` implements the parts of Helm's template language that the chart uses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The modules that an import of kvtier loads, and the tree of its error classes."""
+"""The modules that an import of kvtier loads, and the tree of the error classes in kvtier.errors."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def test_layer_groups_cover_layers_in_order(sizes, piece_bytes, min_groups):
     assert all(runs)
     num_groups = min(len(sizes), max(min_groups, group.block_bytes // piece_bytes))
     assert len(runs) <= num_groups
-    first = group.span(runs[0]).nbytes  # at most block_bytes / num_groups, unless it is one layer or the only run
+    first = group.span(runs[0]).nbytes
+    # the first run has at most block_bytes / num_groups bytes, unless this run is one layer or the only run
     assert first * num_groups <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1
 
 

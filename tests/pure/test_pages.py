@@ -1,6 +1,6 @@
 """Links, commands and headings in CONTRIBUTING.md, CHANGELOG.md and the decision records are valid.
 
-No file in the repository refers to a path outside the repository.
+No tracked file contains a path that matches OUTSIDE, a pattern for two folders outside the repository.
 """
 
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DECISIONS = ROOT / "docs" / "decisions"
 RECORDS = sorted(DECISIONS.glob("0*.md"))
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DECISIONS.glob("*.md")]
-# written in parts, so that this file does not match
+# The pattern is written in parts, so that it does not match this file.
 OUTSIDE = re.compile(r"\.\./" + r"shared|seeds" + r"/")
 
 

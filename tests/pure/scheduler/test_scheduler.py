@@ -262,7 +262,7 @@ def test_prompt_with_host_blocks_waits_until_all_blocks_fit():
     first = request(scheduler, "c", [3] * 9, 8)
     for now in range(3):
         scheduler.update(step := scheduler.schedule(now), device.run(step), now)
-    # while c runs, the 6 host blocks and the first new block of "a again" fit, but its last two blocks do not
+    # while c runs, only 7 of the 9 blocks of "a again" fit: the 6 blocks from the host and one new block
     again = request(scheduler, "a again", [1] * 24 + [4] * 12, 1, now=3.0)
     run(scheduler, device)
     assert (first.num_preempted, again.num_preempted) == (0, 0)

@@ -21,7 +21,7 @@ from scheduler_support import BLOCK, Device, alone, check_scheduler, make, reque
 
 
 def advance(scheduler: Scheduler, device: Device, now: float = 0.0) -> Step:
-    """Run one step, but leave its transfers in flight."""
+    """Run one step. Leave its transfers in flight, except the loads that the rows of the step wait for."""
     was_running = scheduler.running
     step = scheduler.schedule(now)
     verify_step(scheduler, step, was_running)
@@ -54,7 +54,7 @@ class Expected:
 
 
 def expected_rows(waiting: list[Expected], running: list[Expected], limits: SchedulerConfig, now: float) -> list[tuple]:
-    """Return the expected rows as (id, first, tokens) and move started requests from `waiting` to `running`."""
+    """Return the expected rows as (id, first, num_tokens) and move started requests from `waiting` to `running`."""
     rows, budget = [], limits.max_step_tokens
 
     def take(each: Expected) -> None:
@@ -347,7 +347,7 @@ def test_longest_prompt_leaves_room_for_one_generated_token():
         assert too_long.state is RequestState.REFUSED
         assert str(max_tokens) in too_long.reason
         assert fits.num_new_tokens >= 1
-        # if only memory is the limit, one more token is generated, because the last token needs no slot
+        # if memory is the only limit, one more token can be generated, because the last token needs no slot
         assert fits.chain.num_tokens <= max_tokens + (not limits)
 
 
@@ -470,7 +470,7 @@ def test_lookahead_and_drafts_do_not_preempt_requests():
 
 
 def with_blocks_on_host(**limits) -> tuple[Scheduler, Device]:
-    """Return a scheduler with the blocks of prompt [1] * 8 in host memory only."""
+    """Return a scheduler and a device. The blocks of prompt [1] * 8 are only in host memory."""
     scheduler, device = make(6, host=HostConfig(20), **limits), Device()
     request(scheduler, "before", [1] * 9, 1)
     run(scheduler, device)
@@ -509,7 +509,7 @@ def test_early_start_waits_while_other_request_has_work():
 
 
 def test_early_start_allocates_slots_for_all_tokens_of_step():
-    """The request was admitted with slots for few tokens. When it runs alone, it computes more tokens in a step."""
+    """Request "again" is admitted with 3 blocks. When the request runs alone, a step computes token 13 and needs 4."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     created = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
@@ -660,7 +660,7 @@ def run_step(scheduler: Scheduler, lab: Lab, now: float) -> Step:
 
 
 def with_stored_prompt(num_device: int, **limits) -> tuple[Lab, Scheduler]:
-    """Return a lab and its scheduler. The store holds three blocks of prompt 1, and memory holds two of the three."""
+    """Return a lab and its scheduler. The store holds three blocks of prompt 1, and memory holds the first two."""
     lab = Lab(num_device, stores=[disk()])
     lab.serve(stored_prompt(1, 3))
     lab.evict("device")
@@ -698,7 +698,7 @@ def test_waiting_request_starts_one_prefetch():
     again = scheduler.schedule(1.0)
     assert waits.prefetch is fetch
     assert sizes(again) == {"other": 1}
-    assert lab.manager.tree.num_leases <= leases + 1  # the save of a block of `other` adds a lease
+    assert lab.manager.tree.num_leases <= leases + 1  # the save of a block of `other` can add a lease
     scheduler.update(again, [RowResult((7,))], 1.0)
     for each in (step, again):
         for worker in lab.workers:
@@ -715,7 +715,7 @@ def test_waiting_request_starts_one_prefetch():
 
 
 def test_second_prefetch_of_request_does_not_delay_others():
-    """The blocks of `waits` are in memory when it arrives. They are evicted before it is admitted."""
+    """The blocks of `waits` are in memory when this request arrives, and are evicted before the request is admitted."""
     lab, scheduler = with_stored_prompt(20, max_rows=2)
     waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
     running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]

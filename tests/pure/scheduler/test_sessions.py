@@ -1,4 +1,4 @@
-"""Session hints and closed sessions affect only requests of their session, and never change an answer."""
+"""Closing a session affects only the requests and blocks of this session. Session hints never change an answer."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ class Life:
         self.device, self.now, self.seen = Device(), 0.0, Counter()
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
         self.sent: list[tuple[Step, list[Inputs], set[str]]] = []
-        self.computed: list[list[RowResult]] = []  # results of the first steps in `sent`
+        self.computed: list[list[RowResult]] = []  # results of the steps at the start of `sent`
 
     def act(self) -> None:
-        """Change something at random. Then schedule a step, or update or fail the oldest one."""
+        """Take a random action or none. Then schedule a step, or update or fail the oldest step in flight."""
         act, scheduler = self.random.random(), self.scheduler
         if act < 0.3:
             self.add()
@@ -66,7 +66,7 @@ class Life:
 
     def add(self) -> None:
         prompt = tuple(self.random.randrange(2) for _ in range(self.random.randint(1, 14)))
-        if self.requests and self.random.random() < 0.5:  # a prompt with blocks that are possibly only on the host
+        if self.requests and self.random.random() < 0.5:  # repeat a prompt, whose blocks are possibly only on the host
             _, prompt = self.random.choice(self.requests)
         created = request(
             self.scheduler,
@@ -271,7 +271,7 @@ def test_shortage_preempts_request_after_its_row_ended():
     later = device.submit(second)
     assert len(second.rows) == 2
     scheduler.update(first, device.compute(first, sent), 3.0)
-    third = scheduler.schedule(4.0)  # each request needs a second block, but both have rows in flight
+    third = scheduler.schedule(4.0)  # each request needs a second block, but both requests have rows in flight
     assert not third.rows
     assert not third.preempted
     scheduler.update(second, device.compute(second, later), 5.0)

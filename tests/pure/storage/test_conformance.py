@@ -18,7 +18,7 @@ SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 3}
 
 
 def client_of(owner: DiskStore, folder) -> DiskStore:
-    """Return a second store in the folder of `owner`. It is a client, to which `owner` assigns slots."""
+    """Return a second store in the folder of `owner`. The second store is a client, and `owner` assigns its slots."""
     client = DiskStore(folder, MAX_BYTES, **SMALL)
     client.owner = owner
     return client

@@ -426,7 +426,7 @@ else:
 
 
 def start_forking_process(folder, how: str) -> subprocess.Popen[str]:
-    """Start a process that opens a store and forks a child that stays alive."""
+    """Start a process that opens a store and then forks. The forked child stays alive."""
     command = [sys.executable, "-c", _FORK, str(folder), how]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -472,7 +472,7 @@ def test_folder_lock_holds_if_lock_file_is_deleted_or_replaced(open_store, tmp_p
 
 
 def test_folder_locked_by_earlier_version_is_refused(open_store, tmp_path):
-    """Earlier versions lock only the file, not the folder."""
+    """Earlier versions lock only the file LOCK, not the folder."""
     open_store().close()
     with open(tmp_path / "store" / "LOCK", "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -849,8 +849,8 @@ def test_removal_waits_until_older_record_is_erased(open_store, how):
     def hold(name, _):
         nonlocal num_writes
         num_writes += name == "write"
-        # The write that erases the old record is the third of a replacement (after the payload and the new record),
-        # and the first of an eviction.
+        # A replacement writes the payload and the new record, and erases the old record with the third write. An
+        # eviction erases the old record with the first write.
         if name == "write" and num_writes == (3 if how == "replaced" else 1):
             erasing.set()
             resume.wait()

@@ -226,7 +226,7 @@ def test_flipped_bit_in_encrypted_payload_is_corrupt(reopen, folder):
 
 @pytest.mark.parametrize("part", ["slots", "records"])
 def test_exchanged_slots_or_records_are_never_served(reopen, folder, part):
-    """Simulate an attacker who can write to the disk and exchanges two objects of one tenant."""
+    """Simulate an attacker who exchanges the slots or the records of two objects of one tenant on the disk."""
     put(reopen(), 1, 2)
     reopen().close()
     path = next(folder.glob("*.kv" if part == "slots" else "*.table"))
@@ -286,7 +286,7 @@ def test_write_fails_with_reason_if_key_cannot_be_created(folder):
 
 
 class DeletingFiles(Files):
-    """Deletes all key files after one operation, as another process can do while this one loads the keys."""
+    """Deletes all key files after each call of one operation, like another process during a load of the keys."""
 
     def __init__(self, operation: str) -> None:
         self._operation, self.folder = operation, ""

@@ -187,7 +187,7 @@ def test_closed_store_keeps_its_objects_after_power_failure():
 
 
 def test_reopening_with_sync_makes_existing_objects_durable():
-    """Objects of a killed process are only in the page cache, until a store with Sync.WRITE syncs them."""
+    """A killed process leaves its objects only in the page cache. A store with Sync.WRITE must sync these objects."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)

@@ -121,7 +121,7 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
 def test_client_fails_with_reason_after_deletion_of_socket(folder):
     """The owner still runs and keeps the folder locked, but without the socket the client cannot connect to the owner.
 
-    The client can neither use the folder nor take it over. It must not retry all the time.
+    The client cannot take over the folder either. The write must fail and must not retry until its deadline.
     """
     owner = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, timeout_s=0.5, **SMALL)
@@ -262,7 +262,7 @@ def test_slots_held_by_killed_client_are_released(folder):
 
 
 class SlowFiles:
-    """File operations that block before they write payloads."""
+    """File operations whose writes block until `gate` is set."""
 
     def __init__(self) -> None:
         from kvtier.storage.disk.files import Files

@@ -1,4 +1,4 @@
-"""The number of bytes that a disk store has written, and its limit per day."""
+"""The number of bytes that a disk store has written, and the limit of written bytes per day."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_limit_per_day_survives_restart_and_kill(tmp_path):
     store = limited(tmp_path / "store", clock, 4)
     assert store.stats.day_bytes == 2 * OBJECT
     assert put(store, 3, 4).ok
-    saved = json.loads((tmp_path / "store" / "WRITTEN").read_text())  # before `close`, as after a kill
-    assert sum(saved["hours"].values()) >= 4 * OBJECT * 99 // 100  # at most a hundredth of the limit is not yet saved
+    saved = json.loads((tmp_path / "store" / "WRITTEN").read_text())  # `close` has not run yet, as after a kill
+    assert sum(saved["hours"].values()) >= 4 * OBJECT * 99 // 100  # at most 1 % of the limit is not saved yet
     store.close()
     store = limited(tmp_path / "store", clock, 4)
     assert not put(store, 5).ok

@@ -118,7 +118,7 @@ def test_scratch_take_keeps_gathered_bytes():
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
-    """Any client of a shared store can write such an object with valid checksums."""
+    """Any client of a shared store can write an object with valid checksums and inconsistent lengths."""
     record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
     value = replace(record, nbytes=5000).pack() + payload
     outcome, payload = Envelope().open(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))
