@@ -19,7 +19,7 @@ def _ray_is_installed():
 
 @pytest.fixture(scope="session")
 def cluster(_ray_is_installed, tiny_model):
-    """Two raylets with Ray Serve, without an application."""
+    """Yield a Ray cluster of two raylets that runs Ray Serve without an application."""
     fleet = Fleet(tiny_model)
     yield fleet
     fleet.close()

@@ -23,7 +23,7 @@ def fleet(cluster):
 
 @pytest.fixture(scope="module")
 def answer(tiny_model):
-    """Return a function that computes the answer which a replica must give. It uses an engine in this process."""
+    """Return a function that computes the expected answer of a replica with an engine in this process."""
     from kvtier.engine.llm import LLM
     from kvtier.engine.params import SamplingParams
 
@@ -55,7 +55,7 @@ def test_openai_client_streams_the_answer_of_one_engine(fleet, answer):
 
 @pytest.mark.ray_ci
 def test_repeated_prompts_find_their_blocks(fleet):
-    """Each request ends before the next begins, so the router can know the cached blocks only from KV events."""
+    """Each request ends before the next one begins, so only KV events can inform the router about cached blocks."""
     prompts = [f"document {number} " * 40 for number in range(4)]
     with fleet.client() as client:
         for round in range(3):

@@ -18,7 +18,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     from server_support import ServerProcess
 
     log = tmp_path_factory.mktemp("server") / "log"
-    # A long deadline for worker processes, because parallel tests slow them down.
+    # The worker processes get a long deadline, because parallel tests slow these processes down.
     options = ("--model", str(tiny_model), "--blocks", "2048", "--threads", "1", "--prepare-seconds", "50")
     process = ServerProcess(log, *options)
     yield process

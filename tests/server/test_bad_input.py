@@ -1,4 +1,4 @@
-"""Invalid requests get a 4xx response. If a field is invalid, the error names it."""
+"""Invalid requests get a 4xx response. If a field is invalid, the error names the field."""
 
 from __future__ import annotations
 

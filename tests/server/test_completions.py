@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    """Yield an LLM that computes the expected outputs in this process. It has the same model as the server."""
+    """Yield an LLM with the model of the server. The LLM computes the expected outputs in this process."""
     instance = LLM(tiny_model)
     yield instance
     instance.close()
@@ -92,7 +92,7 @@ def test_repeated_prompt_is_cached_per_salt(server):
         assert answer.usage.prompt_tokens > 200
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    assert cached() < 64  # other tests may have cached the start of the chat template, but no more
+    assert cached() < 64  # other tests may have cached the start of the prompt, which the chat template adds
     assert cached() > 200
     assert cached(cache_salt="mine") == 0
     assert cached(cache_salt="mine") > 200
@@ -148,7 +148,7 @@ def test_chat_logprobs_equal_the_engine_logprobs(server, llm):
     for each, engine in zip(content, expected.logprobs, strict=True):
         assert [top.logprob for top in each.top_logprobs] == pytest.approx([value for _, value in engine.top], abs=1e-3)
         assert each.top_logprobs[0].token == each.token  # at temperature 0, the most likely token is chosen
-        # If a token is only part of a character, its name shows its bytes as escapes such as \xc3.
+        # If a token is only part of a character, `token` contains the bytes as escapes such as \xc3.
         assert bytes(each.bytes).decode(errors="backslashreplace") == each.token
     chunks = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, stream=True

@@ -1,4 +1,4 @@
-"""The server limits connections before it checks an API key. The tests use raw sockets."""
+"""The server limits connections before it checks an API key. Most tests use raw sockets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Connection:
         self.socket.close()
 
     def flood(self, piece: bytes, max_bytes: int = 64 * MEGABYTE) -> bool:
-        """Send until the server closes the connection. Return False if it is still open after `max_bytes`."""
+        """Send pieces. Return True when the server closes the connection, and False if `max_bytes` were sent before."""
         num_bytes = 0
         try:
             while num_bytes < max_bytes:
@@ -156,7 +156,7 @@ def test_endless_head_is_rejected_with_bounded_memory(server, name):
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
     # As many pieces as fit into 256,000 bytes exceed every limit. After an error, the server reads up to 1 MiB more. If
-    # it closed the connection with unread data, a reset could destroy the response.
+    # the server closed the connection with unread data, a reset could destroy the response.
     with Connection(server, first + piece * (256_000 // len(piece))) as connection:
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
@@ -377,13 +377,13 @@ class _Evictable:
 class TableMachine(RuleBasedStateMachine):
     """Compares the table with a plain list.
 
-    The table evicts only idle connections. Among the connections of one address, it first evicts the one that has been
-    idle longest.
+    The table evicts only idle connections. Of the idle connections of one address, the table evicts the connection that
+    has been idle longest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = ConnectionTable(6, 4)  # at most 6 connections, and 4 per address
+        self.table = ConnectionTable(6, 4)  # limits: 6 connections in total, and 4 per address
         self.opened: list[tuple[_Evictable, str]] = []
         self.idle: list[_Evictable] = []
 

@@ -1,8 +1,8 @@
 """Run `kvtier serve` under the restrictions of a hardened container.
 
 The server does not run as root. The root file system is read-only, there is no compiler, and temporary directories are
-mounted noexec. Instead of a container, the tests use a mount namespace. Only root can create one, so the tests are
-skipped for other users.
+mounted noexec. Instead of a container, the tests use a mount namespace. Only root can create a mount namespace, so the
+tests are skipped for other users.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ id -u
 
 @pytest.fixture
 def container(tiny_model: Path) -> list[str]:
-    """Return the start of a command line. The command that is appended to it runs in the container."""
+    """Return the start of a command line. A command that is appended to this start runs in the container."""
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", SCRIPT, "container"]
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         pytest.skip("mount namespaces need root, unshare and setpriv")

@@ -158,7 +158,7 @@ def test_control_prompt_can_be_token_ids_or_salted_messages(tiered):
 def test_reset_clears_the_disk_only_if_requested(tiered):
     prompt = fresh()
     ask(tiered, prompt)
-    control(tiered, "demote", {"prompt": prompt})  # copies the blocks to the host and the disk first
+    control(tiered, "demote", {"prompt": prompt})  # copies the blocks to the host and the disk before the reset
     control(tiered, "reset")
     assert tiered.state()["tiers"][0]["num_used"] == 0
     # The last block is not fetched, because the last token is always computed.

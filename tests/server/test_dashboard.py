@@ -1,4 +1,4 @@
-"""Open the dashboard of a real server in Chromium. Check that it shows the state of the server and is accessible."""
+"""Open the dashboard of a real server in Chromium. The page must show the state of the server and be accessible."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Yield a function that opens a page. The page must request only / and /state, and must raise no error.
+    """Yield a function that opens a page. The page must request only /, /state and data URLs, and must raise no error.
 
-    Without `may_log`, it must also log no messages.
+    Without `may_log`, the page must log no messages either.
     """
     contexts, messages, requested = [], [], []
 
@@ -175,8 +175,8 @@ def test_dashboard_numbers_follow_the_traffic(tiered, opened):
 def test_dashboard_counts_running_requests(tiered, opened):
     page = wait_until_serving(opened(tiered.url))
     expect(page.locator("#running")).to_have_text("0", timeout=WAIT)
-    # Four long answers do not fit into the device cache together. Some must wait for others, so the request takes long
-    # enough for the page to show it while it runs.
+    # Four long answers do not fit into the device cache together. Some answers must wait for others, so the request
+    # runs long enough to appear on the page.
     body = {"model": tiered.model, "prompt": new_text(), "max_tokens": 1500, "n": 4, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{tiered.url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""The dashboard and the rules in deploy/ use only metrics that the server has, and Prometheus accepts both."""
+"""The dashboard and the rules in deploy/ use only metrics of the server, and Prometheus accepts all their queries."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def agree_on_device(server, router: Router) -> None:
 def agree(server, router: Router) -> None:
     """Wait until a router has as many blocks of each medium as the server.
 
-    If saves are in flight when this function is called, the wait lasts until they have finished.
+    If saves are in flight when this function is called, the wait lasts until the saves have finished.
     """
 
     def is_equal(state) -> bool:

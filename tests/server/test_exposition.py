@@ -1,4 +1,4 @@
-"""prometheus-client can parse the metrics page. Its own page for the same values has the same samples."""
+"""prometheus-client can parse the metrics page. A page that prometheus-client writes has the same samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request fields of OpenAI and vLLM: honoured, ignored (and listed in a header) or refused (and named in the error)."""
+"""Request fields of OpenAI and vLLM are honoured, ignored or refused. A header of the response lists ignored fields."""
 
 from __future__ import annotations
 
