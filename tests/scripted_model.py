@@ -1,4 +1,4 @@
-"""Write a model that always generates the same text. Tests of tool calls and reasoning use it."""
+"""Write a model that always generates the same text. Tests of tool calls and reasoning use the model."""
 
 from __future__ import annotations
 

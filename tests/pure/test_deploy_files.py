@@ -76,7 +76,7 @@ def options_of_serve() -> set[str]:
 @pytest.mark.parametrize("name", OBJECTS)
 def test_kubernetes_objects_fit_the_schema(name):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from the validator and its dependencies
+        warnings.simplefilter("ignore")  # ignore warnings of the validator and its dependencies
         validator = pytest.importorskip("kubernetes_validate")
         for each in OBJECTS[name]:
             validator.validate(each, validator.latest_version(), strict=True)

@@ -71,7 +71,7 @@ def test_every_alert_fires_in_its_unit_test():
 
 
 class Prometheus:
-    """A real Prometheus with the configuration and rules of deploy/, which scrapes one server every second."""
+    """A real Prometheus that uses the configuration and the rules of deploy/ and scrapes one server every second."""
 
     def __init__(self, folder: Path, metrics_port: int) -> None:
         config = RULES.with_name("prometheus.yml").read_text().replace("15s", "1s").replace("9400", str(metrics_port))

@@ -1,4 +1,4 @@
-"""prometheus-client can parse the metrics page. A page that prometheus-client writes has the same samples."""
+"""prometheus-client can parse the metrics page, and writes the same samples for the same values."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def both_trees(*sizes: int, exclusive: bool):
 
 
 def act(tree, rng, held, now):
-    """Perform a random operation and return its result. A few operations first change a quota."""
+    """Perform a random operation and return its result. In some cases, set a quota before the operation."""
     kind = rng.random()
     blocks = [rng.randrange(3), *(rng.randrange(4) for _ in range(rng.randrange(6)))]
     salt, outcome = rng.choice([b"", b"a", b"b\0x"]), rng.choice(OUTCOMES)
@@ -185,7 +185,7 @@ def test_native_policy_stays_small_under_repeated_use():
 def test_native_policy_under_churn_stays_small(seed):
     """The native policy and the Python policy have heaps of the same sizes, and the sizes are within the limits.
 
-    A third policy never deletes outdated heap entries, and it chooses the same victims.
+    A third policy, whose `_tidy` does nothing, chooses the same victims.
     """
     rng = random.Random(seed)
     state = rng.getstate()

@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The drop removes the leased node of block 2, but not the node of block 1. The release must not merge the nodes."""
+    """The drop removes the leased node of block 2 and keeps the node of block 1. The release must not merge the two."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -137,7 +137,7 @@ def test_drop_removes_blocks_from_any_depth(first):
 
 
 def test_use_merges_only_nodes_with_equal_retention():
-    """The nodes of blocks 1 and 2 have the same creation time, but only the first request set a TTL."""
+    """The nodes of blocks 1 and 2 have the same creation time, but only the node of block 1 has a TTL."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
     tree.publish(first, BLOCK)
@@ -230,7 +230,7 @@ def test_drop_of_child_does_not_list_next_victim_as_duplicate():
 
 
 def test_match_within_skips_exact_child_outside_device():
-    """The chain's next block is only on the host. A device block with the same first two tokens is matched instead."""
+    """The next block of `exact` is only on the host. The block of `near` with the same first two tokens is matched."""
     tree = tree_of(8, 8)
     exact, near = (Chain(NAMESPACE, [1] * BLOCK + [2, 2, last, last]) for last in (2, 9))
     for chain in (exact, near):

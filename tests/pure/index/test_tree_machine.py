@@ -242,7 +242,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def two_equal_requests(self, spec, first, second):
-        """Let two requests compute the same blocks in different slots. The requests publish blocks alternately."""
+        """Let two requests compute the same blocks in different slots and, without a shortage, publish them alternately."""
         pairs = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in pairs):
             for pair, part in zip([*pairs, *pairs], [first, second, 99, 99], strict=True):
@@ -271,7 +271,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY)
     def generate(self, which):
-        """Append two tokens, allocate the missing slots and publish the full blocks."""
+        """Append two tokens and allocate the missing slots. Without a shortage, publish the full blocks."""
         self.extend(which, [1, 0])
         pair = self.open[which % len(self.open)]
         missing = pair.lease.num_missing(len(pair.holder.spec.tokens))
@@ -522,8 +522,8 @@ class TieredMachine(Machine):
     def look_ahead(self, tier, n):
         """Choose the next victims of a tier.
 
-        Without quotas, compare each leaf that was not chosen with each new victim that is a leaf. The former must not
-        have a lower priority or, with LRU and equal priorities, an earlier last use.
+        Without quotas, compare each new victim that is a leaf with each leaf that was not chosen. The priority of the
+        victim must not be higher. With LRU and equal priorities, the victim must not have been used later.
         """
         if not self.model.exclusive:
             return
@@ -544,7 +544,7 @@ class TieredMachine(Machine):
 
     @rule(spec=SPECS, to=st.integers(1, 2), ok=st.integers(0, 4))
     def store(self, spec, to, ok):
-        """Run a request and copy its blocks to a slower tier."""
+        """Run a request and copy its blocks to a slower tier if such a copy can start. Some copies fail."""
         if len(self.in_flight) > 4:
             return
         self.whole_request(spec, (0, math.inf), True)
@@ -599,7 +599,7 @@ class TieredMachine(Machine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY)
     def check_invalid_transitions_raise(self, which, tier, first):
-        """Call transitions with wrong states or wrong slots. The invariants then check that no block has changed."""
+        """Make invalid calls. The invariants then check that no block has changed."""
         pair = self.open[which % len(self.open)]
         path = pair.holder.path
         if not path:

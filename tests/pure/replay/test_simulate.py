@@ -146,7 +146,7 @@ def overhead(_: Work) -> float:
 
 
 def with_overhead(work: Work) -> float:
-    """Return the whole time of a step: the host time and one second per token."""
+    """Return the whole time of a step: the host time plus one second per token."""
     return work.num_tokens + 1.0
 
 

@@ -112,7 +112,7 @@ def test_router_without_available_replicas_returns_none():
     assert router.route(PROMPT, TOKENS) is None
     router.on_finish(open_decision)
     router.add("b")
-    router.on_finish(open_decision)  # must not change replica b, which took the place of a
+    router.on_finish(open_decision)  # the call must not change replica b, which took the place of a
     router.check()
     assert router.route(PROMPT, TOKENS).replica == "b"
 

@@ -509,7 +509,7 @@ def test_early_start_waits_while_other_request_has_work():
 
 
 def test_early_start_allocates_slots_for_all_tokens_of_step():
-    """Request "again" is admitted with 3 blocks. When the request runs alone, a step computes token 13 and needs 4."""
+    """Request "again" is admitted with 3 blocks. A step that computes 5 tokens of this request needs 4 blocks."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     created = request(scheduler, "again", [1] * 8 + [3] * 5, 2)

@@ -1,4 +1,4 @@
-"""Calls to stores: results and deadlines of a Batch, and when a Breaker refuses calls to a failing store."""
+"""Calls to stores: results and deadlines of a Batch, and the calls to a failing store that a Breaker refuses."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from storage_support import (
 
 MAX_BYTES = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
-SLOT_BYTES = 8192  # slot of an object of 5000 bytes, the default of `put`
+SLOT_BYTES = 8192  # size of the slot of an object of 5000 bytes, the default size in `put`
 # Places of the first two records in the table of a segment.
 FIRST, SECOND = (slice(at, at + RECORD_BYTES) for at in (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + RECORD_BYTES))
 
@@ -294,7 +294,7 @@ def test_store_with_flipped_bit_never_serves_wrong_bytes(open_store, tmp_path, n
         outcomes = [get(store, number) for number in range(8)]
         for number, (outcome, buffer) in enumerate(outcomes):
             assert buffer == (payload_of(number) if outcome.ok else b"\xee" * 5000)
-        # A bit in a slot damages one object, but a bit in the superblock of the table damages the whole segment.
+        # A flipped bit in a slot or record damages one object. In the superblock, it damages the whole segment.
         assert sum(outcome.ok for outcome, _ in outcomes) >= 7 or name.endswith("table")
         store.close()
 
@@ -666,7 +666,7 @@ def test_failing_disk_operation_never_causes_wrong_bytes(open_store, at):
         number = version % 8
         stored = put(store, number, version=version).ok
         outcome, buffer = get(store, number)
-        # the store has the new or the previous version of the object
+        # a successful read returns the new or the previous version of the object
         assert not outcome.ok or buffer in {payload_of(number, version=v) for v in (version, version - 8)}
         assert not (stored and outcome.ok) or buffer == payload_of(number, version=version)
     disk.before = lambda *_: None

@@ -179,7 +179,7 @@ def test_calls_wait_for_closing_owner_until_their_deadline(folder):
     owner = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, **SMALL)
     put(client, 1)
-    owner._participant.leave(1.0)  # stops serving, but keeps the lock, like an owner that writes its data at close
+    owner._participant.leave(1.0)  # the owner no longer serves clients, but keeps the lock, as during `close`
     assert client.contains([key_of(1)], timeout_s=0.2)[0].status is ObjectStatus.FAILED
     owner.close()
     while not has(client, 1)[0]:  # the breaker is open for a second

@@ -139,7 +139,7 @@ def test_record_bytes_equal_documented_format():
 
 def test_flipped_bit_in_record_or_superblock_raises():
     for good, unpack in ((RECORD.pack(), Record.unpack), (SegmentHeader(3, 8192, 5).pack(), SegmentHeader.unpack)):
-        # every bit of a record, but only every seventh bit of a superblock, which is much larger
+        # flip every bit of a record, but only every seventh bit of a superblock, because superblocks are larger
         for bit in range(0, len(good) * 8, 1 if len(good) == 256 else 7):
             bad = bytearray(good)
             bad[bit // 8] ^= 1 << bit % 8
