@@ -242,7 +242,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def two_equal_requests(self, spec, first, second):
-        """Let two requests compute the same blocks in different slots and, without a shortage, publish them alternately."""
+        """Let two requests compute equal blocks in different slots. With enough slots, publish the blocks in turns."""
         pairs = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in pairs):
             for pair, part in zip([*pairs, *pairs], [first, second, 99, 99], strict=True):

@@ -294,7 +294,8 @@ def test_store_with_flipped_bit_never_serves_wrong_bytes(open_store, tmp_path, n
         outcomes = [get(store, number) for number in range(8)]
         for number, (outcome, buffer) in enumerate(outcomes):
             assert buffer == (payload_of(number) if outcome.ok else b"\xee" * 5000)
-        # A flipped bit in a slot or record damages one object. In the superblock, it damages the whole segment.
+        # A flipped bit in a slot or a record damages one object. A flipped bit in the superblock damages the whole
+        # segment.
         assert sum(outcome.ok for outcome, _ in outcomes) >= 7 or name.endswith("table")
         store.close()
 
