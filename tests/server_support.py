@@ -27,7 +27,7 @@ class ServerProcess:
     def __init__(
         self, log: Path, *arguments: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> None:
-        """`prefix` is a command that starts the server, such as `nice -n 5`. It precedes the server's command line."""
+        """`prefix` precedes the command line of the server. An example is ("nice", "-n", "5")."""
         self._log = log
         self._clients: dict[str, openai.OpenAI] = {}
         with log.open("ab") as file:
@@ -49,7 +49,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine process. Preparation workers and helpers of multiprocessing are also children."""
+        """Process id of the engine process, the only child of the server with `spawn_main` in the command line."""
         for child in psutil.Process(self.process.pid).children():
             if "spawn_main" in " ".join(child.cmdline()):
                 return child.pid
@@ -90,7 +90,7 @@ class ServerProcess:
     def wait_for(
         self, condition: Callable[[dict[str, Any]], bool], seconds: float = 30, key: str = ""
     ) -> dict[str, Any]:
-        """Poll the state of the server until the condition is True for the state. Return the state."""
+        """Poll the server's state until the condition is True for the state. Return this state. Fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition(state := self.state(key)):
             assert time.monotonic() < deadline, f"condition not met within {seconds} s: {state}"

@@ -129,7 +129,7 @@ def test_hostile_body_is_a_format_error(body):
 
 @pytest.fixture
 def served(tiny_model):
-    """Run an EngineServer on a thread. Yield a socket connected to it, the channel on this socket, and the thread."""
+    """Run an EngineServer on a thread. Yield a connected socket, the channel on this socket, and the thread."""
     ours, theirs = socket.socketpair()
     inner, channel = Channel(theirs, ENGINE_CODEC), Channel(ours, ENGINE_CODEC)
     serving = threading.Thread(target=EngineServer(LLM(str(tiny_model), EngineConfig()).engine, inner).run)
@@ -169,7 +169,7 @@ def test_engine_process_ends_after_frame_of_invalid_length(served):
 
 
 def test_front_end_skips_invalid_frames(caplog):
-    """No engine process is started. `_read` gets frames like those of a broken engine process."""
+    """Without an engine process, `_read` gets four invalid bodies, a valid reply and an invalid length."""
 
     async def main():
         client = object.__new__(EngineClient)

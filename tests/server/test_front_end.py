@@ -1,4 +1,4 @@
-"""The front-end process runs without torch. kvtier.engine imports names that need torch only when they are used."""
+"""The front-end process runs without torch. In kvtier.engine, names that need torch are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send valid and invalid requests that schemathesis generates from the OpenAPI spec. None may cause a 5xx status."""
+"""Schemathesis generates valid and invalid requests from the OpenAPI spec. No request may cause a 5xx status."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis.errors import Unsatisfiable
 from server_support import ServerProcess
 
 EXAMPLES = 20 * int(os.environ.get("KVTIER_SOAK", "1"))
-# Calls that interrupt the service by design. They are sent to a separate server.
+# These calls interrupt the service by design, so they are sent to a separate server.
 INTERRUPTING = r"^/(sleep|wake_up|control/(sleep|wake|resize))"
 MOST_BLOCKS = 64
-"""Largest `num_blocks` that is sent. Larger ones could take all memory. test_control.py sends sizes that do not fit."""
+"""Largest `num_blocks` that is sent. Larger tiers could exhaust memory. test_control.py tests such sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def load_spec(server: ServerProcess):
 
 
 def check(case) -> None:
-    """Send a request, and check the status and the error."""
+    """Replace the model name and limit `num_blocks`, if present. Send the request, and check the status and the error."""
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body["model"] = "tiny"  # otherwise few requests would reach the engine
     if isinstance(case.body, dict) and type(case.body.get("num_blocks")) is int and case.body["num_blocks"] > 0:
@@ -68,7 +68,7 @@ def check(case) -> None:
         is_anthropic = case.path.startswith("/v1/messages")
         assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
         assert error["message"]
-        # An error need not name a field if its status is not 400, or if it is about the whole body.
+        # The field may be missing if the status is not 400, or if the message is about the whole body.
         has_no_field = answer.status_code != 400 or "the body" in error["message"]
         assert error["param"] or has_no_field, (case.as_curl_command(), error)
 
@@ -103,7 +103,7 @@ def test_fuzzed_requests_never_get_5xx(spec, mode):
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
-    """Send random requests to the endpoints for sleep, wake-up and resize. After each one, GET /state must succeed."""
+    """Send random requests to the endpoints for sleep, wake-up and resize. After each request, check the state."""
     server, spec = interrupting
     sizes: set[tuple[int, ...]] = set()
 
@@ -115,7 +115,7 @@ def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
 
     assert fuzz(spec, mode, look) >= EXAMPLES
     assert server.post("/wake_up").status_code == 200
-    assert len(sizes) > 2 or mode == "negative"  # invalid requests change no size
+    assert len(sizes) > 2 or mode == "negative"  # invalid requests resize no tier
     body = {"model": server.model, "prompt": "a", "max_tokens": 1}
     assert server.post("/control/resize", {"tier": "device", "num_blocks": 16}).status_code == 200
     assert server.post("/v1/completions", body).status_code == 200

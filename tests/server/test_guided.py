@@ -135,6 +135,6 @@ def test_contradictory_restrictions_are_400(server):
     answer = post(server, **fields)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_allowed"), answer.text
     stream = post(server, guided_choice=["yes", "you"], bad_words=["e", "o"], stream=True)
-    # The error is in an event, or in a 400 response if no token was sent before.
+    # If the error occurs before the first token, the status is 400. Otherwise, the error is an event of the stream.
     assert '"code":"no_token_allowed"' in stream.text
     assert texts(server, guided_choice=["yes", "no"], bad_words=["y"]) == ["no"]

@@ -1,4 +1,4 @@
-"""Bodies that are large or slow to process get a clear error, and the server still serves the next request."""
+"""Large bodies and slow schemas get an answer or a clear error, and the server still serves the next request."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def tenants(tiny_model, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tenants")
     model = shutil.copytree(tiny_model, folder / "model")
-    # The vocabulary writes byte 0, the text NAN_TEXT, as the character U+0100.
+    # NAN_TEXT is byte 0. The vocabulary represents this byte by the character U+0100.
     token = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"][chr(0x100)]
     weights = safetensors.torch.load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][token] = float("nan")
@@ -67,7 +67,7 @@ def tenants(tiny_model, tmp_path_factory):
 
 
 def stream(server, options, begun):
-    """Run the stream of a victim. Set `begun` at its first line. Return text, text offsets and finish reason."""
+    """Run the stream of a victim. Set `begun` after the first line. Return text, text offsets and finish reason."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {"model": server.model, "prompt": "Once", "max_tokens": 700, "stream": True, "response_format": form}
     headers, chunks = {"Authorization": "Bearer victim-secret-key"}, []

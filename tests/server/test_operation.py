@@ -35,7 +35,7 @@ LONG = {"prompt": "tell me everything", "max_tokens": 1900, "ignore_eos": True, 
 
 
 def stream(server, body=None, key=""):
-    """Open a stream and read its first event. Return the client, the response and the remaining lines."""
+    """Open a stream. If the status is 200, read the first line. Return the client, the response and the other lines."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = httpx.Client(timeout=60, headers=headers)
     answer = client.send(
@@ -133,7 +133,7 @@ def test_disconnect_before_the_response_is_counted_as_499(server):
     num_errors = [responses(server, status) for status in (400, 500)]
     server.wait_for(drained)
     body = json.dumps({"model": server.model, **LONG, "stream": False}).encode()
-    for sent in (body, body[:10]):  # disconnect while the engine computes, and while the body arrives
+    for sent in (body, body[:10]):  # disconnect while the engine computes, then while the body arrives
         before = responses(server, 499)
         with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
             connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode())
@@ -178,7 +178,7 @@ def test_stopped_engine_causes_503_and_is_killed_on_sigterm(start):
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model, tmp_path_factory):
-    """Yield a server with one row and one place in the queue. Control calls time out after 0.5 s."""
+    """Yield a server with one row in the batch and one place in the queue. Control calls time out after 0.5 s."""
     options = ("--model", str(tiny_model), "--threads", "1", "--max-rows", "1", "--max-waiting", "1")
     process = ServerProcess(tmp_path_factory.mktemp("narrow") / "log", *options, "--control-seconds", "0.5")
     yield process
@@ -527,7 +527,7 @@ def test_tenant_above_block_quota_evicts_own_blocks_only(guarded):
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # each prompt fills four blocks with its 70 tokens
+    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # each prompt has 70 tokens, which fill four blocks
     cached("root-secret-key", theirs := "theirs " * 20)
     for number, prompt in enumerate(mine):
         cached("small-secret-key", prompt, cache_salt=f"part {number % 2}")

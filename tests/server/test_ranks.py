@@ -1,4 +1,4 @@
-"""`kvtier serve --tensor-parallel 2` returns the same answers as one rank. If one process fails, all processes exit."""
+"""Servers with two ranks and with one rank return the same answers. If one process fails, all processes exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shutdown waits for streams, up to a limit. A crash ends them at once. The next server reuses the blocks on disk."""
+"""A shutdown waits for streams, up to a limit. A crash ends streams at once. The next server reuses blocks on disk."""
 
 from __future__ import annotations
 

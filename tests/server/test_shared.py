@@ -1,4 +1,4 @@
-"""Two servers share a Redis and an S3 bucket. Conversations move between the servers, and a crash loses no answer."""
+"""Two servers share Redis and an S3 bucket. Conversations move between the servers, and a crash loses no answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stores:
         self.restart()
 
     def restart(self) -> None:
-        """Kill both servers and start them again without data."""
+        """Kill the servers that run. Start both servers without data."""
         self.kill_redis()
         self.kill_s3()
         folder = self._folder / uuid.uuid4().hex
@@ -163,13 +163,13 @@ def num_shared(server) -> int:
 
 
 def test_conversation_reuses_blocks_computed_by_other_server(servers):
-    lengths = [0]  # prompt tokens of each turn
+    lengths = [0]  # prompt tokens of the turns; 0 before the first turn
     before = [num_shared(server) for server in servers]
 
     def send(turn, messages):
         server = servers[turn % 2]
         answer = ask(server, messages)
-        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, in the turn before
+        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, in the previous turn
         assert cached_of(answer) >= computed
         assert server.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(computed, BLOCK_TOKENS)
         lengths.append(answer["usage"]["prompt_tokens"])
@@ -271,7 +271,7 @@ def test_killed_stores_fail_no_request_and_are_used_again(servers, stores):
     stores.restart()
 
     def is_shared() -> bool:
-        """Send a question to both servers. Return True if the second server finds blocks of it in a store."""
+        """Send a question to both servers. Return True if the second server finds blocks in a store."""
         salt = uuid.uuid4().hex
         first, second = (ask(server, [question("back", 0)], cache_salt=salt) for server in servers)
         assert text_of(first) == text_of(second)
