@@ -1,8 +1,8 @@
 """Host pools for tests of the SGLang backend: SGLang's own pools and a small replacement.
 
 SGLang cannot be installed here, because it needs CUDA packages. Its storage interface, file and simulation backends,
-host pools and cache controller need only torch. These modules are loaded from the folder KVTIER_SGLANG (SGLang's
-`python` folder). Stubs replace all other modules of SGLang; the functions of a stub return False.
+host pools and cache controller need only torch. These modules are loaded from SGLang's `python` folder, whose path is
+in the environment variable KVTIER_SGLANG. Stubs replace all other modules of SGLang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 class _StubModule(types.ModuleType):
-    """A module with every attribute: capitalised names are classes, other names are functions that return False."""
+    """A module that creates missing attributes: classes for capitalised names, otherwise functions that return False.
+
+    Names that begin with two underscores raise AttributeError.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +45,7 @@ class _StubModule(types.ModuleType):
 
 
 class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds real modules in the snapshot, and stubs for all others."""
+    """Imports the modules in REAL from the folder SNAPSHOT, and replaces all other modules of SGLang by stubs."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
         if name.split(".")[0] != "sglang":
@@ -66,7 +69,7 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load_sglang() -> None:
-    """Make the modules of the snapshot importable."""
+    """Make SGLang's modules importable. SGLang's host pools may then use all free host memory."""
     if not any(isinstance(finder, _Loader) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Loader())
         importlib.import_module("sglang.srt.mem_cache.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
@@ -77,7 +80,7 @@ def make_pool(layout: str, *, is_mla: bool = False, num_pages: int = 12, page_si
     dtype = options.pop("dtype", torch.float16)
     shape = {"layer_num": 3, "start_layer": 0, "end_layer": 3, "device": "cpu", "store_dtype": dtype}
     shape |= {"layer_shard_enabled": False, **options}
-    size = (num_pages - 1) * page_size  # of the device pool; SGLang's host pool has one page more
+    size = (num_pages - 1) * page_size  # tokens in the device pool; SGLang's host pool has one page more
     if is_mla:
         module = importlib.import_module("sglang.srt.mem_cache.pool_host.mla")
         device: Any = types.SimpleNamespace(kv_lora_rank=24, qk_rope_head_dim=8, size=size, **shape)
@@ -111,7 +114,7 @@ def make_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
 
 
 class PlainPool:
-    """A host pool for tests without SGLang, with the attributes of SGLang's pools.
+    """A host pool for tests without SGLang, with the attributes that kvtier reads from SGLang's pools.
 
     The memory has the shape [pieces, pages, bytes per piece]. By default, the pieces of a page are K and V.
     """
@@ -128,7 +131,7 @@ class PlainPool:
 
 
 def indices_of(pages: list[int], page_size: int = 4) -> torch.Tensor:
-    """Return the host indices of pages."""
+    """Return the host indices of all tokens in the pages."""
     return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages] or [torch.empty(0)])
 
 

@@ -106,7 +106,7 @@ class Victim:
             self._take(*line)
 
     def inspect(self) -> Damage:
-        """Open the store and read all objects. Reduce `possible` to what the reads returned."""
+        """Open the store and read all objects. Set `possible` to the versions that were read, or to None."""
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
@@ -117,7 +117,7 @@ class Victim:
             corrupt += not ((result.ok and matching) or result.status is ObjectStatus.MISSING)
             lost += not result.ok and None not in possible
             self.possible[number] = matching if result.ok else {None}
-        check_disk(store)  # every slot is free or contains an object
+        check_disk(store)  # fails if the store has lost a slot
         damage = Damage(
             found, lost, corrupt + store.stats.num_quarantined, store.stats.num_evicted, self._leaked(store)
         )
@@ -125,7 +125,7 @@ class Victim:
         return damage
 
     def _leaked(self, store: DiskStore) -> int:
-        """Return the number of bytes that the store does not count as used, in all files except LOCK and keys."""
+        """Return the number of file bytes that the store does not count as used, except in LOCK and the folder keys."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
         files = [path for path in files if path.parent.name != "keys"]
         return sum(path.stat().st_size for path in files) - store.stats.used_bytes
@@ -152,7 +152,7 @@ class Damage:
     lost: int
     """Number of objects that must be in the store but could not be read."""
     corrupt: int
-    """Number of objects that were quarantined or that contain the bytes of no possible version."""
+    """Number of reads that failed or returned the bytes of no possible version, plus the quarantined objects."""
     evicted: int
     leaked_bytes: int
 

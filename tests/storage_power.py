@@ -27,7 +27,7 @@ class Versions:
         return write_of(number, nbytes, len(self.sizes[number]) - 1)
 
     def check_read(self, store: DiskStore, number: int) -> int | None:
-        """Read an object, check its bytes and return its version, or None if the object is missing."""
+        """Read an object and check its bytes. Return its version, or None if no read succeeds."""
         for nbytes in reversed(self.sizes[number]):
             result, target = get(store, number, nbytes)
             if not result.ok:
@@ -45,9 +45,9 @@ class Versions:
 class PowerFailure:
     """Runs calls on a simulated disk whose power fails before operation number `at`, or when `fail` is called.
 
-    Operations are numbered from 1, so at=0 stands for no operation. `left` is the disk after the failure, and None
-    before. `durable` contains the objects whose last change was reported as durable, without evicted objects. It maps
-    the number of an object to its version, or to None if the object was removed.
+    Operations are numbered from 1, so at=0 stands for no operation. `left` is None before the failure, and the disk
+    after the failure. `durable` contains the objects whose last change was reported as durable, without evicted
+    objects. It maps the number of an object to its version, or to None if the object was removed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PowerFailure:
         self.store = DiskStore(self.folder, self.max_bytes, files=self.disk, sync=sync, **self._settings)
 
     def fail(self, keep: float = 0.5) -> None:
-        """Simulate a power failure. Each unsynced part is kept with probability `keep`."""
+        """Simulate a power failure. Each decision of SimulatedDisk.after_crash keeps data with probability `keep`."""
         self.left = self.disk.after_crash(lambda: self._random.random() < keep)
 
     def kill(self) -> None:
@@ -90,7 +90,7 @@ class PowerFailure:
         else:
             results = self.store.remove([key_of(n) for n in numbers])
             reported = dict.fromkeys(numbers)
-        for number in numbers:  # after a call that is not durable, the state of its objects is unknown
+        for number in numbers:  # the state of the objects is unknown, unless the call is durable
             self.durable.pop(number, None)
         if self.left is None and results.is_durable:
             self.durable |= reported
@@ -148,7 +148,7 @@ class Checked:
     leaked_bytes: int
     """Number of bytes in the quarantine folder.
 
-    The store moves a segment there if its superblock is invalid. A power failure must not cause that.
+    The store moves segments with an invalid superblock to this folder. A power failure must not create such segments.
     """
 
 

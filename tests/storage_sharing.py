@@ -1,4 +1,4 @@
-"""Several processes read and write one folder. They are killed with SIGKILL at random times.
+"""Several processes read and write one folder, and are killed with SIGKILL at random times.
 
 `python storage_sharing.py FOLDER WORKLOAD` runs the parent process of the workers. The class Crowd starts this process.
 
@@ -9,8 +9,8 @@ worker has ended, and prints "dead PLACE". The lines of a worker begin with its 
 
     trying, stored, dropping   as in storage_crash
     dropped NUMBER 0           after each removal
-    wrong TEXT ..              an error: a lost or changed object, a result that is not allowed, or a late call
-    calls N SECONDS            the number of calls since the last such line, and the duration of the longest of them
+    wrong TEXT ..              an error: a lost or changed object, a result that is not allowed, or a slow call
+    calls N SECONDS            the number of calls since the last such line, and the longest duration of these calls
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Worker:
         self._store = open_folder(folder, workload, sync)
         self._own = range(place * NUMBERS_PER_PLACE, (place + 1) * NUMBERS_PER_PLACE)
         self._last: dict[int, int | None] = {}
-        """Version of each own object after the last call that stored it, or None if it was removed since."""
+        """Version in the last successful write of each own object, or None after a later removal of the object."""
 
     def say(self, *words: object) -> None:
         os.write(1, (" ".join(map(str, (self._place, *words))) + "\n").encode())
@@ -218,7 +218,7 @@ class Crowd:
             self.possible[number].add(version if word == "trying" else None)
 
     def inspect(self) -> dict[str, int]:
-        """Open the store after the end of all workers and read all objects. Return counts. Only `found` may be > 0."""
+        """Read all objects after the end of all workers. Return counts. All counts except `found` must be 0."""
         store = open_folder(self.folder, self.workload)
         found = lost = corrupt = 0
         for number, possible in self.possible.items():
@@ -252,7 +252,7 @@ class Crowd:
 def kill_crowd(crowd: Crowd, num_kills: int, rng: random.Random) -> None:
     """Start a worker at every place. Then kill a worker and start another at its place, `num_kills` times.
 
-    Every second victim is the owner of the folder, if a worker owns it.
+    Every second victim is the owner of the folder, if the owner is a worker.
     """
     for place in range(NUM_PLACES):
         crowd.start(place, rng.choice([*Sync]))

@@ -141,8 +141,8 @@ class Fault:
 class FaultyStore:
     """A MemoryStore that applies the next fault to each call.
 
-    A hang advances the clock by the timeout of the call. In `scan`, an error or a hang only makes the call fail, and
-    other faults have no effect.
+    A hang advances the clock by the timeout of the call. In `scan`, an error or a hang fails the call and leaves the
+    clock unchanged, and other faults have no effect.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class FaultyStore:
 
 @dataclass
 class Node:
-    """A file with its durable content, its current content and the writes since the last sync."""
+    """A file with its durable content, its current content, and the writes and allocations since the last sync."""
 
     durable: bytearray = field(default_factory=bytearray)
     current: bytearray = field(default_factory=bytearray)
@@ -231,7 +231,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Called before each operation that `_step` counts, with its name and number. The call may raise or block."""
+        """Called before each operation that `_step` counts, with the operation's name and number. May raise or block."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000

@@ -32,7 +32,7 @@ class Faults:
 
 
 class Proxy:
-    """Listens on `port` until it is closed.
+    """Listens on `port` until `close` is called.
 
     `num_asked` counts the bytes that clients have sent, and `num_turns` counts the round trips.
     """
@@ -88,7 +88,7 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
-            for each in (client, server):  # like Redis; otherwise some answers wait 40 ms for an ACK
+            for each in (client, server):  # as in Redis; otherwise some answers would wait 40 ms for an ACK
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}

@@ -16,5 +16,5 @@ class SkippedModule(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skip every module of this folder if SGLang's sources are missing, because the module could not be imported."""
+    """Skip every module of this folder if SGLang's sources are missing, because the modules import SGLang."""
     return None if SNAPSHOT else SkippedModule.from_parent(parent, path=module_path)

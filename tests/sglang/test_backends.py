@@ -50,7 +50,7 @@ def kvtier(tmp_path):
 class Trio:
     """KvtierStorage (`ours`), HiCacheFile and SimHiCacheStorage.
 
-    Each has its own pools. At the start, pools of the same name have equal bytes.
+    Each backend has its own pools. At the start, pools of the same name have equal bytes.
     """
 
     def __init__(self, ours, folder, layout, *, is_mla, seed):
@@ -141,7 +141,7 @@ class Trio:
             keys, pages = self.draw()
             indices = indices_of(pages)
             if self.random.random() < 0.1:
-                indices = indices[:-1]  # wrong number of indices: must return False, not raise
+                indices = indices[:-1]  # for a wrong number of indices, backends must return False, not raise
             policy = self.random.choice(list(PoolHitPolicy))
             made.append(PoolTransfer(name=name, host_indices=indices, keys=keys, hit_policy=policy))
         return made

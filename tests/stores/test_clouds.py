@@ -81,7 +81,7 @@ def test_gcs_error_for_wrong_token_hides_the_token(gcs_url, monkeypatch):
 
 
 def signed_claims(token: str, key: rsa.RSAPublicKey) -> dict[str, object]:
-    """Check the RS256 signature of a JSON web token and return its claims. Raise InvalidSignature if it is wrong."""
+    """Return the claims of a JSON web token. If the RS256 signature is wrong, raise InvalidSignature."""
     signed, _, signature = token.rpartition(".")
     key.verify(base64url(signature), signed.encode(), padding.PKCS1v15(), hashes.SHA256())
     header, claims = (json.loads(base64url(part)) for part in signed.split("."))

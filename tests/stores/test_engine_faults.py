@@ -143,7 +143,7 @@ def test_hanging_store_gets_no_calls_after_one_deadline(model, setup, chats, exp
     assert store.stats.num_refused > refused
     setup.proxy.set(Faults())
     clock.now = 1000.0
-    reconnected = make_engine(model, store)  # its first call closes the breaker
+    reconnected = make_engine(model, store)  # the first call of this engine closes the breaker
     assert talk(reconnected, chats) == expected
     assert num_fetched(reconnected) > 0
     reconnected.close()

@@ -1,4 +1,4 @@
-"""Subscribers rebuild the index of a tree from its events alone, even if they join late or lose messages."""
+"""A subscriber rebuilds the index of a tree from events alone, even if it joins late or loses messages."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_replica_feed_follows_a_publisher_across_gaps():
 
 
 def test_routers_rebuild_the_index_after_10000_events():
-    """One router receives all messages, one loses a third of them, and one joins at the end."""
+    """One router receives all messages, one loses about 33 % of the messages, and one joins at the end."""
     chance = random.Random(1)
     with published(48, 96, num_kept=200) as (tree, start, events):
         whole, lossy = start(), start()

@@ -242,7 +242,7 @@ def test_remote_object_with_inconsistent_lengths_is_corrupt(setup, nbytes):
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
-    record = resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little"))  # the size of the object is at 112
+    record = resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little"))  # the size of the object is at byte 112
     setup.raw.set(name, record + value[RECORD_BYTES:])
     target = bytearray(b"\xee" * 8000)
     outcome = store.read_into([Read(key_of(1), LABEL, memoryview(target)[:5000])])[0]
@@ -368,7 +368,7 @@ def test_object_of_newer_format_is_missing_but_not_deleted(setup):
     store, name = setup.store(), key_of(1).hex()
     put(store, 1)
     value = setup.raw.get(name)
-    record = resealed(value[:RECORD_BYTES], 8, (VERSION + 1).to_bytes(2, "little"))  # the format version is at 8
+    record = resealed(value[:RECORD_BYTES], 8, (VERSION + 1).to_bytes(2, "little"))  # the format version is at byte 8
     newer = record + value[RECORD_BYTES:]
     setup.raw.set(name, newer)
     outcome = check_read(store, 1)

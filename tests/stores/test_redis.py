@@ -242,7 +242,7 @@ def test_redis_cluster_client_follows_moved_slots(cluster_ports):
     for node in nodes.values():
         node.flushall()  # a node refuses to give away a slot with keys, such as keys of another test
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}?cluster=yes&prefix={prefix}")) as store:
-        assert put(store, *range(20)).ok  # the client now caches the slot map, which the loop makes outdated
+        assert put(store, *range(20)).ok  # now the client caches the slot map, and the loop makes this map outdated
         store.remove([key_of(n) for n in range(20)])
         for number in range(20):
             name = prefix + key_of(number).hex()

@@ -26,7 +26,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faulty_server_fills_no_page_with_wrong_bytes(name, redis_port):
-    """No call raises, a page is found with its bytes or is a miss, and all pages are found again after the fault."""
+    """No call raises. A page is a miss or has the right bytes. After the fault, all pages are found again."""
     with contextlib.closing(Proxy(redis_port)) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}?prefix={uuid.uuid4().hex}:&retries=0&timeout=1s"
         settings = HiCacheSettings.parse({"store": url, "revision": "1", "timeout_s": 1.0, "gib_timeout_s": 0.0})
