@@ -14,7 +14,7 @@ from kvtier.memory import Stream
 
 @contextlib.contextmanager
 def held_back(stream: Stream) -> Iterator[None]:
-    """Block a host stream. Tasks that are enqueued inside the `with` statement run after it."""
+    """Block a host stream. Tasks that are enqueued inside the `with` statement run after the statement."""
     gate = threading.Event()
     stream.enqueue(gate.wait)
     try:

@@ -318,7 +318,8 @@ class TiersMachine(RuleBasedStateMachine):
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
     """Run a machine. Check that the examples had at least 40 steps on average and that every tier had hits.
 
-    Examples are random, so a tier may have no hits by chance. Then the machine runs again, up to three runs in all.
+    Examples are random, so a tier may have no hits by chance. In this case, run the machine again, up to three
+    runs in all.
     """
     limits = settings(
         max_examples=examples * SOAK,

@@ -14,7 +14,7 @@ from kvtier.replay import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 def write_trace(requests: Iterable[TraceRequest], path: str | Path) -> int:
-    """Write requests in Mooncake's format, compressed according to the suffix. Return the number of requests."""
+    """Write requests in Mooncake's format, compressed if the suffix is .gz or .zst. Return the number of requests."""
     lines = []
     for request in requests:
         if request.block_tokens != TRACE_BLOCK_TOKENS:

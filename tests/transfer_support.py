@@ -77,7 +77,7 @@ def device_bytes(group, views):
 
 
 def host_bytes(host):
-    """Return the bytes of the host blocks as [slot, byte]."""
+    """Return the bytes of the ready host blocks as [slot, byte]."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return np.stack([host.block(slot).numpy().copy() for slot in range(host.num_ready)])

@@ -115,7 +115,7 @@ class RandomCases:
         ]
 
     def run(self) -> None:
-        """Run a random batch with and without the PrefixCache, sometimes call `_continue`, and compare the results."""
+        """Run a random batch with and without the PrefixCache and compare the results. Sometimes call `_continue`."""
         rng = self._random
         prompts = [self._prompt() for _ in range(rng.choice((1, 1, 2, 3)))]
         inputs = padded(prompts)

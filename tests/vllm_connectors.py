@@ -1,6 +1,7 @@
 """A KvtierConnector with injected faults. vLLM processes import it through `kv_connector_module_path`.
 
-The environment variable KVTIER_FAULTS contains the initial Faults as JSON. Scenarios change them in a running process.
+The environment variable KVTIER_FAULTS contains the initial Faults as JSON. Scenarios change these Faults
+in a running process.
 """
 
 from __future__ import annotations

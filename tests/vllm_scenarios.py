@@ -136,9 +136,9 @@ vLLM's CPU attention multiplies the values after the end of a sequence by 0, and
 def poison_free_blocks(driver: Driver) -> None:
     """Fill each device block with poison when vLLM discards its content.
 
-    vLLM discards the content of a block when it frees the block and the block is not in its prefix cache, or when it
-    assigns the block to another request. A save that holds no reference to its block saves poison. A request that runs
-    before its load has ended reads poison.
+    vLLM discards the content when it frees a block that is not in the prefix cache, and when it assigns a block to a
+    request. A save that holds no reference to its block saves poison. A request that runs before its load has ended
+    reads poison.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
@@ -279,7 +279,7 @@ def check_offers(driver: Driver) -> None:
 
 
 def random_aborts(driver: Driver, prompts: Sequence[Sequence[int]], seed: int) -> set[str]:
-    """Run requests and abort some at random times, also during copies. Return the states in which they were aborted."""
+    """Run requests and abort some at random times, also during copies. Return the states just before the aborts."""
     draws, faults, states, left = random.Random(seed), _faults(), set(), list(prompts)
     while left or driver.waiting:
         if left and len(driver.waiting) < 6 and draws.random() < 0.3:
@@ -309,7 +309,7 @@ def reset_while_loading(driver: Driver, prompt: Sequence[int]) -> Answer:
     name = driver.add(prompt)
     driver.step_until(lambda: driver.state(name) == "WAITING_FOR_REMOTE_KVS", "the request loads")
     driver.step()
-    assert not driver.reset(connector=True)  # vLLM refuses, because the request holds device blocks
+    assert not driver.reset(connector=True)  # vLLM keeps the device cache, because the request holds blocks
     driver.step()
     faults.loads_may_run.set()
     check_idle(driver)
@@ -350,10 +350,10 @@ def pause(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps
 
 
 def sleep(driver: Driver, prompts: Sequence[Sequence[int]], mode: str, num_steps: int) -> bool:
-    """Put the engine to sleep while requests run, then wake it up. Drop the answers. Return True if it slept.
+    """Put the engine to sleep while requests run, then wake it up. Drop the answers. Return True if the engine slept.
 
-    On a CPU, vLLM keeps the memory of the model during sleep. It empties its own cache and the cache of the connector,
-    as on a GPU.
+    On a CPU, vLLM keeps the memory of the model during sleep. As on a GPU, vLLM empties its own cache and the cache of
+    the connector.
     """
     for prompt in prompts:
         driver.add(prompt, max_tokens=30)
@@ -381,7 +381,7 @@ def _faults() -> Any:
 
 
 def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> None:
-    """Delay the saves of a request until it has finished and other requests have used all free device blocks."""
+    """Delay all saves until a request and then other requests, which reuse the free device blocks, have finished."""
     faults = _faults()
     faults.saves_may_run.clear()
     for each in (prompt, *others):
@@ -393,7 +393,7 @@ def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Seq
 
 
 def slow_copies(driver: Driver, num_steps: int) -> None:
-    """Allow copies only in one of `num_steps` steps, so that each copy lasts several steps."""
+    """Allow copies only after every `num_steps`-th step, so that copies last several steps."""
     faults, count = _faults(), [0]
 
     def change() -> None:
@@ -408,7 +408,7 @@ def slow_copies(driver: Driver, num_steps: int) -> None:
 
 
 def settle_stores(driver: Driver) -> None:
-    """Run steps until the stores contain every saved block. vLLM runs steps only for requests, so send short ones."""
+    """Run steps until the stores contain every saved block. To make vLLM run steps, send short requests."""
     from kvtier.messages import Route
 
     manager = connectors(driver)[0].scheduler.manager
@@ -559,7 +559,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
 
 
 def _request(hasher: Any, adapters: Sequence[str], **drawn: Any) -> Any:
-    """Return a vLLM Request. Its media items do not overlap, as in vLLM."""
+    """Return a vLLM Request. Leave out media items that overlap or exceed the prompt, because vLLM never has these."""
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""Run vLLM's schedulers with kvtier's scheduler side and simulated workers, without a model, threads or a clock.
+"""Run vLLM's schedulers with kvtier's scheduler side and simulated workers, without weights, threads or a clock.
 
     SteppedEngine      vLLM's EngineCore loop: schedule, execute, update, with one or two batches in flight
     SimulatedWorker    a rank: device and host memory, a memory store, and transfers that the test ends
@@ -80,7 +80,7 @@ def kv_of(salt: str, tokens: tuple[int, ...]) -> int:
 
 @dataclass
 class Conversation:
-    """The expected tokens of a request. Each token depends on all tokens before it."""
+    """The expected tokens of a request. Each generated token depends on all tokens before it."""
 
     prompt: tuple[int, ...]
     salt: str
@@ -134,7 +134,7 @@ class PendingCopy:
 class SimulatedWorker:
     """One rank. A copy stays in flight until the test calls `finish`.
 
-    With `fails_requests`, a failed load fails its whole request, otherwise only the blocks that did not arrive.
+    With `fails_requests`, a failed load fails the whole request. Otherwise, only the blocks that did not arrive fail.
     """
 
     def __init__(self, rank: int, setup: EngineSetup, namespace: bytes, *, fails_requests: bool) -> None:
@@ -204,7 +204,7 @@ class SimulatedWorker:
                 self._failed |= failed_blocks(copy.load, result)
 
     def _copy_block(self, transfer: TransferRequest, number: int, namespace: bytes) -> int:
-        """Copy one block. Return 0 if the source block is damaged or missing."""
+        """Copy one block and return 1. If the source block is damaged or missing, return 0."""
         route = transfer.route
         if route is Route.DEVICE_TO_HOST:
             slot = int(transfer.targets[number])
@@ -387,8 +387,9 @@ class SteppedEngine:
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
         """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
 
-        `preempts` has no effect if vLLM could not free all blocks then. This is the case while a batch is in flight,
-        while the connector has work, while vLLM defers the release of blocks, and while waiting requests hold blocks.
+        If the setup is not async, first finish all batches. `preempts` has no effect while vLLM cannot free all blocks.
+        This is the case while a batch is in flight, while the connector has work, while vLLM defers the release of
+        blocks, and while waiting requests hold blocks.
         """
         while self.batches and not self.setup.is_async:
             self.execute()
@@ -499,7 +500,7 @@ class SteppedEngine:
         conversation, first, stop = row.conversation, row.num_computed, row.num_computed + count
         conversation.extend(stop + 1)
         self._check_reads(name, row)
-        # Positions from num_known on hold draft tokens. From the first wrong draft token on, their KV is wrong.
+        # Positions from num_known on hold draft tokens. From the first wrong draft token on, the KV is wrong.
         num_right = min(stop, row.num_known)
         while num_right < stop and row.drafts[num_right - row.num_known :][:1] == [conversation.tokens[num_right]]:
             num_right += 1

@@ -158,7 +158,7 @@ class Vllm:
 
 
 class Template:
-    """A process that has imported vLLM. It forks an engine for each test that needs one."""
+    """A process that imports vLLM once and forks a process for each engine."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
@@ -177,7 +177,7 @@ class Template:
     def start(
         self, connector: dict[str, Any] | None, *, executor: str = "uni", model: Path | None = None, **arguments: Any
     ) -> Iterator[Vllm]:
-        """Start an engine. Upper-case `arguments` are environment variables, the others are arguments of vLLM."""
+        """Start an engine. Upper-case `arguments` are environment variables. The others are arguments of vLLM."""
         environment = {key: arguments.pop(key) for key in list(arguments) if key.isupper()}
         self._count += 1
         setup = Setup(str(model or self.model), connector, executor, arguments, environment)
@@ -195,7 +195,7 @@ class Template:
 
 
 class Oracle:
-    """Returns the answers of vLLM without a connector. It answers one request at a time and caches the answers."""
+    """Returns the answers of a vLLM engine without a connector. Runs one request at a time and caches the answers."""
 
     def __init__(self, engine: Vllm) -> None:
         self._engine = engine

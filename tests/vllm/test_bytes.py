@@ -49,7 +49,7 @@ def test_repeated_prompts_load_and_evict_blocks(checked):
 @pytest.mark.vllm_ci
 @pytest.mark.parametrize("caching", [True, False])
 def test_poisoned_free_blocks_are_never_used(vllm, oracle, caching):
-    """Copies are delayed. If a save held no reference to its device block, it would save poison."""
+    """Copies are delayed. If a save held no reference to its device block, the save would copy poison."""
     prompts = [prompt_of(320 + number % 5, 60 + 97 * number % 300) for number in range(24)]
     arguments = {"num_gpu_blocks_override": 30, "enable_prefix_caching": caching}
     with vllm.start(connector(**FAULTY, max_saving_blocks=0), **arguments) as engine:

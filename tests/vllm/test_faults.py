@@ -90,7 +90,7 @@ def test_changed_host_memory_is_never_used(vllm, oracle, found_by):
 class RedisEngine:
     """An engine whose Redis store is behind a proxy. Redis contains the blocks of the prompts.
 
-    After `forget`, host memory is empty, so that the engine must read Redis.
+    After `forget`, host memory is empty, so the engine must read from Redis.
     """
 
     def __init__(self, engine, proxy, client, prompts):
@@ -121,7 +121,7 @@ def stored(vllm, redis_port):
 
 @pytest.fixture(scope="module")
 def intact(vllm, redis_port):
-    """An engine whose calls to the store have so much time that none is late, even if the CPU is busy."""
+    """An engine whose calls to the store time out after 300 s, so that no call is late, even if the CPU is busy."""
     with redis_engine(vllm, redis_port, "intact", "300s", wait="wait") as engine:
         yield engine
 

@@ -1,4 +1,4 @@
-"""Requests share blocks only if vLLM would share them: salts, LoRA adapters, media and prompt embeddings."""
+"""Tests with salts, LoRA adapters, media and embeddings: requests share a block only if vLLM would share the block."""
 
 from __future__ import annotations
 

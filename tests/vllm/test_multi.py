@@ -25,7 +25,7 @@ def both(folder, *, first):
 
 @pytest.mark.parametrize("first", ["kvtier", "example"])
 def test_offer_that_vllm_does_not_choose_is_released(vllm, oracle, tmp_path, first):
-    """Each connector offers its cached blocks. vLLM loads from the first connector that has some."""
+    """Each connector offers its cached blocks. vLLM loads from the first connector that has any."""
     prompts = [prompt_of(number) for number in range(600, 604)]
     # ExampleConnector saves only the first chunk of a prompt, so the first chunk must contain the whole prompt.
     with vllm.start(both(tmp_path / "example", first=first), max_num_batched_tokens=512) as engine:

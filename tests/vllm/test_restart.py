@@ -81,8 +81,7 @@ def test_kills_lose_no_durable_block(vllm, oracle, tmp_path):
             answers = []
             for count, prompt in enumerate(PROMPTS, start=1):
                 answers += engine.ask([prompt])
-                # Wait until the store has the 9 blocks of this prompt, because the next prompt needs the host blocks.
-                if not number:
+                if not number:  # wait until the store has the 9 blocks, because the next prompt needs the host blocks
                     engine.run(scenarios.metric_after, "vllm:kvtier_moved_blocks purpose=store", count * 9)
             assert [answer.tokens for answer in answers] == expected
             if number:
