@@ -90,7 +90,7 @@ class ServerProcess:
     def wait_for(
         self, condition: Callable[[dict[str, Any]], bool], seconds: float = 30, key: str = ""
     ) -> dict[str, Any]:
-        """Poll the server's state until the condition is True for the state. Return this state. Fail after `seconds`."""
+        """Poll the server's state until the condition is True for it. Return this state. Fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition(state := self.state(key)):
             assert time.monotonic() < deadline, f"condition not met within {seconds} s: {state}"

@@ -231,7 +231,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Called before each operation that `_step` counts, with the operation's name and number. May raise or block."""
+        """Called before each operation that `_step` counts, with the name and number. The call may raise or block."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000

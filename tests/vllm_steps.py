@@ -73,7 +73,7 @@ class EngineSetup:
 
 @functools.lru_cache(1 << 16)
 def kv_of(salt: str, tokens: tuple[int, ...]) -> int:
-    """Return the KV of the last token, which is a digest of the salt and of all tokens."""
+    """Return the KV of the last token: a digest of the salt and of all tokens."""
     data = salt.encode() + b"\0" + np.array(tokens, "<i4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 

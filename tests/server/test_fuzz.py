@@ -56,7 +56,7 @@ def load_spec(server: ServerProcess):
 
 
 def check(case) -> None:
-    """Replace the model name and limit `num_blocks`, if present. Send the request, and check the status and the error."""
+    """Replace the model name and limit `num_blocks`, if present. Send the request and check the status and error."""
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body["model"] = "tiny"  # otherwise few requests would reach the engine
     if isinstance(case.body, dict) and type(case.body.get("num_blocks")) is int and case.body["num_blocks"] > 0:

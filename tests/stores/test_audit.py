@@ -77,7 +77,7 @@ def test_inventory_and_verify_count_unreadable_objects(redis_port):
 
 @pytest.mark.parametrize("claimed", [1 << 40, (1 << 63) - 1])
 def test_verify_reports_record_with_oversized_length(redis_port, claimed):
-    """Any client of the server can write a record with such a length and a valid CRC."""
+    """Any client of the server can write a record with an oversized length and a valid CRC."""
     import redis
 
     prefix = uuid.uuid4().hex
