@@ -27,7 +27,7 @@ LOOKS = {
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Run the installed Chromium."""
+    """Start the installed Chromium, and close it at the end of the `with` block."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as running:
@@ -80,7 +80,7 @@ class Traffic:
 
 
 def hide(page: Any, is_hidden: bool) -> None:
-    """Simulate a tab that moves to the background or to the foreground."""
+    """Simulate that the tab of the page moves to the background, or to the foreground if `is_hidden` is False."""
     page.evaluate(
         """(is) => {
             Object.defineProperty(document, "hidden", { value: is, configurable: true });

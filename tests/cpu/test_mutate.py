@@ -1,4 +1,4 @@
-"""`make mutate` generates the expected mutants of a small project, and reports the outcome of each mutant."""
+"""Mutation testing: the mutants of a small project, the reported outcomes, and the entries of tests/mutants.toml."""
 
 import ast
 import json
@@ -69,7 +69,7 @@ reason = "the sample has no GPU"
 file = "src/sample/module.py"
 line = "return min(value, limit)"
 becomes = "return max(value, limit)"
-reason = "the mutant of this entry is not run"
+reason = "the mutant of this entry does not run"
 
 [[equivalent]]
 file = "src/sample/module.py"
@@ -111,8 +111,8 @@ def test_mutate_reports_every_outcome(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, row = json.loads(done.stdout.splitlines()[-1])["rows"]
-    # Timeout: `continue` instead of `break` makes the loop endless. Survivor: `while False` has the effect of
-    # `while True`, whose loop ends at once.
+    # The mutant with `continue` times out, because its loop is endless. The mutant with `while False` survives, because
+    # the original loop has no effect.
     counts = {name: row[name] for name in ("mutants", "killed", "timeout", "survived", "equivalent", "gpu")}
     assert counts == {"mutants": 19, "killed": 7, "timeout": 1, "survived": 1, "equivalent": 1, "gpu": 9}
     assert "+ while False:" in done.stdout

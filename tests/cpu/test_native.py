@@ -1,4 +1,4 @@
-"""Native code for host memory: copies compared with numpy, compilation, safe loading, cache directory, usable cores."""
+"""Native code for host memory compared with numpy, its compilation and safe loading, files and usable cores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def c_compiler() -> str:
 
 
 def load_as_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
-    """Load the native code again, as a new process with these environment variables would. None removes a variable."""
+    """Set environment variables until the end of the test, and load the native code again as a new process would.
+
+    The value None removes a variable.
+    """
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -107,7 +110,7 @@ sizes_of_pieces = st.lists(
 @example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each thread begins at the start of a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
-@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # with 16 MiB, non-temporal stores
+@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # 16 MiB or more: non-temporal stores
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
 @example(sizes=[100], threads=1000, seed=7)  # more threads than the maximum of 64
 @settings(max_examples=60, deadline=None)
@@ -210,8 +213,8 @@ def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     unit=st.sampled_from([1, 2, 4, 8, 16, 32, 4096, 1 << 14, 1 << 20]),
     sizes=st.one_of(st.integers(1, 1 << 20), st.lists(st.integers(1, 2), min_size=16, max_size=16)),
 )
-@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # an offset just below 2^32 units of 16 bytes
-@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # an offset of 2^32 units does not fit
+@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # the largest offset is just below 2^32 * 16
+@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # the offset 2^32 * 16 does not fit
 def test_native_fill_rows_matches_numpy(places, unit, sizes):
     capacity = 20
     counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])
@@ -304,7 +307,7 @@ def quick_compiler(monkeypatch, tmp_path, built) -> None:
 def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
     """Put a foreign library into the cache directory.
 
-    Return its path, and the path of a file that the library creates when it is loaded.
+    Return the path of the library, and the path of a file that the library creates when it is loaded.
     """
     folder, mark = tmp_path / "cache", tmp_path / "was-loaded"
     folder.mkdir(mode=0o700)
@@ -409,7 +412,7 @@ def test_native_code_in_folder_reached_by_link_is_cached(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_with_read_only_cache_is_compiled_privately(monkeypatch, tmp_path):
-    """This happens in a container with a read-only root file system and without compiled code in its image."""
+    """The cache is read-only in a container with a read-only root file system."""
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.warns(RuntimeWarning, match="cannot be written"):
@@ -452,7 +455,7 @@ def test_native_reason_contains_unusable_cache_directory(monkeypatch):
 
 
 def test_native_reason_says_that_home_directory_is_missing(monkeypatch):
-    """This happens in a container without HOME that runs under a user id without a passwd entry."""
+    """A process has no home directory if HOME is not set and its user id has no passwd entry."""
 
     def raise_key_error(uid: int) -> None:
         raise KeyError(uid)
@@ -561,7 +564,10 @@ def test_reader_sees_one_version_during_write_atomically(tmp_path: Path):
 
 
 def cgroup(root: Path, limits: dict[str, str]) -> None:
-    """Write the files of a process in the cgroup /a/b. `limits` maps cgroups to the texts of their cpu.max files."""
+    """Write the files below /proc and /sys for a process in the cgroup /a/b.
+
+    The files are written below `root`. `limits` maps cgroups to the texts of their cpu.max files.
+    """
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/a/b\n")
     for folder, text in limits.items():

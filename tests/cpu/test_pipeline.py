@@ -89,7 +89,7 @@ class Counter(Module):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
             if not ticket.is_running:
-                continue  # the request may have failed in an earlier step, and then its count in the State is unknown
+                continue  # if the request failed in an earlier step, its count in the State is unknown
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 
@@ -99,7 +99,7 @@ class Counter(Module):
 
 
 class SeededExecutor:
-    """Runs batches on the calling thread at random times. The times depend only on the seed."""
+    """Runs batches on the calling thread. The seed decides how many waiting batches run in each call of `submit`."""
 
     def __init__(self, work, seed):
         self._work, self._random = work, Random(seed)
@@ -162,7 +162,7 @@ def test_engine_and_executor_ops_run_on_separate_threads():
 
 
 def test_batch_order_is_generating_rows_first_then_other_rows():
-    """In each group (generating and other), rows of the previous batch are first, then resumed rows, then new rows."""
+    """Both groups begin with rows of the previous batch, followed by resumed rows and then by new rows."""
     pipeline, _ = pipeline_of(1, 0)
     a, b, c = (pipeline.add(Request(name)) for name in "abc")
     pipeline.step([a, b, c])
@@ -249,8 +249,8 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
     others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
     assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
-    # There are 24 spans of ops, 3 of copies and 4 of ADD and REMOVE. With streams, each of the ops and copies has a
-    # second span, for its execution on the stream.
+    # There are 24 spans of ops, 3 of copies and 4 of ADD and REMOVE. With streams, each op and each copy has a second
+    # span for the execution on the stream.
     on_streams = 24 + 3 if executor is Executor else 0
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -345,7 +345,7 @@ def test_pipeline_synchronizes_once_per_step(monkeypatch, phases):
 @pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH])
 def test_failed_batch_is_collected_after_its_stream_work_ends(op):
     class Slow(Module):
-        """Enqueues slow work on the stream, and fails the op while the work still runs."""
+        """In batch 0, enqueues slow work on the stream, and fails the op while this work runs."""
 
         def run(self, env):
             if env.at(BATCH).sequence == 0:
@@ -378,7 +378,7 @@ def test_interrupt_propagates_and_pipeline_stays_consistent(op):
 
 
 class FailsOnTheStream(Module):
-    """In batch `at`, enqueues a task that fails. The error occurs on the stream, not in the op."""
+    """Enqueues a failing task in the batch with sequence number `at`. The error occurs on the stream, not in the op."""
 
     def __init__(self):
         self.at = None
@@ -485,7 +485,7 @@ class PipelineMachine(RuleBasedStateMachine):
         before = list(self.pipeline._order.tickets)
         self.pipeline.step(rows, generating=generating)
         if before == list(self.pipeline._order.tickets):
-            return  # SETUP failed, or the old order was already right
+            return  # SETUP failed, or the new order equals the old order
         is_generating = [ticket in generating for ticket in self.pipeline._order.tickets]
         assert is_generating == sorted(is_generating, reverse=True), "generating requests must come first"
 

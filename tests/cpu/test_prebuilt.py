@@ -33,7 +33,7 @@ def prebuilt(monkeypatch):
 
 
 def loaded_with(monkeypatch, present: frozenset[str]) -> Native[EngineNative]:
-    """Load the kernels as on a processor with these features."""
+    """Load the native code of the engine as on a processor that has exactly the features `present`."""
     monkeypatch.setattr(native_code, "features", lambda: present)
     return engine.native.__wrapped__()
 

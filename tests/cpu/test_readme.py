@@ -23,7 +23,7 @@ def first_example() -> re.Match[str]:
 
 
 def readme_commands() -> list[str]:
-    """Return the texts of all indented lines and code spans, without comments. The commands are among them."""
+    """Return the indented lines and the code spans outside fenced blocks, without comments. Some are not commands."""
     prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
     lines = re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", prose)

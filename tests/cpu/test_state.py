@@ -121,7 +121,7 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
 
 
 def test_row_copies_merge_adjacent_rows_but_not_old_with_new():
-    # In memory, new row 3 directly follows old row 3. Old rows 1 to 3 and new rows 3 and 4 must still be two copies.
+    # In memory, new row 3 directly follows old row 3. Even so, old rows 1 to 3 and new rows 3 and 4 need two copies.
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 
@@ -296,7 +296,7 @@ def test_state_warp_moves_rows_and_swaps_front_and_back(placement):
 @given(data=st.data())
 @settings(deadline=None, max_examples=80)
 def test_state_append_matches_lists(placement, data):
-    """In each step, rows may lose elements, get elements or be new. Each row is compared with a list."""
+    """Each step removes, moves and adds rows at random and changes elements. Each row is compared with a list."""
     capacity, max_rows = 5, 8
     state, functor = State((max_rows, capacity), "i32", placement), BatchCopy()
     state.front.zero_()
@@ -304,7 +304,7 @@ def test_state_append_matches_lists(placement, data):
     lists: list[list[int]] = []
     for step in range(4):
         index = data.draw(st.lists(st.integers(0, len(lists) + 1), max_size=max_rows))
-        if data.draw(st.booleans()):  # rows that keep their places, as in most steps
+        if data.draw(st.booleans()):  # old rows keep their places, as in most steps of an engine
             index = [*range(len(lists)), *index][: data.draw(st.integers(0, max_rows))]
         perm, front = Permutation(index, len(lists)), state.front.data_ptr()
         moves = any(row != at for at, row in enumerate(index) if row < len(lists))

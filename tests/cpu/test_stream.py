@@ -482,7 +482,7 @@ class Place:
 class StreamsMachine(RuleBasedStateMachine):
     """Drives up to three streams from one thread, so that the model can predict order and errors.
 
-    The model records for each task the tasks and gates before this task. A running task checks that all these tasks
+    For each task, the model records the tasks and gates before this task. A running task checks that all these tasks
     have run and that all these gates are open, and then appends its number to the log.
     """
 

@@ -47,7 +47,7 @@ def num_found(blocks: list[Block], held: Container[Block]) -> int:
 
 
 def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> int:
-    """Return the number of hits of an LRU cache (if `refresh`) or of a FIFO cache.
+    """Return the number of hits of an LRU cache. If `refresh` is False, simulate a FIFO cache instead.
 
     Blocks are evicted from the start of a queue. A request appends its last block first, so that a block is never
     evicted before its successors in a prompt. FIFO leaves the blocks of a request in place if all of them are in the
@@ -71,8 +71,9 @@ def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> i
 def optimum_hits(prompts: list[list[Block]], capacity: int) -> int:
     """Return the number of hits of an optimal cache (Belady with bypass).
 
-    The cache evicts the block whose next use is furthest in the future, and keeps only blocks that are used again. It
-    stores no new block of a request with more blocks than the capacity.
+    The cache keeps only blocks that are used again. To make room for the blocks of a request, it evicts the other
+    blocks whose next uses are furthest in the future. It stores no new block of a request with more blocks than the
+    capacity.
     """
     uses: dict[Block, list[int]] = {}
     time = 0

@@ -78,7 +78,7 @@ def test_prices_equal_manual_calculation_from_calibration():
         assert prices["direct"] == pytest.approx(1.25 * times["direct"])
         assert prices["kernel"] == pytest.approx(1.5 * times["kernel"])
         assert prices["staged"] == pytest.approx(1.25 * times["staged"] + gather)
-    # Without measured losses, the model loses the whole time of a kernel copy, and no time during a driver copy.
+    # Without measured losses, a kernel copy delays the LLM by the whole time of the copy, and a driver copy by 0 us.
     unknown = CostTable("a test", TABLE.costs, TABLE.links, {})
     times, prices = _prices(TransferShape(GPU, PINNED, MIB, 64, 64), ALL, unknown)
     assert (prices["direct"], prices["kernel"]) == pytest.approx((times["direct"], 2 * times["kernel"]))

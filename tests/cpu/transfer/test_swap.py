@@ -1,4 +1,4 @@
-"""The swap functions copy the same bytes as numpy, on the CPU and on the GPU, if there is one."""
+"""The swap functions copy the same bytes as numpy on the CPU and on an available GPU."""
 
 import threading
 
@@ -61,7 +61,7 @@ def test_swap_moves_exactly_the_given_blocks(data):
     host = torch.randint(0, 256, (num + 3, size), dtype=torch.uint8)
     count = data.draw(st.integers(0, num))
     start = data.draw(st.integers(0, num - count))
-    ids = np.arange(start, start + count)  # consecutive
+    ids = np.arange(start, start + count)
     kind = data.draw(st.sampled_from(["run", "reversed", "shuffled"]))
     order = {"run": ids, "reversed": ids[::-1], "shuffled": np.random.default_rng(num).permutation(ids)}[kind]
     expected = [cache.numpy().copy(), host.numpy().copy()]
