@@ -37,7 +37,7 @@ def make_engine(
     prefix_caching: bool = True,
     **options: Any,
 ) -> Engine:
-    """Return an engine whose clock advances by one second per call."""
+    """Return an engine with a clock that advances by one second at each reading."""
     config = EngineConfig(
         block_tokens,
         CacheConfig(num_blocks, prefix_caching=prefix_caching),
@@ -88,7 +88,7 @@ class Answers(dict[tuple[str, int], Answer]):
 
 
 def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000) -> Answers:
-    """Run steps until the engine has no work, and check the scheduler after each step."""
+    """Run steps until the engine has no work, check the scheduler after each step, and return the answers."""
     answers = Answers() if answers is None else answers
     for _ in range(max_steps):
         if not engine.has_work():
@@ -99,7 +99,7 @@ def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000
 
 
 def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], seed: int = 0) -> list[Answer]:
-    """Add requests one by one, with a random number of steps between them. Return the first answer of each request."""
+    """Add requests one by one, with a random number of steps before each. Return answer 0 of each request."""
     random, answers, names = np.random.default_rng(seed), Answers(), []
     for prompt, params in requests:
         while random.random() < 0.5:
@@ -120,7 +120,10 @@ def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options
 
 
 def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[int]]:
-    """Return prompts. Prompt i starts with `shared[i]` common tokens, followed by `lengths[i]` random tokens."""
+    """Return one prompt per length. Prompt i has `shared[i]` common tokens and then `lengths[i]` random tokens.
+
+    Missing entries of `shared` count as 0.
+    """
     random = np.random.default_rng(seed)
     common = random.integers(3, VOCAB, max(shared, default=0)).tolist()
     common_of = [*shared, *[0] * (len(lengths) - len(shared))]
@@ -130,13 +133,13 @@ def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[i
     ]
 
 
-TIE = 1e-5  # float32 logits of the tiny models are below 10; a tie of 4.8e-7 was seen (seed 31, qwen3)
+TIE = 1e-5  # float32 logits of the tiny models are below 10; tied logits differed by 4.8e-7 (seed 31, qwen3)
 
 
 def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """True if `tokens` is the greedy continuation of the prompt in the transformers model `oracle`.
 
-    Logits that differ by at most `TIE` count as equal: kvtier and transformers add in other orders.
+    Logits that differ by at most `TIE` count as equal, because kvtier and transformers add in different orders.
     """
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -147,7 +150,7 @@ def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool
 class Recorder(Model):
     """A model that records the logits after each token prefix.
 
-    Each time a prefix is computed again, `num_again` increases. If its new logits differ from the recorded logits, the
+    Each time a prefix is computed again, `num_again` increases. If the new logits differ from the recorded logits, the
     prefix is added to `different`.
     """
 

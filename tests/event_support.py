@@ -39,7 +39,7 @@ def replayed(endpoint: str, first: int) -> list[tuple[int, bytes]]:
 
 
 class Router:
-    """Receives events over ZMQ and rebuilds the blocks of each medium. Requests missed messages again."""
+    """Receives events over ZMQ, rebuilds the blocks of each medium, and requests missed messages."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         import zmq
@@ -57,9 +57,10 @@ class Router:
         """Parent, tokens and extra keys of each block, by medium and hash."""
 
     def receive(self, *, milliseconds: int = 0, loses=lambda: False) -> None:
-        """Apply the messages that have arrived, except those for which a call of `loses` returns True.
+        """Apply messages until none arrives within `milliseconds`.
 
-        If a message has a higher number than `next`, request all messages from number `next` on.
+        Skip a message if it was applied before, or if `loses` returns True for it. If a message has a higher number
+        than `next`, request and apply all messages from number `next` on.
         """
         while self._socket.poll(milliseconds):
             _, number, payload = self._socket.recv_multipart()
@@ -72,7 +73,7 @@ class Router:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """Request all messages that follow the last applied message."""
+        """Request and apply all messages that follow the last applied message."""
         for number, payload in replayed(self.replay_endpoint, self.next):
             self._apply(number, payload)
 
@@ -108,7 +109,7 @@ class Router:
 def contents_of(tree: RadixTree) -> Contents:
     """Return the readable blocks of a tree in the form of `Router.blocks`.
 
-    The block hashes in the events must be full keys (`int_hashes=False`).
+    The result can equal `Router.blocks` only if the block hashes in the events are full keys (`int_hashes=False`).
     """
     found: Contents = {}
     for node in tree.nodes():

@@ -56,7 +56,7 @@ class FaultyModel(Model):
             if request.num_new_tokens < self.ages.get(request.id.split("#")[0], 1 << 30):
                 continue
             table = np.asarray(request.allocation.table)
-            # A block is written by only one request, so the block that a row writes identifies its request.
+            # A block is written by only one request, so the block that a row writes identifies the request of the row.
             places = np.minimum(positions // 4, len(table) - 1)
             mine = (table[places] == blocks) & (places == positions // 4)
             found[torch.from_numpy(mine).to(found.device)] = torch.tensor(self.value, device=found.device)
@@ -269,7 +269,10 @@ class Run:
         assert self.engine.manager.num_available == 48
 
     def unaffected_answers(self, exact):
-        """Return the answers of unaffected requests, without the numbers that depend on the load."""
+        """Return the answers of unaffected requests, without the numbers that depend on the load.
+
+        If `exact` is False, each answer contains the number of log-probabilities instead of the log-probabilities.
+        """
         return {
             key: (each.tokens, each.text, each.logprobs if exact else len(each.logprobs), each.reason, each.error)
             for key, each in self.answers.items()
@@ -302,7 +305,8 @@ def inject(run, monkeypatch):
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
     """Run requests together with victims that fail at `stage`, and again without victims. Compare the answers.
 
-    If `exact`, log-probabilities are compared bit by bit. This needs a batch-invariant model.
+    If `exact`, log-probabilities are compared bit by bit, which needs a batch-invariant model. Otherwise, only their
+    numbers are compared.
     """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)

@@ -1,4 +1,4 @@
-"""A small server with the part of Google Cloud Storage's XML API that obstore uses. It checks the bearer token.
+"""A small server with the part of Google Cloud Storage's XML API that obstore uses. Every request needs a valid token.
 
 No emulator on PyPI or npm works with obstore. For example, obstore requires an ETag, but gcp-storage-emulator 2026.7.19
 sends none.

@@ -5,9 +5,9 @@ PYTHONPATH=src:.:tests python -m gpu_answers --answers 50000 --processes 14
 Every process runs engines one after the other, with one or two steps in flight. There are arrivals, aborts,
 preemptions and failing modules. Two thirds of the engines have a host tier with failing copies, and a store with
 errors, flipped bits and truncated objects. The model computes each logit from the tokens that it reads back from the
-cache, so a wrong block changes the answer. Each answer must equal that of an engine without faults and without prefix
-caching. The tokens of an aborted or failed request must be a prefix of that answer. The first difference ends the run
-with an error.
+cache, so a wrong block changes the answer. Each answer must equal the answer of an engine without faults and without
+prefix caching. The tokens of an aborted or failed request must be a prefix of this expected answer. The first
+difference ends the run with an error.
 """
 
 from __future__ import annotations

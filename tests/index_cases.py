@@ -89,7 +89,7 @@ def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count:
 class Path:
     """For each block of a lease, the number of the fastest tier with a readable copy, and the slot in this tier.
 
-    -1 and NO_SLOT if no tier has a readable copy.
+    The number is -1, and the slot is NO_SLOT, if no tier has a readable copy.
     """
 
     tiers: np.ndarray

@@ -287,7 +287,8 @@ class Model:
     def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[Name]) -> None:
         """Evict all blocks of a tier except the blocks named in `left`.
 
-        Check that a valid eviction order removes exactly the evicted blocks.
+        `tenants` is the result of `victims_needed`. Check that a valid eviction order for these tenants removes exactly
+        the evicted blocks.
         """
         stayed = set(left)
         evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
@@ -344,8 +345,9 @@ class Model:
     def check_new_victims(self, tier: int, new: set[Name]) -> None:
         """Check the next victims that the tree has just chosen, named in `new`.
 
-        Compare each new victim that is a leaf with each leaf that is not a next victim. The priority of the victim must
-        not be higher. With exact LRU and equal priorities, it must be possible that the victim was not used later.
+        Every new victim must be evictable. Compare each new victim that is a leaf with each leaf that is not a next
+        victim. The priority of the victim must not be higher. With exact LRU and equal priorities, `low` of the victim
+        must not exceed `high` of the leaf.
         """
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}

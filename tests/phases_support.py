@@ -67,7 +67,10 @@ class CacheReader(Model):
         return self._table[hidden].clone()
 
     def expected(self, number: int) -> Answer:
-        """Return the answer of case `number`, run alone with one step in flight and without prefix caching."""
+        """Return the answer of case `number`.
+
+        The answer comes from an engine that runs only this case, has one step in flight and does not cache prefixes.
+        """
         if number not in self._answers:
             config = EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False), graph_sizes=(), phases=1)
             engine = Engine(self, config=config)
@@ -138,7 +141,10 @@ CASES_BY_PROMPT = {prompt: number for number, (prompt, _) in enumerate(CASES)}
 
 
 def random_faults(chance: random.Random):
-    """Yield a fault for each call of a store: in a third of the calls an error, a flipped bit or a truncated object."""
+    """Yield one Fault for each call of a store.
+
+    About a third of the faults are an error, a flipped bit or a truncated object. The others do nothing.
+    """
     while True:
         kinds = Fault("an error"), Fault(flip_bit=chance.randrange(1 << 12)), Fault(cut_to=100)
         yield chance.choice(kinds) if chance.random() < 0.33 else Fault()

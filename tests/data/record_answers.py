@@ -1,4 +1,4 @@
-"""Record 200 answers of SmolLM2 with tool calls, for the tests of the parser.
+"""Record 200 answers of SmolLM2 to prompts that ask for tool calls. The tests of the parser use these answers.
 
 python tests/data/record_answers.py    writes tests/data/answers.jsonl (about 10 minutes on two x86-64 cores)
 
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def cases(compiler: SchemaCompiler) -> Iterator[Case]:
-    """Yield 200 cases: 8 questions, each with 25 combinations of prompt, start, sampling and grammar."""
+    """Yield 200 cases: 8 questions, each with 25 combinations of system prompt, `begin`, sampling and grammar."""
     tools = json.dumps([{"name": name, "parameters": schema} for name, schema in TOOLS.items()])
     hermes, llama = HERMES.format(tools=tools), LLAMA.format(tools=tools)
     all_calls = json.dumps(calls_schema([*TOOLS.items()], max_calls=2))

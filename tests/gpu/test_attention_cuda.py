@@ -44,8 +44,9 @@ SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 12
 BLOCK_SIZES = (16, 4, 64)
 
 # Every case compiles new kernels, because data type, heads, head size, block size and number of splits are compile-time
-# constants. bfloat16 is tested with four mixes and every shape, float16 with few cases, float32 with one shape per mix.
-# Products in float32 are unrolled and take much longer to compile, most of all with a head size of 128 in a prefill.
+# constants. bfloat16 is tested with four mixes and every shape, float16 with the cases of FEW, and float32 with one
+# shape per mix. Products in float32 are unrolled, so they take much longer to compile. Prefills with a head size of 128
+# take the longest.
 FEW = [
     ("one prompt", SHAPES[1], 16),
     ("one prompt", SHAPES[5], 4),
@@ -107,7 +108,7 @@ def test_gather_ignores_table_entries_after_the_last_block():
     from kvtier.engine.ops_triton_long import gather
 
     _, cache, batch = paged(3, [(100, 27), (0, 1)], dtype=torch.bfloat16)
-    table = batch.block_tables[0].clone()  # of the first sequence, which has 127 tokens
+    table = batch.block_tables[0].clone()  # the first sequence has 127 tokens
     result = gather(cache, torch.cat([table, table.new_full((9,), 1 << 30)]), 127)[:, :127]
     assert torch.equal(result, cache[table.long()].transpose(0, 1).flatten(1, 2)[:, :127])
 

@@ -53,7 +53,7 @@ def test_every_path_and_direction_copies_the_same_bytes(src_place, dst_place, pa
     uniform = data.draw(st.booleans())
     lengths = np.full(count, random.integers(1, 64)) if uniform else random.integers(0, 64, count)
     src_at, dst_at = (random.integers(0, size - lengths + 1) for _ in range(2))
-    if data.draw(st.booleans()):  # with 16-byte alignment, the kernel uses its widest loads
+    if data.draw(st.booleans()):  # with 16-byte alignment, the gather kernel uses its widest loads
         lengths, src_at, dst_at = (array // 16 * 16 for array in (lengths, src_at, dst_at))
     expected = dst_values.copy()
     for x, y, n in zip(src_at, dst_at, lengths, strict=True):
@@ -100,8 +100,8 @@ def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
 
 
 def test_gather_copies_rows_more_than_4_gib_apart():
-    # For pieces of equal size, the kernel gets 32-bit offsets. Their unit is the largest power of 2 that divides all
-    # offsets. Here, the unit is 1 byte, so the second offset does not fit into 32 bits.
+    # For pieces of equal size, the kernel gets 32-bit offsets. The unit of the offsets is the largest power of 2, at
+    # most 16 bytes, that divides all offsets. Here, the unit is 1 byte, so the second offset does not fit into 32 bits.
     far = Buffer(5 << 30, "u8", GPU)
     far.slice(0, 8).fill(1)
     far.slice((5 << 30) - 7, 7).fill(2)

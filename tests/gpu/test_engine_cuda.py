@@ -1,4 +1,4 @@
-"""The engine gives the same tokens on CUDA as on the CPU, also with graphs. Closed engines leave no device memory."""
+"""On CUDA, the engine gives the same tokens as on the CPU, with and without graphs. close() frees all device memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ KINDS = [
 
 
 def sample_all(graph_sizes, phases: int) -> dict[str, tuple[list[int], list[float]]]:
-    """Run requests of all kinds, which arrive and end at different steps. Return the tokens and log-probabilities."""
+    """Return the tokens and log-probabilities of requests of all kinds, which arrive and end at different steps."""
     config = EngineConfig(8, CacheConfig(200), SchedulerConfig(max_rows=8), graph_sizes=graph_sizes, phases=phases)
     engine = Engine(model("cuda"), config=config)
     waiting = [(f"{i} {j}", PROMPTS[i], kind) for i in range(6) for j, kind in enumerate(KINDS)]

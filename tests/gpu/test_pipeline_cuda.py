@@ -34,7 +34,7 @@ def per_phase(phases, placement):
 
 
 class Counter(Module):
-    """Keeps the step count of each request in its row. The counts pass through every op of the pipeline."""
+    """Counts the steps of each request in its State row. The counts pass through every per-batch op of the pipeline."""
 
     def __init__(self, phases, cycles=SLEEP_CYCLES):
         self.state = State((MAX_ROWS, WIDTH), "i64", GPU)

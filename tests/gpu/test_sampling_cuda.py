@@ -1,4 +1,4 @@
-"""On CUDA, sampled tokens follow the distribution of the sampling parameters."""
+"""On CUDA, sampled tokens follow the distribution that the sampling parameters define."""
 
 from dataclasses import replace
 

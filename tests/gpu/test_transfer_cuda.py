@@ -34,7 +34,7 @@ NUM_BLOCKS = 600
 
 
 def new_manager(form, num_blocks=NUM_BLOCKS, config=None):
-    """Return a manager, the tensors of each layer, and the host memory. Both memories have 300 MiB for 600 blocks."""
+    """Return a manager, the tensors of each layer, and the host memory. A block has 512 KiB in both memories."""
     shape = (num_blocks, GROUP.num_layers, 2, GROUP.layers[0].tensors[0].nbytes)
     whole = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
     if form == "block-first":
