@@ -315,7 +315,7 @@ def test_store_index_forgets_missing_but_not_unreadable_blocks():
 
 
 def test_retried_prefetch_counts_as_one_refused_load():
-    """The cost model decides twice about a retried prefetch, but must count one refusal.
+    """The cost model decides twice about a retried prefetch, but must count the two decisions as one refusal.
 
     After 31 refusals, the cost model allows a load.
     """
@@ -524,7 +524,7 @@ def test_stored_block_is_known_only_after_write_is_reported(num_lost):
 def test_number_of_known_keys_per_store_is_bounded():
     """Stores do not report evictions, so the manager cannot remove the keys of evicted blocks.
 
-    Instead it remembers a limited number of keys and forgets the oldest.
+    Instead, the manager remembers a limited number of keys and forgets the oldest keys.
     """
     lab = lab_with_stored(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):

@@ -136,7 +136,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def chain(self, which) -> Chain:
         """Return a prompt of token 1 (8 * `system` times), token 2 + `tail` (5 * `length` times), and token 7 (once).
 
-        `kind` "t" sets a tenant, "a" an adapter, and "m" an image if the prompt has more than five tokens.
+        The `kind` "t" sets a tenant, "a" sets an adapter. "m" adds an image if the prompt has more than five tokens.
         """
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]
@@ -266,9 +266,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6), until=st.sampled_from(["computed", "over"]))
     def serve(self, count, until):
-        """Run `count` engine steps. Each step plans, runs workers, admits a request and computes a request.
+        """Run `count` engine steps. Each step plans, runs workers, tries to admit a request and computes a request.
 
-        If `until` is "over", each step also finishes a request.
+        If `until` is "over", each step also finishes a random request.
         """
         for _ in range(count):
             self.lab.plan(0.1)
@@ -412,7 +412,7 @@ def test_store_events_follow_writes_drops_and_resets():
     lab.settle()
     serve()
     lab.manager.reset()
-    assert mirror.tiers == {}  # IndexCleared also applies to the store, although the store keeps its blocks
+    assert mirror.tiers == {}  # IndexCleared removes the keys of the store too, although the store keeps its blocks
     assert lab.worker.stores["disk"]
     lab.manager.stores["disk"].clear()
     mirror.check(lab.manager)

@@ -1,4 +1,4 @@
-"""Transfers in flight on several ranks, and functions for block masks compared with a reference."""
+"""Transfers in flight on several ranks. The functions for block masks agree with a reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads and failed loads of requests in CacheManager, prompts that differ in one property, and sizes of messages."""
+"""Loads and failed loads in CacheManager, equal tokens with different salt, adapter or image, and message sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDENTITIES = {
 def test_prompts_share_only_blocks_before_first_difference():
     """Serve the same tokens with nine combinations of salt, adapter and image.
 
-    Some blocks are evicted between the requests, so that they are read from every tier.
+    Blocks are evicted between the requests, so that later requests read blocks from the host and from the store.
     """
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
@@ -142,7 +142,7 @@ def test_host_slots_of_load_are_not_reused_before_report():
     lab.manager.allocate(allocation, 17)
     other = lab.start(prompt(2, 4))
     lab.compute(other)
-    # `other` is not saved, because no host slot is free
+    # `other` is not saved, because no host slot is free and none can be freed
     assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]
     lab.settle()
     assert lab.manager.is_ready(allocation)
@@ -219,7 +219,7 @@ def test_invalid_cache_config_raises():
 
 
 def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
-    """Run steps until the scheduler has no work, and verify the cached blocks of every row."""
+    """Run steps until the scheduler and the workers have no work. Verify the cached blocks of every row."""
     for _ in range(steps):
         lab.now += 0.1
         step = scheduler.schedule(lab.now)
@@ -287,7 +287,10 @@ def test_request_keeps_times_of_fetch_and_load():
 
 
 def message_sizes(num_blocks: int) -> dict[str, int]:
-    """Compute a prompt, then fetch it. Return the pickled sizes of the largest plan and report, and of the chain."""
+    """Compute a prompt, then fetch its blocks from the store.
+
+    Return the pickled sizes of the largest plan, of the largest report and of the chain.
+    """
     big = WritebackConfig(WritePolicy.THROUGH, max_blocks=1 << 20)
     lab = Lab(
         2 * num_blocks + 2,

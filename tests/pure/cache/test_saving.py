@@ -127,7 +127,7 @@ def test_free_share_keeps_part_of_each_tier_free(share):
 
 
 def test_save_all_saves_thousands_of_prompts():
-    """Most prompts are already in host memory. `save_all` must also save the prompts that are only on the device."""
+    """`save_all` runs after every 500 prompts. Each call must save the prompts that are only on the device."""
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
     for number in range(2000):

@@ -62,7 +62,7 @@ def timed_samples(draw):
 
 
 @given(timed_samples())
-# without the constraint, two costs would be negative
+# a fit that allows negative costs has two negative costs here
 @example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])
 def test_fit_equals_nonnegative_least_squares(samples):
     fit = OnlineLeastSquares(len(samples[0][0]), min)
@@ -184,7 +184,7 @@ class Machine:
             yield count, attended, 0.003 + 6e-5 * count + 2e-8 * attended
 
     def seconds(self, num_tokens: int, *, load: bool) -> float:
-        """Return the time of a request. With `load`, all full blocks before its last token come from the store."""
+        """Return the time of a request. If `load`, all full blocks before the last token come from the store."""
         blocks = (num_tokens - 1) // 16 if load else 0
         loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0  # sum of FETCH and LOAD in `serve`
         return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))

@@ -1,4 +1,4 @@
-"""ARC has about as many hits as the published algorithm, and scans do not evict reused blocks."""
+"""The ARC policy has about as many hits as the published algorithm, and keeps reused blocks during scans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.index.policies import ARC
 class Blocks:
     """A cache of single blocks with an eviction policy.
 
-    On each use, the cache withdraws the node from the policy and offers the node again, as the tree does.
+    On each hit, the cache withdraws the node of the block from the policy and offers it again, as the tree does.
     """
 
     def __init__(self, policy: ARC, capacity: int) -> None:
@@ -97,9 +97,9 @@ def workload(kind: str, count: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["popular", "scans", "drift"])
 @pytest.mark.parametrize("capacity", [50, 200])
 def test_arc_hit_rate_matches_reference(kind, capacity):
-    """The hits differ a little, because kvtier limits each ghost list separately, and only estimates the capacity.
+    """The hits differ a little, because kvtier limits each ghost list separately and estimates the capacity.
 
-    The estimate is the highest number of candidate blocks so far.
+    The estimated capacity is the highest number of candidate blocks so far.
     """
     ours, plain = Blocks(ARC(), capacity), PlainARC(capacity)
     uses = workload(kind, 20_000)

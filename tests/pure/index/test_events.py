@@ -1,4 +1,4 @@
-"""Events of the index. A router rebuilds the contents of the index from them."""
+"""Events of the index. A router rebuilds the contents of the index from these events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def token_bytes(*blocks: int) -> bytes:
 
 
 class Router:
-    """Rebuilds the contents of the index from its events."""
+    """Receives all events of an index and rebuilds the contents of the index."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -224,7 +224,7 @@ def test_path_is_evicted_from_its_end(policy):
 
 
 def test_path_over_several_tiers_is_in_block_order():
-    """Blocks 0 and 2 are only on the host. Blocks 1 and 3 are on the device and on the host."""
+    """The first and third blocks are only on the host. The second and fourth blocks are on the device and the host."""
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
     tree.publish(lease, 4 * BLOCK)
@@ -293,7 +293,7 @@ def test_slots_are_not_reused_while_they_are_read():
 
 
 def test_block_is_matched_only_after_all_its_tokens_are_computed():
-    """The computed chunk ends inside block 1, so another request in the same step matches only block 0."""
+    """The first chunk ends inside the second block. After this chunk, another request matches only the first block."""
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     assert matched(tree, 1, 2) == 0

@@ -1,6 +1,7 @@
-"""Shadows simulate a policy at several cache sizes. Where they are exact, they have the same hits as naive caches.
+"""Shadows simulate a policy at several cache sizes, and GhostCache estimates hit rates.
 
-The estimates of GhostCache agree with exact replays.
+Exact shadows have the same hits as naive caches. Nearly all estimates differ from exact replays by at most their stated
+errors.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def paths() -> st.SearchStrategy[list[list[int]]]:
 
 
 def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: bool) -> list[bool]:
-    """Return for each mark whether a cache of `size` marks holds it.
+    """Return one bool per mark of the requests: True if a cache of `size` marks holds the mark before the request.
 
-    `grew` states for each request whether it adds blocks to the real cache. FIFO ignores all other requests.
+    `grew` has one value per request: True if the request adds blocks to the real cache. The other requests do not
+    change a FIFO cache.
     """
     held: OrderedDict[int, None] = OrderedDict()
     found = []
@@ -125,7 +127,7 @@ def test_learned_shadow_is_bounded_and_hits_only_prefixes(requests, seed):
 
 
 def estimates_outside_error(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
-    """Describe each estimate whose difference to the exact hit rate exceeds its stated error."""
+    """Describe each estimate that differs from the exact hit rate by more than the error stated in the estimate."""
     outside = []
     for policy in policies:
         for found in ghost.curve(policy):
@@ -239,13 +241,13 @@ def test_ghost_memory_is_bounded():
         ghost.curve()
         return reachable_bytes(ghost)
 
-    # two runs, because the size alternates: it depends on the number of requests since the last fit
+    # two runs, because the size depends on the number of requests since the last fit and therefore alternates
     before = max(run(0), run(100_000))
     assert max(run(200_000), run(300_000)) - before < 20_000
 
 
 def reachable_bytes(root: object) -> int:
-    """Return the size of all objects that `root` refers to, without classes, modules and functions.
+    """Return the size in bytes of `root` and all objects reachable from it, except classes, modules and functions.
 
     Unlike the figures of tracemalloc, the result does not depend on code that ran before. CPython reuses freed tuples,
     and tracemalloc counts a reused tuple for the line that first allocated it.

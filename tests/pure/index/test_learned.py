@@ -1,6 +1,6 @@
-"""The learned policy is LRU before its first fit and after alarms of its guard.
+"""The learned policy evicts like LRU before its first fit, and for some time after each alarm of its guard.
 
-Otherwise it evicts the block with the lowest value.
+Otherwise, it evicts the block with the lowest value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def blocks_of(tree):
 
 
 def drive(tree, rng, num_requests, *, check_every=0):
-    """Run random prompts with random outcomes. Return the contents of the device after each request."""
+    """Run random prompts with random outcomes. Return the blocks of the tree after each request."""
     contents, now = [], 0.0
     for number in range(num_requests):
         now += rng.random() * 20
@@ -262,7 +262,7 @@ def test_key_whose_count_triggers_halving_can_lose_its_number():
     for other in range(Busiest.PERIOD - Busiest.ENOUGH - 1):
         busiest.number(other)
     assert busiest.known("a") == 1
-    assert busiest.number("a") == 0  # its count is 33 before the halving, and 16 after it
+    assert busiest.number("a") == 0  # the count of "a" is 33 before the halving and 16 afterwards
     assert busiest.known("a") == 0
 
 
@@ -296,7 +296,7 @@ def test_evicted_blocks_count_as_hits_of_simulated_lru():
 
 
 def test_age_of_forgotten_touch_ends_at_its_replacement():
-    """A touch is forgotten when NUM_TOUCHES newer touches exist. Its age is the time until the newest of them began."""
+    """A touch is forgotten when NUM_TOUCHES newer touches exist. The age of the touch ends when the newest began."""
     log = TouchLog(TrackerState(capacity=10**9))
     for number in range(NUM_TOUCHES + 2):
         first, log.state.now = len(log.started), float(number)
@@ -372,10 +372,10 @@ def test_hints_with_negative_or_infinite_seconds_raise():
 
 
 def hits_of_tenants(hint_of_second) -> list[int]:
-    """Serve the conversations of two tenants from one cache. Return the hits of both tenants.
+    """Serve the conversations of two tenants from one cache. Return the number of hits of each tenant.
 
-    Only the second tenant sends hints. `hint_of_second` has two probabilities of the hint session_over: one for all
-    requests before the last of a session, and one for the last.
+    Only the second tenant sends hints. `hint_of_second` contains two probabilities of the hint session_over: the first
+    for all requests except the last of a session, and the second for the last request.
     """
     chats = [list(generate(SyntheticTrace(sessions=600, agent_share=0.0, seed=seed))) for seed in (1, 2)]
     merged = sorted((each.timestamp_ms, who, number) for who in (0, 1) for number, each in enumerate(chats[who]))
