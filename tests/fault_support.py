@@ -27,7 +27,7 @@ LIVE_OTHERS, LIVE_VICTIMS = 4, 2  # before each step, requests are added until s
 
 
 class Break(Exception):
-    """Raised by the broken classes below."""
+    """The error that the injected faults raise."""
 
 
 class FaultyModel(Model):

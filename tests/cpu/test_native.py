@@ -564,9 +564,9 @@ def test_reader_sees_one_version_during_write_atomically(tmp_path: Path):
 
 
 def cgroup(root: Path, limits: dict[str, str]) -> None:
-    """Write the files below /proc and /sys for a process in the cgroup /a/b.
+    """Write proc and sys files below `root` that describe a process in the cgroup /a/b.
 
-    The files are written below `root`. `limits` maps cgroups to the texts of their cpu.max files.
+    `limits` maps the paths of cgroups to the texts of their cpu.max files.
     """
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/a/b\n")

@@ -28,7 +28,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Run `kvtier replay` and `kvtier plan`. Return the HTML page and the JSON result of each command."""
+    """Run `kvtier replay` and `kvtier plan`. Return the path of the HTML page and the JSON result of each command."""
     folder = tmp_path_factory.mktemp("reports")
     # the report must show the name of the trace as text, not as an HTML element <t>
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), folder / "<t>.jsonl")

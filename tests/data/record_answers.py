@@ -1,4 +1,4 @@
-"""Record 200 answers of SmolLM2 to prompts that ask for tool calls. The tests of the parser use these answers.
+"""Record 200 answers of SmolLM2 to prompts that offer tools. The tests of the parser use these answers.
 
 python tests/data/record_answers.py    writes tests/data/answers.jsonl (about 10 minutes on two x86-64 cores)
 

@@ -1,4 +1,4 @@
-"""On CUDA, the engine gives the same tokens as on the CPU, with and without graphs. close() frees all device memory."""
+"""On CUDA, the engine gives the same tokens as on the CPU, and closed engines leave no device memory allocated."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_adjacent_blocks_in_a_piece_of_slots_are_one_copy(device):
 
 
 class FaultyMover:
-    """A mover that raises in a random share of its calls, and in every call that touches an address in `broken`."""
+    """A mover that raises with probability `share`, and in every call that touches an address in `broken`."""
 
     def __init__(self, share=0.0, seed=0):
         self.broken, self._share, self._random, self._lock = [], share, random.Random(seed), threading.Lock()

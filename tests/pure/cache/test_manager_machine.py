@@ -136,7 +136,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def chain(self, which) -> Chain:
         """Return a prompt of token 1 (8 * `system` times), token 2 + `tail` (5 * `length` times), and token 7 (once).
 
-        The `kind` "t" sets a tenant, "a" sets an adapter. "m" adds an image if the prompt has more than five tokens.
+        The kinds "t" and "a" set a tenant or an adapter. The kind "m" adds an image if the prompt has more than five
+        tokens.
         """
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]

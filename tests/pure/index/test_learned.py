@@ -296,7 +296,7 @@ def test_evicted_blocks_count_as_hits_of_simulated_lru():
 
 
 def test_age_of_forgotten_touch_ends_at_its_replacement():
-    """A touch is forgotten when NUM_TOUCHES newer touches exist. The age of the touch ends when the newest began."""
+    """A touch is forgotten when NUM_TOUCHES newer touches exist. Its age ends at the start of the newest touch."""
     log = TouchLog(TrackerState(capacity=10**9))
     for number in range(NUM_TOUCHES + 2):
         first, log.state.now = len(log.started), float(number)
