@@ -32,9 +32,9 @@ class PromptReport:
         first_scored: int = 1,
         token_ids: bool = False,
     ) -> None:
-        """`echo` repeats the text of the prompt, with `num_echoed_top` alternatives for each of its tokens. `num_top`
-        is the number of alternatives in vLLM's `prompt_logprobs`; None leaves out this list. Scores arrive for the
-        tokens from `first_scored` on. `token_ids` adds the ids of all tokens.
+        """`echo` repeats the text of the prompt, with `num_echoed_top` alternatives for each prompt token. `num_top` is
+        the number of alternatives in vLLM's `prompt_logprobs`; None leaves out this list. Prompt tokens have scores
+        from index `first_scored` on. `token_ids` adds the ids of all tokens.
         """
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self.echo, self.num_echoed_top = echo, num_echoed_top
@@ -46,21 +46,21 @@ class PromptReport:
         self._has_ids: set[int] = set()
 
     def text(self, index: int) -> str:
-        """Return the text of the prompt in the first call for a choice; afterwards an empty text."""
+        """Return the text of the prompt if `echo` is set. Return an empty text otherwise, and in repeated calls."""
         if not self.echo or index in self._has_text:
             return ""
         self._has_text.add(index)
         return self._tokenizer.decode(self.prompt(index))
 
     def new_ids(self, index: int) -> list[int] | None:
-        """Return the tokens of the prompt in the first call for a choice; afterwards None."""
+        """Return the token ids of the prompt in the first call for a choice, and None in later calls."""
         if index in self._has_ids:
             return None
         self._has_ids.add(index)
         return list(self.prompt(index))
 
     def tokens(self, index: int, scores: Sequence[PromptLogprobs]) -> list[ScoredToken]:
-        """Return the next tokens of a prompt. The first call for a choice starts with the tokens without a score."""
+        """Return the prompt tokens of the next `scores`. The first call for a choice adds tokens without a score."""
         prompt, begin = self.prompt(index), self._num_shown[index]
         first = [] if begin else [ScoredToken(token, None) for token in prompt[: self._first_scored]]
         begin += len(first)
@@ -68,7 +68,7 @@ class PromptReport:
         return first + [ScoredToken(prompt[begin + at], score) for at, score in enumerate(scores)]
 
     def entries(self, tokens: Sequence[ScoredToken]) -> list[Any]:
-        """Return the log-probabilities of tokens in vLLM's format; empty if they were not requested."""
+        """Return the log-probabilities of tokens in vLLM's format, or an empty list if `num_top` is None."""
         if self.num_top is None:
             return []
         return [None if each.score is None else self._entry(each.token_id, each.score) for each in tokens]

@@ -1,4 +1,4 @@
-"""Bodies of chat and text completions: fields of OpenAI, vLLM and kvtier. fields.py also lists refused fields."""
+"""Bodies of chat and text completions: fields of OpenAI, vLLM and kvtier. fields.py lists the refused fields."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
     """True to add the usage so far to every event."""
     include_obfuscation: bool | None = None
-    """Accepted without effect."""
+    """This field has no effect."""
 
 
 class JsonSchema(Strict):
@@ -128,7 +128,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs_start: Count | None = None
-    """Index s of the first prompt token whose log-probability is reported. At most s - 1 tokens come from the cache."""
+    """Index s >= 1 of the first scored prompt token; 0 means 1. At most s - 1 prompt tokens come from the cache."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -168,7 +168,7 @@ class Sampling(Strict):
     def sampling_params(
         self, *, max_tokens: int, logprobs: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
     ) -> SamplingParams:
-        """Return the engine's parameters, with the tokens of each bad word. Raises ArgumentError if any is invalid."""
+        """Return the engine's parameters. Raises ArgumentError if one of them is invalid."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         presence, frequency = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
         return SamplingParams(
@@ -245,7 +245,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the answer. The value is None if no field does."""
+        """Name and value of the field with the smallest limit for the answer. The value is None without a limit."""
         limits = (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens))
         given = [(name, limit) for name, limit in limits if limit is not None]
         return min(given, key=lambda limit: limit[1], default=("max_tokens", None))
@@ -265,7 +265,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     @property
     def forced_tools(self) -> list[FunctionDefinition]:
-        """Functions of which the model must call at least one. Empty if no call is forced or no tool has the name."""
+        """Functions of which the model must call at least one. Empty if no call is forced or the tool is unknown."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedToolChoice):
             return [function for function in functions if function.name == self.tool_choice.function.name][:1]

@@ -1,4 +1,4 @@
-"""RequestLog: counters and recent requests of the front end. Contains neither prompts nor answers."""
+"""RequestLog: metrics and recent requests of the front end. Contains neither prompts nor answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Counters for /metrics, a window of times to first token, and the latest requests."""
+    """Metrics for GET /metrics, a window of times to first token, and the latest requests."""
 
     def __init__(self, model_name: str, block_tokens: int) -> None:
         self.registry = Registry()
@@ -80,11 +80,11 @@ class RequestLog:
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
 
     def find(self, name: str) -> str:
-        """Return the id of the latest finished request whose `client_id` is `name`; `name` itself if there is none."""
+        """Return the id of the latest finished request whose `client_id` is `name`; without one, return `name`."""
         return next((record.id for record in reversed(self._recent) if record.client_id == name), name)
 
     def notes(self, request_id: str) -> list[str]:
-        """Return the remarks about the prompt of a recent request."""
+        """Return the remarks about the prompt of a request. Empty if it is not among the latest requests."""
         return next((list(record.notes) for record in self._recent if record.id == request_id), [])
 
     @property
@@ -93,7 +93,7 @@ class RequestLog:
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Return percentiles of the time to first token in the last 5 minutes. They are None without requests."""
+        """Return percentiles over the requests in the window. They are None if the window is empty."""
         since = time.monotonic() - _WINDOW_SECONDS
         values = sorted(seconds for at, seconds in self._ttfts if at >= since)
         points = {f"p{percent}_seconds": _percentile(values, percent) if values else None for percent in (50, 90, 99)}

@@ -80,7 +80,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class ContentPart(Loose):
-    """A part of a message. Only text is supported."""
+    """A part of a message or of a call's result. Only text is supported."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: Text = ""
@@ -109,15 +109,15 @@ class MessageItem(Loose):
     content: _Parts
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Append the message.
+        """Append the message, or join it with the last message.
 
-        Chat templates expect one system message at the start. System and developer messages before all other messages
-        are therefore joined into one. Later ones stay where they are.
+        Chat templates expect one system message at the start. The instructions, and system and developer messages
+        before all other messages, are therefore joined into one. Later system messages stay where they are.
         """
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and not last.get("tool_calls"):
-            last["content"] = text  # `last` was created by the ReasoningItem before this message and has no text yet
+            last["content"] = text  # `last` has no text: normally it comes from a ReasoningItem
         elif role == "system" and len(messages) == 1 and last["role"] == role:
             last["content"] += "\n\n" + text
         else:
@@ -133,7 +133,7 @@ class FunctionCallItem(Loose):
     arguments: Text
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Add the call to the last message if it is the assistant's, otherwise to a new message."""
+        """Add the call to the last message if the assistant wrote that message, otherwise to a new message."""
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": self.name, "arguments": self.arguments}
@@ -161,7 +161,7 @@ _ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=_MAX_ITEMS, fa
 
 
 class ReasoningItem(Loose):
-    """Reasoning of an earlier response. Encrypted reasoning of another server is skipped."""
+    """Reasoning of an earlier response. Encrypted reasoning, which comes from other servers, is skipped."""
 
     type: Literal["reasoning"]
     summary: _ReasoningParts | None = None
@@ -177,7 +177,7 @@ InputItem = Annotated[MessageItem | FunctionCallItem | FunctionOutputItem | Reas
 
 
 def _as_items(value: Any) -> Any:
-    """Convert a text to an item, and add the type that clients leave out of messages."""
+    """Convert a text to a list of one item, and add the type that clients leave out of messages."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > _MAX_ITEMS:

@@ -67,7 +67,7 @@ def _digest(grammar: Grammar) -> bytes:
 
 
 class SchemaChecks:
-    """Checks whether schemas compile in time, in worker processes. Keeps the results. Not thread-safe."""
+    """Checks in worker processes that schemas compile in time. Caches the results. Not thread-safe."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -76,7 +76,7 @@ class SchemaChecks:
         self._num_waiting: Counter[tuple[str, bytes]] = Counter()
 
     async def check(self, schema: Grammar, tenant: str) -> None:
-        """Raise ApiError if the schema does not compile. Concurrent calls of a tenant for a schema share one check."""
+        """Raise ApiError if the schema or the check fails. Concurrent calls with the same arguments share one check."""
         digest = _digest(schema)
         result = self._results.get(tenant, digest) or await self._share((tenant, digest), schema)
         if isinstance(result, ApiError):
@@ -123,7 +123,7 @@ class SchemaCompilations:
         self._thread: threading.Thread | None = None
 
     def get(self, schema: Grammar, tenant: bytes) -> Compilation:
-        """Return the future of a schema. If none is cached, start to compile. Callbacks may run on another thread."""
+        """Return the future of a compiled schema, cached or new. Its callbacks may run on the compiling thread."""
         digest = _digest(schema)
         with self._lock:
             cached = self._compiled.get(tenant, digest)

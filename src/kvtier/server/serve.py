@@ -48,7 +48,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the engine exited unexpectedly or was killed.
+    """Serve until a signal or the end of the engine. Returns 1 if the engine exited unexpectedly or was killed, else 0.
 
     Calls `ready` with the address once the server listens.
 
@@ -142,7 +142,7 @@ async def _run(
 ) -> int:
     task = asyncio.current_task()
     assert task is not None
-    _handle_signals(task.cancel)  # until the server listens, a signal cancels the start
+    _handle_signals(task.cancel)  # until the engine has started, a signal cancels this task
     engine = EngineClient(config.engine)
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
@@ -225,7 +225,7 @@ def _address(listener: socket.socket) -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Calls `ready` once it listens. Captures no signals, since uvicorn would end the process without saving."""
+    """Calls `ready` once it listens. Captures no signals, because uvicorn would end the process without saving."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)

@@ -59,9 +59,9 @@ class RequestTrace:
 
 
 class Tracing:
-    """Creates spans and sends them to a collector from a thread of its own.
+    """Creates spans and sends them to a collector from a separate thread.
 
-    OpenTelemetry's variables apply, for example OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
+    OpenTelemetry's environment variables apply, for example OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
@@ -88,7 +88,7 @@ class Tracing:
     def end(
         self, trace: RequestTrace, began: float, record: RequestRecord, explanations: Iterable[Explanation]
     ) -> None:
-        """Add the phases of a finished request and end its server span."""
+        """End the server span of a finished request. If the span is recorded, first add the phases of the request."""
         span = trace.span
         if span.is_recording():
             span.set_attributes(_usage(record, self._model))

@@ -111,7 +111,7 @@ class VllmMetrics:
         self._totals["external_prefix_cache_hits"].raise_to(below)
         for state, value in {"awake": not snapshot["asleep"], "discard_all": snapshot["asleep"]}.items():
             self._asleep.of(*self._labels, state).set(float(value))
-        # The number of blocks is a label, so /control/resize starts a new series. Set the old one to 0.
+        # The number of blocks is a label, so /control/resize starts a new series. Set all older series to 0.
         for series in self._config.series.values():
             series.set(0.0)
         self._config.of(*self._labels, self._block_tokens, str(num_blocks)).set(1.0)

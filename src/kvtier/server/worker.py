@@ -26,7 +26,7 @@ _ALARM_SECONDS = 2.0  # delay of SIGALRM after the deadline; a running front end
 
 def main(descriptor: int) -> None:
     """Entry point of the process. `descriptor` is the file descriptor of a connected socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, but the front end must stop this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches this process, but the front end must end it
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     channel = Channel(socket.socket(fileno=descriptor), WORKER_CODEC)

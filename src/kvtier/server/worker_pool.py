@@ -123,8 +123,8 @@ class WorkerPool:
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
         """Call a function in a worker and return its result. If the caller is cancelled, the process may be replaced.
 
-        Raises the ApiError of the function. Also raises ApiError 400 at the deadline, 429 if too many calls wait, 503
-        if the pool is closed, and 500 or 503 if workers fail.
+        Raises the ApiError of the function. Also raises ApiError 400 at the deadline, 429 if too many calls of the
+        tenant wait, 503 if the pool is closed, and 500 or 503 if workers fail.
         """
         if self._closed:
             raise _shutting_down()
