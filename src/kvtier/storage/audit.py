@@ -36,14 +36,14 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of reading every object (of at most _MAX_OBJECT_BYTES) once. The read quarantines damaged objects."""
+    """Result of one read of each object that has at most _MAX_OBJECT_BYTES. Reads quarantine damaged objects."""
 
     num_sound: int
     nbytes: int
     num_gone: int
-    """Objects that were listed but missing when read, because they were evicted, removed or replaced in between."""
+    """Number of objects that were listed but missing when read, for example because they were evicted in between."""
     defects: list[tuple[bytes, ObjectResult]]
-    """Keys and results of corrupt and failed objects. Objects above _MAX_OBJECT_BYTES are listed as corrupt, unread."""
+    """Keys and results of corrupt and failed objects. Objects above _MAX_OBJECT_BYTES are corrupt without a read."""
     num_unreadable: int
     seconds: float
     reason: str = ""
@@ -51,7 +51,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if the verification is complete and found no damaged or unreadable object."""
+        """True if the verification is complete and found no defect and no unreadable object."""
         return not (self.defects or self.num_unreadable or self.reason)
 
 
@@ -72,7 +72,7 @@ def take_inventory(store: Store, *, timeout_s: float | None = None) -> Inventory
 def verify(
     store: Store, *, timeout_s: float | None = None, progress: Callable[[int, int], object] = lambda *_: None
 ) -> Verification:
-    """Read and check every object of a store. `timeout_s` applies to each page and each batch.
+    """Read and check the objects of a store. `timeout_s` applies to each page and each batch.
 
     `progress` receives the number of objects checked so far, and the number of bytes read.
     """

@@ -132,7 +132,7 @@ class Breaker:
     def refusal(self, *, is_try: bool = True) -> str:
         """Return the reason for refusing a call, or an empty string to admit it. `record` must follow an admitted call.
 
-        `is_try` is False for a call that is answered from memory. Such a call is not counted and needs no `record`.
+        `is_try` is False for a call that is answered from memory. Such a call needs no `record` and is never counted.
         """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
@@ -165,7 +165,7 @@ class Breaker:
 
 
 class CallRunner:
-    """Runs the jobs of calls on daemon threads, unless the breaker is open. Each thread has its own scratch memory.
+    """Runs the jobs of calls on daemon threads, unless the breaker refuses the call. Each thread has scratch memory.
 
     The threads are daemons, because a thread that hangs in the kernel on a dead disk must not keep the process alive.
     """

@@ -34,7 +34,7 @@ misses the object and another store fails, the result is FAILED, because the fai
 
 
 class Cascade:
-    """Lookups and reads try one store after the other. Writes and removals go to all writable stores in parallel.
+    """Lookups and reads try one store after another. Writes and removals go to all writable stores in parallel.
 
     `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. Lookups
     and reads divide the remaining time equally among the stores that were not tried yet, so that a hanging store leaves
@@ -66,7 +66,7 @@ class Cascade:
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         """Write to all writable stores. STORED means that at least one store has the object. `reason` then lists the
-        errors of the other stores.
+        errors of the other stores, if any.
         """
         begin = self._meter.begin([write.key for write in writes])
         results = self._in_parallel(lambda store: store.write, writes, timeout_s)
@@ -162,7 +162,7 @@ def _all_removed(outcomes: Sequence[ObjectResult]) -> ObjectResult:
 
 
 def for_each(functions: Sequence[Callable[..., None]], *args: memoryview) -> None:
-    """Call all functions, the last one first. If any of them raises, raise the last error after all calls."""
+    """Call all functions, the last one first. If some of them raise, raise the latest error after all calls."""
     with contextlib.ExitStack() as stack:
         for function in functions:
             stack.callback(function, *args)

@@ -1,6 +1,6 @@
 """Authenticated encryption of stored objects: AES-256-GCM, which needs the extra `crypto`.
 
-Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D). Each record and each payload takes one.
+Nonces are random, so one key is safe for 2^32 encryptions (NIST SP 800-38D). Each record or payload is one encryption.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Cipher:
         return nonce + self._gcm.encrypt(nonce, data, bound)
 
     def open(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """Decrypt `data`. Raise FormatError if `data` was changed, or if `bound` is not the value passed to `seal`."""
+        """Decrypt `data`. Raise FormatError if it was changed, or was sealed with another `bound` or another secret."""
         if len(data) < SEAL_BYTES:
             raise FormatError(f"too short for a sealed part: {len(data)} bytes")
         try:
@@ -55,7 +55,7 @@ class Cipher:
         return nonce
 
     def open_into(self, target: memoryview, nonce: bytes, data: memoryview, bound: bytes) -> None:
-        """Decrypt `data` into `target`. `data` ends with the tag, so `target` has TAG_BYTES bytes less than `data`.
+        """Decrypt `data` into `target`. `data` ends with the tag, so `target` has TAG_BYTES fewer bytes than `data`.
 
         Raise FormatError as in `open`. The target may then contain unverified bytes.
         """

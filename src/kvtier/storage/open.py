@@ -51,7 +51,7 @@ def open_store(
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
     `secret` encrypts objects on servers and disks with AES-GCM; `?secret=FILE` sets the secret for one URL. On a disk,
-    each tenant has its own key. A disk store with `num_shards` shards has one subfolder per shard. This call opens the
+    each tenant has its own key. A disk store with `num_shards` > 1 has one subfolder per shard. This call opens the
     subfolder of `shard`, which gets an equal share of the bytes. docs/stores.md lists the URL options.
 
     Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the store cannot be opened).

@@ -87,8 +87,8 @@ class ObjectStatus(Enum):
     STORED = "stored"
     REMOVED = "removed"
     MISSING = "missing"
-    """The object is absent, or it exists but is not the expected object (another namespace, other tokens or length),
-    has expired, or cannot be decoded (its encryption key was deleted, or its format is newer). See `reason`."""
+    """The object is absent, has expired, is not the expected object (another namespace, other tokens or length), or
+    cannot be decoded (its encryption key was deleted, or its format is newer). See `reason`."""
     CORRUPT = "corrupt"
     """The object's bytes have changed since they were stored. The store quarantines or deletes the object."""
     FAILED = "failed"
@@ -160,7 +160,7 @@ class Label:
 
     @classmethod
     def of(cls, namespace: bytes, token_ids: bytes, *, secret: bytes = b"", keep_ids: bool = False) -> Label:
-        """Return the label of a block. With a `secret`, readers of the store cannot test guessed prompts."""
+        """Return the label of a block. With a `secret`, the digest does not let readers of the store test prompts."""
         return cls(namespace, digest_tokens(token_ids, secret), bytes(token_ids) if keep_ids else b"")
 
     def difference(self, expected: Label) -> str:
@@ -220,7 +220,7 @@ class Page:
 
 
 class CallStats(NamedTuple):
-    """Totals of one kind of call. `num_calls` counts calls, the other counts are numbers of objects."""
+    """Totals of one kind of call. `num_calls` counts calls, all other `num_` fields count objects."""
 
     num_done: int = 0
     num_missing: int = 0
@@ -275,7 +275,7 @@ class Store(Protocol):
         ...
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store or replace objects. If space is short, evict the least recently used objects."""
+        """Store or replace objects. If space is short, the store may evict other objects."""
         ...
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
@@ -303,7 +303,7 @@ class UsesMemory(Protocol):
     """
 
     def register(self, memory: memoryview) -> None:
-        """Prepare memory from and to which blocks are copied until `unregister`. Idempotent."""
+        """Prepare memory for copies of blocks from or to this memory, until `unregister`. Idempotent."""
         ...
 
     def unregister(self, memory: memoryview) -> None:
@@ -322,7 +322,7 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
 
 
 def views_of(memory: Pieces, *, writable: bool = False) -> Sequence[memoryview]:
-    """Return a view of each piece of an object (see `view_of`). Empty pieces are omitted, unless all are empty."""
+    """Return a view of each non-empty piece of an object (see `view_of`). If all are empty, return one empty view."""
     if isinstance(memory, Scattered) and memory.sizes.all():
         view_of(memory.memory, writable=writable)
         return memory

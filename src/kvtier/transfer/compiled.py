@@ -28,7 +28,7 @@ from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Strategy, StrategyChoice
 
 @dataclass(slots=True, eq=False)
 class SortedBlockIds:
-    """Ids of the blocks to move, first in the caller's order, then (`sorted_*`) sorted by destination."""
+    """Ids of the blocks to move, both in the caller's order and (`sorted_*`) sorted by destination."""
 
     device_ids: I64
     host_ids: I64

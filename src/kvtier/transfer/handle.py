@@ -241,7 +241,7 @@ class TransferHandle:
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
         """Return end event number `step`, or None if it does not exist yet.
 
-        If slices are left to submit, wait for a change before returning None.
+        If slices are left to submit, wait at most `seconds` for a change before returning None.
         """
         with self._changed:
             if step < len(self._ends):

@@ -14,9 +14,9 @@ between two products, and must then start before the next product. All slots sha
 per slot was slower (docs/decisions/0006).
 
 Some pairs of a copy stream and a kernel stream slow each other down, in the driver or in the GPU. While the kernel
-stream has pending work and the model is busy, copies of any size run at 0.93 of the link rate. Such a pair stays slow.
-With another kernel stream, copies are fast (H200, driver 580.159, 2026-11-15; docs/decisions/0006). Slow pairs cannot
-be predicted, so the ring times its copies, and replaces the kernel stream when copies are slow.
+stream of such a pair has work and the model is busy, copies run at 0.93 of the link rate. The pair stays slow. With
+another kernel stream, copies are fast (H200, driver 580.159, 2026-11-15; docs/decisions/0006). Slow pairs cannot be
+predicted, so the ring times its copies, and replaces the kernel stream when copies are slow.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class StagingRing:
 
 
 def _based(table: I64, row: int, base: int) -> I64:
-    """Return the table with offsets in staging memory turned into addresses."""
+    """Return a copy of the table, in which the offsets of `row` in staging memory are addresses."""
     placed = table.copy()
     placed[row] += base
     return placed

@@ -6,7 +6,7 @@ staged   the copy engines move whole blocks between the host and staging memory 
          scatters the parts of these blocks inside the device; the kernel takes a fiftieth of the transfer time
 
 The price of a strategy is the time of the transfer plus the time by which the transfer delays the model's computation.
-Both times come from the calibration.
+Both times come from the calibration of the machine (CostTable).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def swap_cache_per_layer_async(
 
     `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`). By
     default, use the current stream. If there is none, host memory is copied before the call returns. Ids may be in any
-    order. Blocks that are adjacent on both sides are copied together. With `direction` "d2h", `cache` is the source,
-    with "h2d" it is the target.
+    order. Blocks that are adjacent on both sides are copied together. With `direction` "d2h", `cache` is the source.
+    With "h2d", `cache` is the target.
     """
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
 

@@ -2,9 +2,9 @@
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-Only `wait`, `release`, `resize_host` and `close` wait for copies. `submit` waits only if one of its copies cannot
-start. A block has arrived when its data has arrived in all cache groups. The result of a failed transfer identifies
-exactly the lost blocks.
+`wait`, `release`, `resize_host` and `close` wait for copies. `submit` waits only if one of its copies cannot start. A
+block has arrived when its data has arrived in all cache groups. The result of a failed transfer identifies exactly the
+lost blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvtier.worker.store_io import StoreWorker
 
 @dataclass(slots=True)
 class _CopyJob:
-    """One load, or all saves of a plan. There is one copy per cache group."""
+    """One load, or one or more saves of a plan. There is one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
     copies: list[TransferHandle]
@@ -203,7 +203,7 @@ class CacheController:
         return bool(self._in_flight)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a transfer to end, for at most `timeout` seconds. If no store is busy, prefer loads over saves."""
+        """Wait for a transfer to end, at most `timeout` seconds. If copies and stores are busy, wait at most 1 ms."""
         copies = sorted(self._in_flight.values(), key=lambda job: job.transfers[0].route is not Route.HOST_TO_DEVICE)
         if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):

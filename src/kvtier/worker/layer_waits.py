@@ -30,7 +30,7 @@ class LayerWaits:
         self._loads, self._device, self._failed, self._timeout = loads, device, failed, timeout
 
     def before_layer(self, layer: int, group: int = 0) -> None:
-        """Wait for the blocks of a layer. On CUDA the stream waits, and the host only until the loads are submitted."""
+        """Wait for the blocks of a layer. On CUDA, the stream waits. The host waits only for the submission."""
         stream = current_stream(self._device)
         for copies in self._loads:
             self._wait(copies[group], layer, stream)

@@ -198,8 +198,7 @@ class StoreWorker:
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
-        """Return the memory of a part for each slot: a row of `gathered` if it is given, otherwise a view of the
-        block."""
+        """Return the memory of a part for each slot: a row of `gathered`, or without `gathered` a view of the block."""
         if gathered is not None:
             return [memoryview(row) for row in gathered]
         span, host = part.span, self.hosts[part.group]
@@ -262,7 +261,7 @@ class StoreWorker:
 def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemory]) -> None:
     """Call `call` (register or unregister) with each host memory.
 
-    Errors are ignored, because stores also read and write memory that is not registered.
+    StoreErrors are ignored, because stores also read and write memory that is not registered.
     """
     for host in hosts:
         with contextlib.suppress(StoreError):
@@ -270,7 +269,7 @@ def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemor
 
 
 def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
-    """Yield runs of blocks whose gathered parts fit into the limit. If nothing is gathered, yield one run."""
+    """Yield runs of one or more blocks within the limit of gathered bytes. If nothing is gathered, yield one run."""
     gathered = sum(part.nbytes for part in parts if part.span is None)
     step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
     for start in range(0, num_blocks if parts else 0, step):
@@ -284,5 +283,5 @@ def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarra
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # if a drop fails, the blocks that it leaves are valid
+        with contextlib.suppress(Exception):  # only drops raise; the blocks that a failed drop leaves are valid
             task()

@@ -11,9 +11,9 @@ A held object keeps its slot, so its bytes do not change. A slot is in one of th
 record in the table was overwritten with zeros. The record of a corrupt object is marked as quarantined instead. If the
 write to the table fails, the slot is never reused.
 
-Eviction removes the least recently used object of the needed slot size. It removes a whole segment with another slot
-size instead if that segment was last used earlier, or if there is no object of the needed size. In this way, the slot
-sizes that are used most get the space. Held objects stay.
+Eviction removes the least recently used object of the needed slot size. If a segment with another slot size was last
+used before this object, or if there is no such object, eviction may remove the whole segment instead. In this way, the
+slot sizes that are used most get the space. Held objects stay.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Catalog:
         return previous
 
     def discard(self, key: bytes) -> Entry | None:
-        """Remove an object. The caller blanks its record and releases it."""
+        """Remove an object from the index. The caller blanks the record and releases the object."""
         entry = self._entries.get(key)
         if entry is not None:
             self._go(entry)
@@ -178,8 +178,8 @@ class Catalog:
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
         """Choose what to evict for a slot of this size. Return None if nothing can be evicted.
 
-        The result is normally an object, which was removed from the index; the caller blanks and releases it. With
-        `by_segment`, the result can also be the number of a segment, which the caller removes.
+        The result is normally an object that this call has removed from the index. The caller blanks its record and
+        releases the object. With `by_segment`, the result can be the number of a segment, which the caller removes.
         """
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None

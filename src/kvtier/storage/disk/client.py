@@ -1,13 +1,13 @@
 """SlotClient: uses the slots of a folder that another process owns (owner.py).
 
-A client is connected to one owner. If the connection ends, requests raise ConnectionError, and the caller continues
-with the next owner (participant.py). Only `release`, `give_back` and `sync_all` then do nothing, because owners release
-and flush everything themselves. A thread of the client may still be about to write to a slot that an owner has since
+A client is connected to one owner. If the connection ends, `release`, `give_back` and `sync_all` do nothing, because
+owners release and flush everything themselves. All other requests raise ConnectionError, and the caller continues with
+the next owner (participant.py). A thread of the client may then be about to write to a slot that an owner has already
 given to another process. Locks prevent such a write:
 
     A client that writes to a slot:
         1. locks the slot,
-        2. raises ConnectionError if the connection has ended or if the folder has the socket of another owner,
+        2. raises ConnectionError if the connection has ended or if the socket in the folder has changed,
         3. writes the payload and unlocks the slot.
 
     An owner that frees the slots of a client:
@@ -96,7 +96,7 @@ class SlotClient:
     def _entry(self, data: bytes, slot_bytes: int) -> Entry | None:
         record = self._record(data)
         if record is None:
-            return None  # sealed with another secret, so the object is unusable; the hold ends with the connection
+            return None  # cannot be decrypted; the hold of the object ends with the connection
         self._slot_bytes[record.segment] = slot_bytes
         return Entry(record, slot_bytes)
 
@@ -204,7 +204,7 @@ class SlotClient:
                 self._direct = False  # the filesystem has no direct I/O
 
     def check_owner(self) -> None:
-        """Raise ConnectionError if the connection has ended or the owner has changed. Others may then use its slots."""
+        """Raise ConnectionError if the connection has ended or the owner has changed. Others may then use the slots."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
             self._end()  # the owner may still run, but without its socket every later check would fail
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")

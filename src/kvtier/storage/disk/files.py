@@ -1,4 +1,4 @@
-"""Files: all file operations of the disk store in one class, so that tests can record, delay, fail and replay them."""
+"""Files: operations on segment and key files in one class, so that tests can record, delay, fail and replay them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer. Return the number of bytes read. It is less than the size only if the file ends first."""
+        """Fill the buffer and return the number of bytes read, which is below the size only if the file ends first."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)

@@ -104,7 +104,7 @@ class TenantKeys:
             self._load()
 
     def delete(self, tenant: bytes) -> bool:
-        """Delete the key of a tenant, and with it all data of the tenant. Return False if the tenant has no key."""
+        """Delete the key of a tenant, so that its data become unreadable. Return False if the tenant has no key."""
         with self._lock:
             path = self._path(tenant)
             if self._files.stamp(path) is None:
@@ -132,7 +132,7 @@ class TenantKeys:
         try:
             return [*self._files.list(self._folder)]
         except FileNotFoundError:
-            return []  # created with the first key
+            return []  # the folder is created with the first key
 
     def _is_current(self, key: TenantKey) -> bool:
         """True if the file of a key was not deleted or replaced. Otherwise the key is removed from memory."""

@@ -23,8 +23,8 @@ from kvtier.storage.disk.space import SlotAllocator
 _POLL_S = 0.005  # pause between attempts to lock the folder or to connect to its owner
 _MAX_SILENCE_S = 2.0
 """Longest wait of `open` for the socket of a locked folder. An owner creates its socket directly after it has locked
-the folder. Without a socket, the owner is closing the store, runs an earlier kvtier, or is on another machine, or the
-filesystem has no sockets."""
+the folder. Reasons for a missing socket: the owner is closing the store, runs an earlier kvtier or is on another
+machine, or the filesystem has no sockets."""
 
 
 class Participant:
@@ -55,9 +55,8 @@ class Participant:
     def slots(self, patience_s: float = _MAX_SILENCE_S) -> SlotAllocator | SlotClient:
         """Return the slots. Connect to the owner or take over the folder, if necessary.
 
-        Raise StoreError if the folder cannot be opened, or if it is locked and for `patience_s` there is no socket or
-        the socket refuses connections. Raise OSError at once for other errors, such as an owner that has a socket but
-        does not reply in time.
+        Raise StoreError if the folder cannot be opened, or if it is locked but no socket accepts connections within
+        `patience_s`. Raise OSError at once for other errors, such as an owner that does not reply in time.
         """
         if self.owned is not None:
             return self.owned
@@ -100,7 +99,7 @@ class Participant:
         return owned
 
     def leave(self, timeout_s: float) -> bool:
-        """End all connections of the owner, or those of a client. Return False if a request does not end in time."""
+        """End the connections of this owner or client. Return False if a request to the owner does not end in time."""
         if self._server is not None:
             return self._server.close(timeout_s)
         if self.client is not None:

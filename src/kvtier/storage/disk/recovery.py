@@ -45,8 +45,8 @@ class FolderLock:
     such a store, and closing any descriptor of the file would drop the locks.
 
     A forked child shares flock locks and could keep the folder locked. A fork hook therefore closes the descriptors in
-    the child, and `release` unlocks before it closes them. The hook cannot be unregistered, so it has only a weak
-    reference to this object.
+    the child, and `release` unlocks explicitly. The hook cannot be unregistered, so it has only a weak reference to
+    this object.
     """
 
     def __init__(self, folder: str) -> None:
@@ -145,10 +145,10 @@ class Recovered:
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
-    """Open all segments of a folder. Delete segments larger than `max_bytes`.
+    """Open the segments of a folder. Delete segments that are incomplete or larger than `max_bytes`.
 
-    Raise VersionError if a newer kvtier has written a segment. Raise StoreError if the segments are encrypted and
-    `keys` is None, or if they are not encrypted and there are keys. These errors leave the folder unchanged.
+    Raise VersionError if a newer kvtier has written a segment. Raise StoreError if a segment is encrypted and `keys` is
+    None, or if a segment is not encrypted and there are keys. These errors leave the folder unchanged.
     """
     if keys is not None:
         keys.reload()  # records with unknown encryption keys would be blanked

@@ -16,7 +16,7 @@ The slot contains payload and token ids, encrypted together. Encryption does not
 in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
 The checksum in the record covers only the first 4096 bytes of the payload. It distinguishes versions of an object.
-A reader of the disk sees bytes 0 to 47 of each record, the sizes of slots and the times of writes, but no block keys.
+A reader of the disk without the keys sees bytes 0 to 47 of each record, slot sizes and write times, but no block keys.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def open_payload(key: TenantKey, record: Record, room: memoryview, num_read: int
     """Decrypt the bytes of a slot, and return them as a part of `room`.
 
     `room` must have `room_bytes(record)` bytes, and the first `num_read` of them are the bytes of the slot. Raise
-    FormatError if these bytes were changed on the disk.
+    FormatError if these bytes are too few or were changed on the disk.
     """
     total, seal = record.total_bytes, record.seal
     assert seal is not None
@@ -102,7 +102,7 @@ def seal_record(record: Record, key: TenantKey) -> bytes:
 
 
 def unpack_record(data: bytes, keys: TenantKeys | None) -> Record | Unreadable:
-    """Decode the 256 bytes of a record, which is sealed if there are `keys`. Raise FormatError for invalid data."""
+    """Decode the 256 bytes of a record. With `keys`, the record must be sealed. Raise FormatError for invalid data."""
     if keys is None:
         return Record.unpack(data)
     if len(data) != RECORD_BYTES or data[:8] != MAGIC or data[8:10] != _VERSION.pack(VERSION):

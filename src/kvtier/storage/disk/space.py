@@ -28,7 +28,7 @@ _MAX_NAMES = 100
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """Round `nbytes` up to one of few slot sizes: by at most 4095 bytes or a sixteenth, whichever is greater."""
+    """Round `nbytes` up to one of a few slot sizes: by at most 4095 bytes or a sixteenth, whichever is greater."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
@@ -164,7 +164,7 @@ class SlotAllocator:
         return True
 
     def _sync_objects(self, numbers: Sequence[int]) -> None:
-        """Flush objects that were committed without a sync. The caller must prevent the deletion of the segments."""
+        """Flush all objects of these segments. The caller must prevent the deletion of the segments."""
         self._unsynced.difference_update(numbers)
         try:
             self.sync_slots(numbers)
@@ -192,7 +192,7 @@ class SlotAllocator:
     def reserve(self, record: Record, *, sync: bool) -> SlotRef | ObjectResult:
         """Reserve a slot for an object. Evict other objects if space is short.
 
-        The record of the slot is blank, or it describes a corrupt object or one that cannot be decrypted. Return a
+        The record of the slot is blank, or describes a corrupt object or one that cannot be decrypted. Return a
         result instead of a slot if an equal object is already stored, if there is no room, or if the daily limit is
         reached. With `sync`, an already stored object is flushed to the disk. A sealed object is never compared with
         the stored one.
@@ -375,7 +375,7 @@ class SlotAllocator:
             self._segments[number].sync_table()
 
     def sync_all(self) -> list[OSError]:
-        """Flush as many segments as possible and return the errors."""
+        """Flush as many segments as possible and save the write budget. Return the errors of the segments."""
         errors = []
         with self._growth:  # excludes new and deleted segments
             for segment in self._segments.values():
@@ -491,7 +491,7 @@ class SlotAllocator:
         self._check_folder()
         with self._lock:
             if self._catalog.is_held(number):
-                return  # held again since it was selected
+                return  # held again after it was selected
             self._catalog.remove_segment(number)
             segment = self._segments.pop(number)
         segment.unlink()

@@ -54,7 +54,7 @@ from kvtier.storage.store import (
 )
 
 KEYS = "keys"
-"""Name of the folder with the keys of an encrypted store, in the folder of the store."""
+"""Default name of the folder with the keys of an encrypted store, in the folder of the store."""
 FOUND = ObjectResult(ObjectStatus.FOUND)
 _OWNER_ENDED = ObjectResult(ObjectStatus.FAILED, reason="the process that managed the folder has ended")
 """Result if the folder's owner has ended. `_call` recognises it by identity and tries again with the next owner."""
@@ -93,15 +93,15 @@ class DiskStore:
         store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
     The first process that opens the folder owns it and manages the slots. The other processes request slots from the
-    owner, but read and write the payloads themselves. When the owner ends, one of them takes over. All processes should
-    use the same settings.
+    owner, but read and write the payloads themselves. When the owner ends, another process takes over. All processes
+    should use the same settings.
 
     `max_bytes` limits the total size of all files. If processes use different values, the smallest one applies.
     `direct` bypasses the page cache, which would only duplicate hot blocks of the host tier. It has no effect if the
-    filesystem does not support it. Each of the `num_threads` threads reads or writes one object at a time.
+    filesystem does not support direct I/O. Each of the `num_threads` threads reads or writes one object at a time.
 
-    `secret` (32 bytes) encrypts all objects, with one key per tenant. It needs the extra `crypto`. The keys are files
-    in `key_folder`, by default the subfolder `keys`. Deleting a key file deletes the data of its tenant.
+    `secret` (32 bytes) encrypts all objects, with one key per tenant, and needs the extra `crypto`. The keys are files
+    in `key_folder`, by default the subfolder `keys`. Deleting a key file makes the data of a tenant unreadable.
     `bytes_per_day` limits the bytes that are written in 24 hours; 0 means no limit.
     """
 
@@ -195,7 +195,7 @@ class DiskStore:
         return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory in the order of slots. The owner has it in memory, so the disk is not read."""
+        """Return a page of the inventory in the order of slots. The owner keeps the inventory in memory."""
         begin = self._meter.begin()
         segment, _, slot = cursor.partition(":")
         records = self._ask(lambda slots: slots.list_after(int(segment or 0), int(slot or 0), limit + 1), timeout_s)
@@ -206,7 +206,7 @@ class DiskStore:
         return Page(objects, last, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Finish running calls, flush everything to the disk, stop the threads and unlock the folder.
+        """Finish running calls, stop the threads, flush everything to the disk and unlock the folder.
 
         Wait at most `timeout_s` for calls and at most `timeout_s` for flushing. If the disk hangs, the files stay open
         and the folder stays locked until the process ends. Raise StoreError if the disk fails.
@@ -243,8 +243,8 @@ class DiskStore:
     def stats(self) -> StoreStats:
         """Statistics of this store and its folder.
 
-        The numbers of the folder count from the time when the owner opened the folder, and include all processes that
-        use it. If they cannot be read, for example after `close`, return the last known numbers.
+        The numbers of the folder include all processes that use it, and its counters start when the owner opens it. If
+        the numbers cannot be read, for example after `close`, return the last known ones.
         """
         if not self._meter.is_closed:
             figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)
@@ -254,7 +254,7 @@ class DiskStore:
 
     @property
     def is_direct(self) -> bool:
-        """True if I/O bypasses the page cache. False if `direct` is False or the filesystem does not support it."""
+        """True if I/O bypasses the page cache: `direct` is set, and the filesystem supports direct I/O."""
         return self._participant.slots().is_direct()
 
     # --- calls

@@ -1,7 +1,7 @@
 """Bucket: the interface of RemoteStore to a server. It reads and writes named values in batches.
 
-One file per kind of server implements it (redis.py, objects.py, mooncake.py). A bucket has no records, checksums or
-deadlines. RemoteStore detects values that a server has lost, changed or swapped.
+One file per kind of server implements the interface (redis.py, objects.py, mooncake.py). A bucket has no records,
+checksums or deadlines. RemoteStore detects values that a server has lost, changed or swapped.
 """
 
 from __future__ import annotations

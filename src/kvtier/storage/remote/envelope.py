@@ -3,9 +3,9 @@
     plain     [record 256 | payload]
     sealed    [nonce 12 | record, encrypted 256 | tag 16] [nonce 12 | payload, encrypted | tag 16]
 
-With encryption, the name of an object is a keyed digest of its block key. Both parts authenticate the name, so that an
-object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two versions
-is detected. Readers of the server still see sizes, times and repeated blocks.
+With encryption, the name of an object is a keyed digest of its block key. Record and payload authenticate the name, so
+that an object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two
+versions is detected. Readers of the server still see sizes, times and repeated blocks.
 
 Token ids are not sent to servers. A record contains only a digest derived from them. The digest is keyed if
 CacheConfig.secret is set. That secret is independent of the one that encrypts values here.
@@ -31,7 +31,7 @@ Packed = tuple[Record, Parts]
 
 
 class Envelope:
-    """Packs and opens values. `ttl_s` is the lifetime of packed values, or None if they do not expire."""
+    """Packs and opens values. `ttl_s` is the lifetime of packed values in seconds, or None if they do not expire."""
 
     def __init__(
         self,
@@ -88,8 +88,7 @@ class Envelope:
     def is_fresh(self, record: Record) -> bool:
         """Return True if the stored `record` need not be sent again to extend its lifetime.
 
-        This holds if it never expires, or if more than half of `ttl_s` is left. Without `ttl_s`, only the former
-        counts.
+        A record that never expires is fresh. With `ttl_s`, a record is also fresh if more than half of `ttl_s` is left.
         """
         if self._ttl_s is None or not record.expires_s:
             return not record.expires_s

@@ -147,7 +147,7 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects by force. Without force, the master keeps objects read in the last 10 s (its default).
+        """Delete objects by force. Without force, the master keeps objects read recently, by default in the last 10 s.
 
         A forced deletion has a drawback: a concurrent read may get the bytes of a new object in the same memory.
         """
@@ -208,7 +208,7 @@ class MooncakeBucket:
         return int(counts[0][0][0])
 
     def _pieces(self, values: Sequence[Parts], scratch: Scratch) -> list[list[memoryview]]:
-        """Return the parts of values. Copy parts that the network device cannot read in place to scratch memory."""
+        """Return the parts of values. Parts that the device cannot read in place are copied to scratch memory."""
         if self._is_tcp:
             return [[part for part in parts if len(part)] for parts in values]
         others = [part for parts in values for part in parts if not self._is_registered(part)]
