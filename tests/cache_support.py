@@ -1,8 +1,8 @@
-"""Lab: a CacheManager with simulated workers, which execute its plans on dictionaries instead of memories and stores.
+"""Lab: a CacheManager with simulated workers, which execute plans on dictionaries instead of memory and stores.
 
 The content of a block is a tuple of everything that determines its KV. A slot holds the content that was computed or
-copied into it last. While a copy is planned but not executed, its target slot holds RUBBISH. `Lab.start` checks the
-content of every cached block that a request uses.
+copied into it last. From the submission of a copy to its execution, its target slots hold RUBBISH. `Lab.start` checks
+the content of every cached block that a request uses.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Lab:
         return plan
 
     def run_workers(self, count: int = 1 << 30, lose: Lose | None = None) -> None:
-        """Execute the `count` oldest tasks of each worker and apply the reports."""
+        """Execute the `count` oldest tasks of each worker, apply the reports, and check the manager."""
         for worker in self.workers:
             for _ in range(min(count, len(worker.todo))):
                 self.manager.apply(worker.work(lose))

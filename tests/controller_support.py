@@ -124,7 +124,7 @@ class Hangs(MemoryStore):
 
 
 class Gate:
-    """Executes copies. After `close` (or `is_open=False`), one copy blocks until `open`; later copies do not block."""
+    """Executes copies. After `close` (or `is_open=False`), the next copy blocks until `open`; later copies do not."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self.may_go = threading.Event()

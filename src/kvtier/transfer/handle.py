@@ -28,7 +28,7 @@ from kvtier.transfer.strategy import StrategyChoice
 
 
 class TransferStatus(StrEnum):
-    """State of a transfer. A report has one of the last four."""
+    """State of a transfer. A report has one of the last four states."""
 
     QUEUED = "queued"
     RUNNING = "running"

@@ -291,7 +291,7 @@ def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
 
 
 def test_drop_runs_after_planned_writes_to_store(caches):
-    """Regression: a plan contained both a write to the store and a drop, and the drop ran before the write."""
+    """Regression: a plan contained a write of blocks to the store and a drop of them, and the drop ran first."""
     cache = caches()
     request, chain = cache.add(cache.chain(1)), cache.chain(1)
     planned = 0

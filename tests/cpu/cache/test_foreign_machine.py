@@ -148,7 +148,7 @@ class ForeignMachine(RuleBasedStateMachine):
     @rule(system=st.sampled_from(SYSTEMS), tail=st.lists(st.integers(4, 5), max_size=14), new=st.integers(1, 9))
     def add_request(self, system, tail, new):
         if len(self.requests) < 5:
-            salt = b"other" if new == 3 else b""  # a ninth of the requests belong to another tenant
+            salt = b"other" if new == 3 else b""  # some requests belong to another tenant
             chain = Chain(self.manager.namespace, [*system, *tail], salt=salt)
             request = Running(chain, chain.num_tokens + new)
             request.prefetch = self.manager.prefetch(chain, now=self.now)
@@ -254,7 +254,7 @@ class ForeignMachine(RuleBasedStateMachine):
                 self.references[block] += 1
 
     def compute(self, request: Running) -> None:
-        """Check the KV of all earlier tokens, write the KV of a chunk, and sample a token after the last chunk."""
+        """Check the KV of earlier tokens and write a chunk. After the last chunk, sample a token or end the request."""
         tokens, stop = request.chain.tokens.tobytes(), request.num_computed + self.chunk(request)
         for rank, memory in enumerate(self.views):
             for position in range(stop):
@@ -329,7 +329,7 @@ class ForeignMachine(RuleBasedStateMachine):
 
 
 def test_foreign_machine_never_reads_wrong_bytes():
-    """Run at least 4,000 steps (40 per example). KVTIER_SOAK=200 runs 200 times as many examples."""
+    """Run at least 40 steps per example. KVTIER_SOAK=200 runs 200 times as many examples."""
     examples = 100 * SOAK
     run_state_machine_as_test(
         ForeignMachine,

@@ -145,7 +145,7 @@ class Recovered:
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
-    """Open the segments of a folder. Delete segments that are incomplete or larger than `max_bytes`.
+    """Open the segments of a folder. Delete incomplete ones and those above `max_bytes`. Set unreadable ones aside.
 
     Raise VersionError if a newer kvtier has written a segment. Raise StoreError if a segment is encrypted and `keys` is
     None, or if a segment is not encrypted and there are keys. These errors leave the folder unchanged.
