@@ -43,7 +43,7 @@ class Verification:
     num_gone: int
     """Number of objects that were listed but missing when read, for example because they were evicted in between."""
     defects: list[tuple[bytes, ObjectResult]]
-    """Keys and results of corrupt and failed objects. Objects above _MAX_OBJECT_BYTES are corrupt without a read."""
+    """Keys and results of corrupt and failed objects. Objects above _MAX_OBJECT_BYTES count as corrupt."""
     num_unreadable: int
     seconds: float
     reason: str = ""

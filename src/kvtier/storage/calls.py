@@ -22,7 +22,7 @@ class Batch:
     """One call to a store, with one result per object. Worker threads set the results until the deadline.
 
     A thread that hangs in the kernel cannot be stopped. Each thread therefore reads into memory of its own, and writes
-    to the caller's memory only inside `settle`, which does nothing once the call has returned.
+    to the caller's memory only inside `settle`. Once the call has returned, `settle` does nothing.
 
         running --all objects are settled--> returned
         running --deadline-----------------> returned; objects without a result are FAILED

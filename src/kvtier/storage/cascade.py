@@ -37,8 +37,8 @@ class Cascade:
     """Lookups and reads try one store after another. Writes and removals go to all writable stores in parallel.
 
     `writable` has one bool per store; a store with False is only read. The deadline applies to the whole call. Lookups
-    and reads divide the remaining time equally among the stores that were not tried yet, so that a hanging store leaves
-    time for the next stores.
+    and reads divide the remaining time equally among the untried stores, so that a hanging store leaves time for the
+    next stores.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Checksum of stored bytes: CRC-32 in the lower half, the sum of the 32-bit words in the upper half.
 
 A CRC detects the typical disk errors: one or two wrong bits, and bursts of up to 32 bits. Other errors, such as a
-replaced page, are missed with a probability of 2^-64, because both CRC and sum would have to stay the same.
-native.c computes both in one pass; where it cannot be used, zlib and numpy compute them. Rates on one core with 1 MiB
-in cache: native.c 24 GB/s, zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
+replaced page, are missed with a probability of 2^-64, because both CRC and sum would have to stay the same. native.c
+computes CRC and sum in one pass. Without native.c, zlib and numpy compute them. Rates on one core with 1 MiB in cache:
+native.c 24 GB/s, zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def piece_table(pieces: Sequence[memoryview]) -> np.ndarray:
 def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = None) -> int:
     """Return the checksum of consecutive pieces. If `target` is given, also copy the pieces to it.
 
-    The address of `target` must be a multiple of 16. Without the compiled library, or if a piece is empty or its size
-    is not a multiple of 64 bytes, the pieces are first joined in new memory, which is slower.
+    The address of `target` must be a multiple of 16. native.c reads the pieces in place if all sizes are positive
+    multiples of 64 bytes. Otherwise the pieces are first joined in new memory, which is slower.
     """
     code, table = native().code, piece_table(pieces)
     if code is None or (table[1] % _STEP).any() or not table[1].all():

@@ -1,8 +1,8 @@
 """Compile block ids into tables of copies. Ids are checked and sorted once per transfer, and a table is built for each
 slice.
 
-A slice contains some blocks, with all their layers or with one group of layers. It is submitted as a unit, and it
-arrives or fails as a unit. A staged slice fits into one slot of the staging ring. Other slices have about slice_bytes.
+A slice contains some blocks, with all layers or with one group of layers. It is submitted as a unit, and arrives or
+fails as a unit. A staged slice fits into one slot of the staging ring (staging.py). Others have about slice_bytes.
 
     blocks, sorted by destination     0 ........ 31 | 32 ........ 63 | ...
     layer-wise: layers 0-7 of all blocks, then layers 8-15 of all blocks, ...

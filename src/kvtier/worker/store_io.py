@@ -1,7 +1,8 @@
 """StoreWorker: reads and writes stores on its own threads, for a CacheController.
 
-Each store has one thread for reads and probes, for which inference requests wait, and one for writes and drops. A slow
-store does not delay other stores, and a slow write does not delay reads. The stores apply their own timeouts.
+Each store has one thread for reads and probes (lookups), and one for writes and drops. Inference requests wait only for
+reads and probes. A slow store does not delay other stores, and a slow write does not delay reads. The stores apply
+their own timeouts.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@
       writes payload    ------------------------------------------->     slots
       commit(records)   ------------->    publishes                      table (records)
 
-If a process ends, the kernel closes its connections. The owner then releases the holds of the process and frees its
-reserved slots. A connection can also end while a thread of the process is still writing to a slot. Such a slot is
-locked by a byte-range lock, and the owner frees it later (space.py).
+A hold keeps the slot of an object. If a process ends, the kernel closes its connections. The owner then releases the
+holds of the process and frees its reserved slots. A connection can also end while a thread of the process is still
+writing to a slot. Such a slot is locked by a byte-range lock, and the owner frees it later (space.py).
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ class RemoteStore:
             doubtful = [index for index, outcome in useless.items() if outcome.status is ObjectStatus.CORRUPT]
             self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
             if doubtful:
-                # The stored object may be intact: another client may have removed the object and reused its memory
-                # during the read (Mooncake), a bit may have flipped in transit, or the connection may have delivered
-                # the reply to an earlier request. Therefore read again. Only real damage is found twice.
+                # The stored object may be intact. Another client may have removed the object and reused its memory
+                # during the read (Mooncake). A bit may have flipped in transit. The connection may have delivered the
+                # reply to an earlier request. Therefore read again. Only real damage is found twice.
                 self._bucket.reset()
                 self._run_chunk(confirm, doubtful, batch, scratch)
 
