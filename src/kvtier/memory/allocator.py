@@ -35,9 +35,9 @@ def _nothing(*_: object) -> None:
 class Allocator:
     """Allocates uninitialised memory at one placement and counts the allocated bytes. Thread-safe.
 
-    `allocate(nbytes)` returns an address, or a tensor that owns the memory, and raises MemoryError or RuntimeError if
-    there is no memory. `deallocate(address, nbytes)` frees memory, `trim()` returns cached memory to the system, and
-    `free_bytes()` returns the free bytes of the host or GPU, or None if unknown. All of them must be thread-safe.
+    The constructor takes thread-safe functions. `allocate(nbytes)` returns an address or a tensor that owns the memory.
+    If there is no memory, `allocate` raises MemoryError or RuntimeError. `deallocate(address, nbytes)` frees memory,
+    `trim()` returns cached memory to the system, and `free_bytes()` returns the free bytes (None if unknown).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Allocator:
             return AllocatorStats(self._allocated_bytes, self._peak_bytes, self._num_live, self._num_allocations)
 
     def _allocate_memory(self, nbytes: int) -> tuple[int, torch.Tensor | None]:
-        if nbytes >= 1 << 62:  # allocation functions report such sizes in different ways
+        if nbytes >= 1 << 62:  # allocation functions raise different errors for such sizes
             raise self._out_of_memory(nbytes, "larger than any address space")
         try:
             memory = self._allocate(nbytes)
@@ -117,8 +117,8 @@ class Allocator:
 
 # Scattered 4 KiB reads over 4 KiB pages usually miss the TLB, so large host allocations use huge pages.
 _HUGE_PAGE_BYTES = 2 << 20
-# torch's pinned pool rounds up to a power of two and never shrinks by itself, which wastes memory for a host tier.
-# Allocations larger than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
+# torch's pinned pool rounds sizes up to a power of two and never shrinks by itself. To save memory, allocations larger
+# than _PINNED_POOL_BYTES are mapped at their exact size and pinned by the driver.
 _PINNED_POOL_BYTES = 32 << 20
 
 

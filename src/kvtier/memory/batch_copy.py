@@ -32,7 +32,7 @@ def copy(src: Buffer, n: Buffer, dst: None = None, stream: Stream | None = None)
 @overload
 def copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None = None) -> Buffer: ...
 def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream | None = None) -> Buffer:
-    """Copy all elements with `copy(src, dst)`, or the first n with `copy(src, n, dst)`. Returns the rest of dst.
+    """Copy all elements with `copy(src, dst)`, or the first n with `copy(src, n, dst)`. Returns `rest(dst, n)`.
 
     The copy runs in the order of `stream` (default: the current stream). If there is no stream, host memory is copied
     before this function returns. Overlapping ranges are copied as if the whole source were read first.
@@ -113,7 +113,7 @@ class CopyResult:
     num_calls: int
     """Number of copies added, including copies of zero bytes."""
     num_entries: int
-    """Number of copies after merging."""
+    """Number of copies after merging, without copies of zero bytes."""
     nbytes: int
     num_waves: int
     """Number of waves. A wave is a group of independent copies, and waves run one after another."""
@@ -122,7 +122,7 @@ class CopyResult:
 
     @property
     def merge_ratio(self) -> float:
-        """Copies added (including copies of zero bytes), divided by copies after merging. 1.0 for an empty batch."""
+        """`num_calls` divided by `num_entries`, or 1.0 if `num_entries` is 0."""
         return self.num_calls / self.num_entries if self.num_entries else 1.0
 
     @property
@@ -145,11 +145,11 @@ class BatchCopy:
             copy.pieces(src, src_at, 64, dst, dst_at)       # many copies, from arrays of element offsets
         print(copy.result.path, copy.result.merge_ratio)
 
-    The result is the same as if the copies ran one after another, because pieces that depend on each other run in
-    ordered waves. `path` forces a path ("host", "loop", "driver", "gather") if that path is usable. If it is not,
-    GPU copies use the first usable path of "gather", "driver" and "loop". Without `path`, GPU copies use the cheapest
-    path in the cost table. Buffers are kept alive until their copies are done. Memory that is given by address must be
-    kept alive by the caller. Not thread-safe.
+    The result is the same as if the copies ran one after another. `path` forces a path ("host", "loop", "driver",
+    "gather") where that path is usable. Without `path`, GPU copies use the cheapest path in the cost table. If the
+    forced path is not usable, or there is no cost table, GPU copies use the first usable path of "gather", "driver" and
+    "loop". Copies onto themselves, or with too many dependencies, always use "loop". Buffers are kept alive until their
+    copies are done. The caller must keep alive memory given by address and memory of captured copies. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None) -> None:
@@ -200,7 +200,7 @@ class BatchCopy:
     def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
         """Add many copies of n elements each, from offsets `src_at` in `src` to offsets `dst_at` in `dst`.
 
-        The offsets are arrays (numpy, torch, list); n is one number or an array. Adjacent pieces are merged.
+        Offsets are arrays (numpy, torch, list) and count elements. n is one number or an array. Adjacent pieces merge.
         """
         check_copy(src, 0, dst)
         table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")
@@ -266,7 +266,7 @@ class BatchCopy:
         """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
         Nothing is checked, and the array is not copied. `nbytes` is the total size. With `nbytes`, the copies must be
-        independent, sorted by destination and not empty, and none of them may continue another. A batch that consists
+        independent and sorted by destination, and no copy may be empty or continue another copy. A batch that consists
         of one table with `nbytes` runs without planning.
         """
         count = table.shape[1]
@@ -280,7 +280,7 @@ class BatchCopy:
     def group(self) -> Iterator[None]:
         """Merge copies that are added inside the `with` statement and are adjacent in source and destination.
 
-        The order in which they are added does not matter.
+        Independent copies merge in any order of addition.
         """
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
@@ -295,7 +295,8 @@ class BatchCopy:
     def run(self) -> CopyResult:
         """Run all copies in the order of the current stream, and clear the batch.
 
-        On a stream, copies may still be in flight when this method returns. An exception discards the batch.
+        On a stream, copies may still be in flight when this method returns. Raises StateError inside an open `group`.
+        Any other exception discards the batch.
         """
         if self._scope != ALONE:
             raise StateError("run() was called inside an open group(); leave the group first")
@@ -320,14 +321,14 @@ class BatchCopy:
         return self.result
 
     def discard(self) -> None:
-        """Drop all copies added since the last run. An open group stays open."""
+        """Drop all copies that were added and have not run. An open group stays open."""
         self._clear()
 
     def __len__(self) -> int:
         return len(self._single) + sum(len(chunk.table[0]) for chunk in self._chunks)
 
     def __bool__(self) -> bool:
-        return True  # __len__ would make an empty batch falsy
+        return True  # otherwise `__len__` would make an empty batch falsy
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ class Buffer:
         Buffer.from_pointer(p, 1024, "bf16")  memory at an address; owner=... keeps the memory alive
         Buffer.wrap(array)                    memory of a numpy, torch, DLPack or CUDA array, or bytes, without a copy
 
-    Contents start uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal if they
+    New memory is uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal if they
     cover the same memory with the same element type; contents are never compared.
     """
 
@@ -101,7 +101,7 @@ class Buffer:
         """Use the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
 
         The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. On CUDA, the
-        current stream waits for the producer's pending work, except if the source is a torch tensor.
+        current stream waits for the pending work that the array protocol reports. A torch tensor reports none.
         """
         if isinstance(source, Buffer):  # a separate Region, so that closing one Buffer does not close the other
             region = Region(source.holding, readonly=source.readonly)
@@ -233,7 +233,7 @@ class Buffer:
         return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
 
     def borrow(self) -> Buffer:
-        """Return the same elements without keeping the memory alive. Use of freed memory raises ClosedError."""
+        """Return a Buffer over this memory that does not keep it alive. Use of freed memory raises ClosedError."""
         if self._region is None:
             return self
         return Buffer._make(self._region.borrow(), self._offset_bytes, self.size, self.dtype, self.placement)
@@ -311,7 +311,7 @@ class Buffer:
             self._write_byte(whole, byte, mask, stream)
 
     def _write_byte(self, index: int, bits: int, mask: int, stream: Stream | None) -> None:
-        """Set the masked bits of one byte. Its other bits belong to other elements and do not change."""
+        """Set the bits of one byte that are in `mask`. The other bits belong to other elements and do not change."""
         target = self.bytes_tensor(write=True)[index : index + 1]
         self._launch(lambda: target.bitwise_and_(0xFF ^ mask).bitwise_or_(bits & mask), stream)
 
@@ -354,7 +354,7 @@ class Buffer:
         return array if self.dtype.is_packed else array.view(self.dtype.numpy)
 
     def unpack(self) -> np.ndarray[Any, Any]:
-        """Return a copy of a packed host Buffer with one ml_dtypes element per byte."""
+        """Return a numpy copy of a packed host Buffer, with one ml_dtypes element per byte."""
         if not self.dtype.is_packed:
             raise DTypeError(f"{self.dtype} is not packed; numpy() returns it without copying")
         codes = torch_types.unpack_codes(self.dtype, self._host_bytes("unpack()"), self.size)

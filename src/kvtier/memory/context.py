@@ -57,8 +57,8 @@ def current_stream(placement: Placement) -> Stream | None:
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
     """Allocate memory from `allocator` (default: the current allocator) for use on the current stream.
 
-    torch's pool may return memory that pending work on torch's current stream still uses. The current kvtier stream
-    is therefore made torch's current stream during the allocation.
+    torch's pool may return memory that pending work on torch's current stream still uses. If the current kvtier stream
+    is on the same GPU, it is therefore made torch's current stream during the allocation.
     """
     source, stream = allocator or current_allocator(placement), _stream.get()
     if stream is None or not placement.is_device or stream.placement != placement:
@@ -91,7 +91,7 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
 def launch(
     task: Callable[[], object], stream: Stream | None, *, on_device: bool, holdings: Iterable[MemoryRef]
 ) -> None:
-    """Run `task` in the order of `stream`. `on_device` is True if the task accesses GPU memory.
+    """Run `task` in the order of `stream`, or at once without a stream. `on_device`: the task accesses GPU memory.
 
     On a host stream, `task` must itself refer to the memory that it uses. On a CUDA stream, the memory in `holdings` is
     kept alive until the work is done, except if the work is captured in a graph.
@@ -120,7 +120,7 @@ def run_after(stream: Stream, task: Callable[[], object]) -> None:
 
 
 def hold(stream: Stream, holdings: Iterable[MemoryRef]) -> None:
-    """Prevent reuse of this memory until the current work of `stream` is done."""
+    """Keep the memory in `holdings` from being freed or reused until the current work of `stream` is done."""
     event: Event | None = None
     for holding in holdings:
         if not holding.used_in_pool(stream):

@@ -3,7 +3,7 @@
 host     compiled copier, several threads           host memory only
 loop     one copy after another                     any memory; the only path that keeps the order of pieces
 driver   cuMemcpyBatchAsync                         a GPU; not while capturing a graph
-gather   a kernel that reads and writes all pieces  one GPU and pinned memory; capturable
+gather   a kernel that reads and writes all pieces  one GPU, with or without pinned memory; capturable
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Copy independent pieces and return the path used. Raise CopyError, with the failed entry's index if known."""
+    """Copy pieces (independent, unless `path` is "loop"). Return the path used. Raise CopyError if a copy fails."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
@@ -151,7 +151,7 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
     assert job.stream is not None
     if abs(src - dst) >= nbytes:
         return cuda.memcpy_async(dst, src, nbytes, job.stream)
-    # device copies do not support a source that overlaps its destination, so copy through scratch memory
+    # the driver does not support copies whose source overlaps the destination, so copy through scratch memory
     with torch.cuda.stream(job.stream.native):  # torch's pool reuses the scratch only after these copies
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch).data_ptr()
     return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)

@@ -10,10 +10,10 @@ as if the entries ran one after another, and each entry read its whole source be
     wave 0     entries 0 and 1 as one piece, because entry 1 continues entry 0 in source and destination; and entry 2
     wave 1     entry 3, because it reads bytes that entry 2 writes, and overwrites bytes that entry 0 writes
 
-Pieces of one wave are independent, so any path may run them in any order. Waves run one after another.
+Pieces of one wave are independent of each other, so they may run in any order. Waves run one after another.
 
-A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. It is one array instead of three, because
-numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, `scan` has a compiled
+A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. A table is one array instead of three,
+because numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, `scan` has a compiled
 equivalent in native.py. Instances of the dataclasses are never modified. The classes are not frozen, because creating
 a frozen instance takes 1.5 us instead of 0.4 us.
 
@@ -208,7 +208,7 @@ def _conflicts(table: I64) -> tuple[I64, I64] | None:
 
 
 def _expand(starts: I64, stops: I64) -> I64:
-    """Concatenate the ranges starts[i]..stops[i]. There must be at least one range."""
+    """Concatenate the ranges [starts[i], stops[i]). There must be at least one range."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
     expanded: I64 = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)

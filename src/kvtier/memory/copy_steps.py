@@ -122,7 +122,7 @@ def plan_steps(
 
 
 def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[MemoryRef]) -> None:
-    """Run the steps in order. Memory in `holdings` is kept alive until they are done, except for captured steps."""
+    """Run the steps in order. Except in a capture, keep the memory in `holdings` alive until the steps are done."""
     if not steps:
         return
     if not any(step.job.on_device for step in steps):

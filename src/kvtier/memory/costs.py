@@ -1,5 +1,6 @@
-"""CostTable: the time of every copy path, the share of time that a model loses to copies, and the rate of the link. The
-table is measured once per GPU and driver, saved in a file, and used to choose copy paths and transfer strategies.
+"""CostTable: the time of every copy path, the slowdown of a model by copies, and the bandwidth of the link to the host.
+
+The table is measured once per GPU and driver, saved in a file, and used to choose copy paths and transfer strategies.
 
 The time of a path for n pieces of one size is fixed + n * per_piece. Both values are measured at a few sizes and
 interpolated on a logarithmic scale. Pieces of mixed sizes are treated as pieces of the mean size.
@@ -124,7 +125,7 @@ class CostTable:
     def estimate_us(self, job: CopyContext, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Return the expected microseconds of each measured path for `num_pieces` pieces of `nbytes` in total."""
         size = nbytes / num_pieces
-        # interpolate between rows k and k + 1; beyond the last row, the cost per piece is proportional to its size
+        # interpolate between rows k and k + 1; beyond the last row, the cost of a piece is proportional to its size
         place = (math.log2(size) - math.log2(_SIZES[0])) / _SIZE_STEP if size > _SIZES[0] else 0.0
         k = min(int(place), len(_SIZES) - 2)
         share, beyond = min(place - k, 1.0), max(size / _SIZES[-1], 1.0)
@@ -171,7 +172,7 @@ def cost_key(job: CopyContext) -> str:
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """Return the saved costs of this GPU and driver. If there are none, measure them (for seconds) and save them."""
+    """Return the saved costs of this GPU and driver. If no valid costs are saved, measure and save them in seconds."""
     return saved_costs(placement) or calibrate(placement)
 
 
@@ -185,7 +186,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
 
 
 def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
-    """Measure every path of this GPU in every direction, and save the result in the cache directory.
+    """Measure every usable path in every direction of this GPU, and save the result in the cache directory.
 
     `cost_table` calls this function if there are no saved costs. Without a cache directory, each process measures.
     """
@@ -231,7 +232,7 @@ def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: i
 
 
 def _time_us(path: PathName, job: CopyContext, pieces: Pieces) -> float:
-    """Return the shortest time from the call to the end of the copy, over a few runs after a warm-up run."""
+    """Return the shortest time in us from the call to the end of the copy, over a few runs after a warm-up run."""
     assert job.stream is not None
     best = math.inf
     for attempt in range((_PAGEABLE_REPEATS if CPU in (job.src, job.dst) else _REPEATS) + 1):

@@ -108,7 +108,7 @@ def _pushed_context(wanted: int) -> Iterator[None]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Permit driver calls in the `with` body that a capture forbids. The calls are not captured."""
+    """Permit driver calls that a capture forbids, for the `with` body. The calls are not captured."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -203,7 +203,7 @@ class BatchCall:
         return cls(entry_point("cuMemcpyBatchAsync", *types, version=version), reports_failure)
 
     def submit(self, table: I64, stream: Stream) -> int | None:
-        """Submit independent pieces (rows SRC, DST, NBYTES) in chunks. Return the start of a failed chunk, or None."""
+        """Submit independent pieces (rows SRC, DST, NBYTES) in chunks. Stop at a failed chunk and return its start."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
             # The call refuses the legacy default stream, so a side stream copies. The side stream waits for earlier
             # work on `stream`, and later work on `stream` waits for the side stream.
@@ -231,7 +231,7 @@ def _side_stream(placement: Placement) -> Stream:
 
 @functools.cache
 def batch_call(placement: Placement) -> BatchCall:
-    """Return the batch call for a GPU, after one self-test. Raise UnavailableError with the reason if there is none."""
+    """Return the batch call for a GPU, after one self-test. Raise UnavailableError if no call is usable."""
     version = driver_version()
     if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
         raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")

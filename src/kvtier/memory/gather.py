@@ -2,7 +2,7 @@
 
 The kernel receives the addresses of the pieces by value, in its launch parameters. Triton cannot pass arrays by value,
 so the kernel is in CUDA C. On an H200, a copy takes 1.0x to 1.1x the time of torch.index_select. If the addresses are
-uploaded first, or read from pinned memory, a copy takes 1.7x to 5x (docs/decisions/0007, 2026-11-15).
+uploaded first, or read from pinned memory, a copy takes 1.7x to 5x that time (docs/decisions/0007, 2026-11-15).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def fill_pieces(table: I64, _capacity: int, block: U32) -> int:
 
 @functools.cache
 def gather_kernels(placement: Placement) -> GatherKernels:
-    """Return the kernels for a GPU, compiled on first use. Raise UnavailableError with the reason if that fails."""
+    """Return the kernels for a GPU, compiled on first use. Raise UnavailableError if compiling or loading fails."""
     large = driver_version() >= _LARGE_VERSION and torch.cuda.get_device_capability(placement.torch)[0] >= 7
     limits = {"small": _SMALL_PARAMETERS, **({"large": _LARGE_PARAMETERS} if large else {})}
     forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the header, bytes per piece

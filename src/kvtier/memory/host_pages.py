@@ -5,7 +5,7 @@ The memory is one mapping of exactly the requested size (torch's pinned pool rou
     [ piece 0 | piece 1 | piece 2 | ... ]      each piece is touched, and then pinned
       ready     ready     pinning   mapped
 
-The whole mapping is first bound to the NUMA node, by its address. Affinity and memory policy of threads do not change.
+`bind` sets the NUMA node of pages that are touched later. The affinity and memory policy of threads do not change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pci_address(placement: Placement) -> str:
-    """Return the PCI address of the GPU, such as 0000:1b:00.0. It does not depend on CUDA_VISIBLE_DEVICES."""
+    """Return the PCI address of the GPU, such as 0000:1b:00.0. The address does not depend on CUDA_VISIBLE_DEVICES."""
     properties = torch.cuda.get_device_properties(placement.torch)
     domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
@@ -72,7 +72,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context
 
 
 def map_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
-    """Map anonymous memory, in huge pages if available. Pages become resident when they are touched."""
+    """Map anonymous memory. `huge_pages` uses huge pages if available. Pages become resident when they are touched."""
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -113,13 +113,13 @@ class MappedMemory:
         return None
 
     def touch(self, offset: int, nbytes: int) -> None:
-        """Make these bytes resident, in huge pages if available. Releases the GIL."""
+        """Make the pages of these bytes, which must not contain data yet, resident. Releases the GIL."""
         libc = ctypes.CDLL(None, use_errno=True)
         for first in range(offset, offset + nbytes, _TOUCH_BYTES):
             stop = min(first + _TOUCH_BYTES, offset + nbytes)
             address, length = ctypes.c_void_p(self.pointer + first), ctypes.c_size_t(stop - first)
             if libc.madvise(address, length, ctypes.c_int(_POPULATE_WRITE)) != 0:
-                self.tensor[first : stop : mmap.PAGESIZE] = 0  # write to each page, for example before Linux 5.14
+                self.tensor[first : stop : mmap.PAGESIZE] = 0  # write to each page, as before Linux 5.14
 
     def pin(self, offset: int, nbytes: int, placement: Placement) -> None:
         pointer = self.pointer + offset

@@ -119,7 +119,7 @@ class Region:
 
     @property
     def holding(self) -> MemoryRef:
-        """The reference that keeps the memory alive. Raises ClosedError after `close`."""
+        """The reference that keeps the memory alive. Raises ClosedError if closed or if borrowed memory was freed."""
         holding = self._holding if self._borrowed is None else self._borrowed()
         if holding is None:
             if self._borrowed is not None:

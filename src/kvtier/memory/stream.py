@@ -47,7 +47,7 @@ class HostMark:
         self.reached.wait()
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait for the position. Raise the error if the queue has failed by then. Return False after a timeout."""
+        """Wait for the position, or return False after `timeout` seconds. Raise the error of a failed earlier task."""
         if timeout is None:
             self.settle()
         elif not self.reached.wait(timeout):
@@ -112,7 +112,7 @@ class HostQueue:
                 del error  # its traceback refers to this frame, and the cycle would keep the task's memory alive
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish submitted tasks and stop the thread. With `wait`, join the thread and raise an uncleared error."""
+        """Let the thread finish submitted tasks and stop. With `wait`, join the thread and raise an uncleared error."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -130,7 +130,7 @@ class HostQueue:
             if task is not None and error is None:
                 try:
                     task()
-                except BaseException as raised:  # waits for later marks raise this error
+                except BaseException as raised:  # later marks raise this error when a thread waits for them
                     error = raised
             mark.error, mark.seconds = error, time.perf_counter()
             mark.traceback = None if error is None else error.__traceback__
@@ -282,7 +282,7 @@ class Event:
         return self._native is None or bool(self._native.query())
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Block until the event is reached, or return False after `timeout` seconds. Raises the error of its stream."""
+        """Block until the event is reached, or return False after `timeout` seconds. Raises errors of host tasks."""
         if self._native is None:
             return True
         if not self._on_device:
