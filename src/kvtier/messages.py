@@ -82,7 +82,7 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Request to look up keys in a store, or to list all keys of the cache's namespace there if `keys` is empty."""
+    """Request to look up keys in a store. If `keys` is empty, list the store's keys of the cache's namespace."""
 
     id: int
     store: str
@@ -91,7 +91,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Request to remove keys from a store, or all keys of the cache's namespace if `keys` is empty."""
+    """Request to remove keys from a store. If `keys` is empty, remove all keys of the cache's namespace."""
 
     store: str
     keys: bytes = b""
@@ -131,7 +131,7 @@ class TransferResult:
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """One byte per block: 1 if the block arrived, otherwise 0. May be empty if all blocks (`ok`) or none arrived."""
+    """One byte per block: 1 if the block arrived, otherwise 0. May be empty if `ok` is True or no block arrived."""
 
 
 @dataclass(frozen=True, slots=True)

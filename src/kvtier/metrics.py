@@ -185,7 +185,7 @@ class Registry:
             self._tasks.append(task)
 
     def collect(self) -> tuple[CollectedMetric, ...]:
-        """Return all metrics in the order of declaration."""
+        """Run the tasks of `before_collect` and return all metrics in the order of declaration."""
         with self._lock:
             tasks, families = list(self._tasks), list(self._families.values())
         for task in tasks:

@@ -90,7 +90,7 @@ class NativeSource:
         return () if self.is_x86_only else (Variant(),)
 
     def with_only(self, name: str) -> NativeSource:
-        """Return a copy with only the variant `name`. Its `local_flags` are the flags of this variant."""
+        """Return a copy with only the variant `name`. The `local_flags` of the copy are the flags of this variant."""
         [variant] = (each for each in self.x86_variants if each.name == name)
         return replace(self, local_flags=variant.flags, x86_variants=(variant,), is_x86_only=True)
 
@@ -109,9 +109,9 @@ def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = 
 
     `only` is the name of a variant; other variants are then ignored. `make` must raise UnavailableError if this machine
     cannot run the library. If `make` raises OSError or AttributeError for a cached library, the file is assumed to be
-    incomplete, and the library is compiled again. A library that another user could have written is not loaded, because
-    its code would have all rights of this process. It is compiled again instead. If another user could write to the
-    cache directory, or this process cannot, the new library is private to this process.
+    incomplete, and the library is compiled again. A library that another user could have written is compiled again and
+    not loaded, because its code would have all rights of this process. If another user could write to the cache
+    directory, or this process cannot write to it, the new library is private to this process.
     """
     if only is not None:
         source = source.with_only(only)
@@ -126,7 +126,7 @@ def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = 
 
 
 def build(source: NativeSource, folder: Path) -> Iterator[tuple[Variant, Path, str]]:
-    """Compile all variants of a source into a folder. Yield each variant, its path, and an error or an empty string."""
+    """Compile the variants that `folder` lacks. Yield every variant, its path, and an error or an empty string."""
     compiler, texts = _compiler(), source.texts()
     for variant in source.variants:
         flags = (*source.flags, *variant.flags)

@@ -40,7 +40,7 @@ class Roofline:
     products    max( 2 * params per token * tokens / FLOP/s ,   bytes of the weights read / bandwidth )
     attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
 
-    FLOP/s and bandwidth are fractions of the peak rates (see GpuSpec). The host adds a fixed time per step and per row.
+    FLOP/s and bandwidth are fractions of the peak rates (see GpuSpec). The host adds fixed times per step and per row.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:

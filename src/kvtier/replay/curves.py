@@ -5,9 +5,9 @@ The cache has one tier of blocks and serves one request at a time. The full bloc
 lru       Stack distances yield the hits of all capacities that hold the longest request, because a cache of C blocks
           holds the C most recently used blocks. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
-          A running request takes slots for all its blocks, as in any engine. A request above capacity only takes the
-          slots of its hits, and adds no block.
-others    The real index is run once per policy and capacity. Runs are spread over processes.
+          A running request takes slots for all its blocks, as in any engine. A request that exceeds the capacity takes
+          only the slots of its hits, and adds no block.
+others    The real index (also used for lru below the longest request) is run once per policy and capacity.
 """
 
 from __future__ import annotations

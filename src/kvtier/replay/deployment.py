@@ -30,7 +30,7 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Skip overloaded replicas. Of the others, select the one that has received the longest prefix of the prompt."""
+    """Skip overloaded replicas. Of the rest, choose the least loaded replica that received the longest prefix."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
@@ -202,7 +202,7 @@ class Summary:
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
     utilisation: float
-    """Share of the time in which the GPUs compute. Steps that do not overlap or are merged include their host time."""
+    """Share of the time in which the GPUs compute. Host time counts too, unless it overlaps with device time."""
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int

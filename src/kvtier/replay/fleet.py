@@ -1,8 +1,8 @@
 """Simulate a fleet: the real router and one real index per replica, with a simple model of time.
 
 A replica computes one prompt after the other, and generation does not delay prompts. This model is coarser than
-`simulate`, which runs the scheduler, but it is fast enough for a thousand replicas. The results are hit rate, balance
-of the work and times to first token of a routing policy, and the cost of the router itself.
+`replay.simulate`, which runs the scheduler, but is fast enough for a thousand replicas. The results are hit rate,
+balance of the work and times to first token of a routing policy, and the CPU time and memory of the router.
 
     arrival ──> Router.route ──> RadixTree of the replica: match, publish ──events──> PlacementIndex of the router
 """
@@ -75,7 +75,7 @@ class FleetSummary:
 @dataclass(slots=True)
 class _Replica:
     tree: RadixTree
-    free_at: float = 0.0  # time at which the last prompt is computed
+    free_at: float = 0.0  # time at which the computation of the last prompt ends
     computed_tokens: int = 0
     events: list[Event] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ class ModelSpec:
     active_params: float = 0.0
     """Parameters used per token; 0 means all parameters."""
     kv_elements: int = 0
-    """Cached elements per token in all layers, for models without KV per head (MLA). 0: computed from `kv_heads`."""
+    """Cached elements per token in all layers, for models without KV per head (MLA). 0 means KV per head."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     source: str = ""
@@ -150,7 +150,7 @@ def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
 
 
 def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
-    """Return `gpu` with the name, memory size and link bandwidth in the output of `kvtier doctor --json`."""
+    """Return `gpu` with the name, memory size and lowest link bandwidth from the output of `kvtier doctor --json`."""
     measured = _read(Path(path)).get("measured", {})
     if not isinstance(measured, dict) or "cuda:0" not in measured:
         raise ArgumentError(f"{path} has no GPU (cuda:0); run kvtier doctor --json again, on a machine with a GPU")

@@ -63,7 +63,7 @@ def plan(
 ) -> PlanResult:
     """Simulate setups from no host memory to room for all blocks and, if `setup.disk` is set, setups with a disk.
 
-    Only `num_simulated` replicas are simulated, as a sample. None means all replicas.
+    Only `num_simulated` replicas of each setup are simulated, as a sample. None means all replicas.
     """
 
     def report(what: str) -> Callable[[float], None]:

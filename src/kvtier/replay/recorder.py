@@ -1,6 +1,6 @@
 """Recorder: writes a request log for `kvtier replay`. The log contains hashes, lengths and times, but no text.
 
-Each line is a JSON object. `read_trace` uses two kinds. The line of a request is written when the request ends:
+Each line is a JSON object. `read_trace` uses two kinds of lines. The line of a request is written when it ends:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
@@ -42,8 +42,8 @@ _WRAPPED = ("schedule", "update", "fail", "cancel", "close_session")
 class Recorder:
     """Wraps the methods of one scheduler and logs the scheduler's requests.
 
-    Use it only on the scheduler's thread. Requests that have not ended when the log is closed are not logged. If the
-    log cannot be written, recording ends with a warning, and serving continues.
+    Not thread-safe: for use on the scheduler's thread. Requests that have not ended when the log is closed are not
+    logged. If the log cannot be written, recording ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:

@@ -212,7 +212,7 @@ def intro(result: Json) -> list[str]:
 
 
 def _origins(result: Json) -> list[str]:
-    """Return the sources of the hardware figures, and the figures that have no source."""
+    """Return the sources of the hardware figures and prices, and the hardware figures that have no source."""
     setup = result["setup"]
     sources = [f"{what}: {source}" for what, source in setup["sources"].items() if source]
     if "prices" in result:

@@ -3,7 +3,7 @@
     device ──"to host"──> host ──┐
     device <─"to device"─ host <─┴─"disk"─> store
 
-Each direction of the link and each disk executes one transfer at a time. A read from a disk interrupts its writes.
+Each direction of the link and each disk executes one transfer at a time. A read from a disk interrupts writes to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Job:
 
 
 class SimulatedLink:
-    """A link that carries one job at a time. Urgent jobs interrupt other jobs."""
+    """A link that carries one job at a time. Urgent jobs (loads and fetches) interrupt other jobs."""
 
     def __init__(self, name: str) -> None:
         self.name = name

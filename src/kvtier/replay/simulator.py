@@ -58,7 +58,7 @@ class StepCoalescer:
         self._decode_seconds = self._prompt_seconds
 
     def choose(self, until_event: float) -> None:
-        """Set the number of steps to coalesce. The next event happens in `until_event` seconds."""
+        """Set the number of steps to merge into one. The next event happens in `until_event` seconds."""
         if not self._quantum:
             return
         horizon, seconds, prompts = self._quantum, self._decode_seconds, self._prompt_share()
@@ -258,8 +258,8 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # With two steps in flight, the engine schedules one more row before it knows that the answer has stopped, and
-        # discards its result. A limit of one more token makes the scheduler do the same here.
+        # With two steps in flight, the engine schedules one more row before the last token is known, and discards the
+        # result of this row. A limit of one more token makes the scheduler do the same here.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)

@@ -1,6 +1,6 @@
 """Cache-aware routing: chooses the replica with the shortest expected time to the first token of a prompt.
 
-Pure: no sockets, no threads, no clock. The caller receives KV events and applies them through `Router.feed`.
+The package uses no sockets, threads or clock. The caller receives KV events and applies them through `Router.feed`.
 """
 
 from kvtier.router.feed import EventBatch, FeedState, ReplicaFeed

@@ -122,7 +122,7 @@ class PlacementIndex:
         self._free(slots)
 
     def clear(self, replica: int, tier: int | None = None) -> None:
-        """Forget all blocks of a replica, in one tier or in all. Shared blocks stay."""
+        """Forget all blocks of a replica in `tier` (None: in all tiers). Shared blocks stay."""
         for each in range(self.num_tiers) if tier is None else (tier,):
             word, bit = self._bit(replica, each)
             held = np.flatnonzero(self._masks[:, each, word] & bit)
@@ -250,7 +250,7 @@ class PlacementIndex:
         """Write blocks into free places and return their slots.
 
         All blocks write into the first free place of their buckets at once. If several blocks write into one place, the
-        last one gets it and the others try again. Equal blocks get the same place.
+        last block gets the place and the others try again. Equal blocks get the same place.
         """
         keys = self._keys.reshape(-1)
         buckets = self._buckets(hashes)

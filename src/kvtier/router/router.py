@@ -131,7 +131,7 @@ class RouteDecision:
     num_blocks: dict[str, int]
     """Leading blocks of the prompt on this replica, by tier. The tier "expected" has blocks that are not cached yet."""
     expected: Found
-    """Blocks that the replica has not cached yet. It computes them for this request or for an earlier one."""
+    """Blocks that the replica has not cached yet and computes for this request or an earlier request."""
 
 
 class Router:
@@ -266,7 +266,7 @@ class Router:
     def _start_seconds(self, counts: Counts, num_tokens: int) -> F64:
         """Return, for each replica, the time to first token if its queue is empty.
 
-        Cached blocks below the device are either loaded or computed, whichever is faster. The rest is computed.
+        Blocks in host memory and stores are all loaded or all computed, whichever is faster. The rest is computed.
         """
         step, token, attended, host, store = self._costs
         size = self.config.block_tokens
@@ -282,7 +282,7 @@ class Router:
         return start
 
     def _num_duplicates(self, counts: Counts) -> F64:
-        """Return, for each replica, the number of prompt tokens that it lacks and another has or will compute."""
+        """Return, for each replica, the number of prompt tokens that only other replicas have or will compute."""
         held = counts.sum(axis=0)
         lacking: F64 = (held.max() - held) * float(self.config.block_tokens)
         return lacking
