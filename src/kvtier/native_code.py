@@ -109,9 +109,9 @@ def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = 
 
     `only` is the name of a variant; other variants are then ignored. `make` must raise UnavailableError if this machine
     cannot run the library. If `make` raises OSError or AttributeError for a cached library, the file is assumed to be
-    incomplete, and the library is compiled again. A library that another user could have written is compiled again and
-    not loaded, because its code would have all rights of this process. If another user could write to the cache
-    directory, or this process cannot write to it, the new library is private to this process.
+    incomplete, and the library is compiled again. A library that another user could have written is not loaded but
+    compiled again, because its code would have all rights of this process. If this process cannot write to the cache
+    directory, or another user can, the new library is private to this process.
     """
     if only is not None:
         source = source.with_only(only)

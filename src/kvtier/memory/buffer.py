@@ -250,7 +250,7 @@ class Buffer:
     # ---- elements ----
 
     def at(self, index: int) -> Scalar:
-        """Return element `index` in [0, size). If there is a current stream, this method waits for it."""
+        """Return element `index` in [0, size). Waits for the current stream and for copies of this memory in flight."""
         position = operator.index(index)
         if not 0 <= position < self.size:
             raise RangeError(f"index {position} is outside 0..{self.size - 1} of a Buffer of {self.size}")
@@ -319,7 +319,7 @@ class Buffer:
         launch(task, choose_stream(stream, self.placement), on_device=self.placement.is_device, holdings=[self.holding])
 
     def _values(self, start: int, stop: int) -> list[Any]:
-        """Return elements [start, stop) after waiting for the current stream. `start` is on a byte boundary."""
+        """Wait for pending work on this memory and return elements [start, stop). `start` is on a byte boundary."""
         if self._region is None:
             return []
         part = self.slice(start, stop - start)

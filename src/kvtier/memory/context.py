@@ -48,8 +48,8 @@ def context(
 def current_stream(placement: Placement) -> Stream | None:
     """Return the stream for work on memory at `placement`.
 
-    This is the stream of the context. If the context has no stream, the result is torch's current stream for work on a
-    GPU, and None for work on the host, which then runs immediately.
+    This is the stream of the context. If the context has no stream, the result is torch's current stream for GPU
+    memory, and None for host memory. None means that the work runs immediately.
     """
     return choose_stream(None, placement)
 
@@ -57,8 +57,8 @@ def current_stream(placement: Placement) -> Stream | None:
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
     """Allocate memory from `allocator` (default: the current allocator) for use on the current stream.
 
-    torch's pool may return memory that pending work on torch's current stream still uses. If the current kvtier stream
-    is on the same GPU, it is therefore made torch's current stream during the allocation.
+    torch's pool may return memory that pending work on torch's current stream still uses. During the allocation, a
+    current kvtier stream on the GPU of `placement` is therefore torch's current stream.
     """
     source, stream = allocator or current_allocator(placement), _stream.get()
     if stream is None or not placement.is_device or stream.placement != placement:

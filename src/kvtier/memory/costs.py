@@ -172,7 +172,7 @@ def cost_key(job: CopyContext) -> str:
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """Return the saved costs of this GPU and driver. If no valid costs are saved, measure and save them in seconds."""
+    """Return the saved costs of this GPU and driver. If there are none, measure and save them, which takes seconds."""
     return saved_costs(placement) or calibrate(placement)
 
 

@@ -113,7 +113,7 @@ class MappedMemory:
         return None
 
     def touch(self, offset: int, nbytes: int) -> None:
-        """Make the pages of these bytes, which must not contain data yet, resident. Releases the GIL."""
+        """Make these bytes resident. They must not contain data yet. Releases the GIL."""
         libc = ctypes.CDLL(None, use_errno=True)
         for first in range(offset, offset + nbytes, _TOUCH_BYTES):
             stop = min(first + _TOUCH_BYTES, offset + nbytes)

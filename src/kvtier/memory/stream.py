@@ -1,9 +1,9 @@
 """Stream and Event: one interface for ordering work on CUDA and on the host.
 
-A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. It allows tests
-of asynchrony, ordering and overlap without a GPU. A HostMark is a recorded position in a queue. If a task fails, the
-later tasks of its queue are skipped. Calling `synchronize` of a later mark raises the error. If another queue waits for
-such a mark, that queue fails too. `HostQueue.synchronize` raises the error and clears it, so that new tasks run.
+A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. Tests of
+asynchrony, ordering and overlap can use host streams without a GPU. A HostMark is a recorded position in a queue. If a
+task fails, the later tasks of its queue are skipped. Calling `synchronize` of a later mark raises the error. A queue
+that waits for such a mark fails too. `HostQueue.synchronize` raises and clears the error, so that new tasks run.
 """
 
 from __future__ import annotations

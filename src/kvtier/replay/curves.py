@@ -7,7 +7,7 @@ lru       Stack distances yield the hits of all capacities that hold the longest
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
           A running request takes slots for all its blocks, as in any engine. A request that exceeds the capacity takes
           only the slots of its hits, and adds no block.
-others    The real index (also used for lru below the longest request) is run once per policy and capacity.
+others    The real index is run once per policy and capacity. It is also run for lru at the smaller capacities.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
 def stack_distances(accesses: Accesses) -> I64:
     """Return the stack distance of each repeated use of a block.
 
-    This is the number of distinct other blocks that are used after the previous use of the block and before the start
-    of the request that uses it again.
+    The distance counts the distinct other blocks that are used between the previous use of the block and the start of
+    the request that uses the block again.
 
     positions  ..  p ........ s ...          p: the previous use, s: start of the request that uses the block again
                       ^ a block that is used several times in (p, s) counts once, at its last use before s
@@ -163,7 +163,7 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
     A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
     slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
     evicted. The next use of a block is its position in the next request that uses it. Within a prefix, the last block
-    therefore has the latest next use and is evicted first, so the kept blocks of a request are its leading blocks.
+    therefore has the latest next use and is evicted first. The kept blocks of a request are its leading blocks.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)  # by position of the next use

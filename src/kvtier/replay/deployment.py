@@ -34,7 +34,7 @@ class Routing(Enum):
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """Return the requests with all times divided by `factor`."""
+    """Return the requests with arrival times and ends of sessions divided by `factor`."""
     if not 0 < factor < float("inf"):
         raise RangeError(f"the factor must be finite and above 0, got {factor}")
     return tuple(

@@ -1,4 +1,4 @@
-"""Planner: simulates deployments of different sizes and chooses the cheapest one that meets a target."""
+"""Planner: simulates deployments of different sizes and chooses the cheapest deployment that meets a target."""
 
 from __future__ import annotations
 

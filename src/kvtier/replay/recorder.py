@@ -1,6 +1,6 @@
 """Recorder: writes a request log for `kvtier replay`. The log contains hashes, lengths and times, but no text.
 
-Each line is a JSON object. `read_trace` uses two kinds of lines. The line of a request is written when it ends:
+Each line is a JSON object. `read_trace` uses two kinds of lines. A request's line is written when the request ends:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}

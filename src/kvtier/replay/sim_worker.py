@@ -68,7 +68,7 @@ class SimulatedLink:
 
     @property
     def next_end(self) -> float:
-        """Time at which the current job ends if no job is added."""
+        """Time at which the current job ends if no job is added; infinity if there is no job."""
         queue = self._urgent or self._bulk
         return self._time + queue[0].seconds_left if queue else math.inf
 

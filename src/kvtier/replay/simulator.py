@@ -189,8 +189,8 @@ class Simulator:
     ) -> None:
         """`num_layers` affects steps that start before their loads end. `quantum` is passed to StepCoalescer.
 
-        `phases` is the number of steps in flight. With two, the part `host_cost` of a step's time `cost` overlaps with
-        the previous step.
+        `phases` is the number of steps in flight. With two, the host time of a step (`host_cost`, which is part of
+        `cost`) overlaps with the previous step.
         """
         if phases not in range(1, MAX_IN_FLIGHT + 1):
             raise RangeError(f"phases must be 1 or {MAX_IN_FLIGHT}, got {phases}")
@@ -258,8 +258,8 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # With two steps in flight, the engine schedules one more row before the last token is known, and discards the
-        # result of this row. A limit of one more token makes the scheduler do the same here.
+        # With two steps in flight, the engine schedules one more row before the last token is known. The result of this
+        # row is discarded. A limit of one more token makes the scheduler do the same here.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)

@@ -89,7 +89,7 @@ class Trace:
 
     requests: tuple[TraceRequest, ...]
     problems: tuple[str, ...]
-    """One message per invalid line, in the form "file:line: reason"."""
+    """One message per invalid line or damaged file, in the form "file:line: reason"."""
 
 
 def read_trace(*paths: str | Path) -> Trace:

@@ -137,8 +137,8 @@ class RouteDecision:
 class Router:
     """Replicas, their blocks and their queues. All methods except `check` may change this state. Not thread-safe.
 
-    Blocks of a prompt that was sent to a replica count as `expected` there until the request ends, so that prompts with
-    the same prefix are sent to the same replica even before KV events report these blocks.
+    The uncached blocks of a prompt count as `expected` on the chosen replica until the request ends. The replica is
+    therefore preferred for prompts with the same prefix before KV events report these blocks.
     """
 
     def __init__(self, config: RouterConfig | None = None) -> None:

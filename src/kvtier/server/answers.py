@@ -182,7 +182,7 @@ class _CallScanner:
         self._expect = expect
 
     def _is_value_complete(self, char: str, *, keep: bool = True) -> bool:
-        """Process the next character of a value. Returns True if it completes the string, the object or the list."""
+        """Process the next character of a value. Returns True if it ends the outermost string, object or list."""
         if keep:
             self._keep(char)
         if self._in_string:

@@ -1,6 +1,6 @@
-"""Bodies: reads request bodies within limits, and has them validated and tokenized (prepare.py).
+"""Bodies: reads request bodies within limits, and prepares (validates and tokenizes) them with prepare.py.
 
-Small bodies are prepared in the event loop, and large ones in a worker process.
+Small bodies are prepared in the event loop, and large bodies in a worker process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvtier.server.protocol import ChatRequest, CompletionRequest
 from kvtier.server.responses_api import ResponsesRequest
 from kvtier.server.worker_pool import WorkerPool
 
-# Bodies up to this size are prepared in the event loop. A body of this size takes 2 to 8 ms, mostly for tokenizing, and
-# 1 ms more in a worker process (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
+# Bodies up to this size are prepared in the event loop. A body of this size takes 2 to 8 ms, mostly for tokenizing. A
+# worker process takes 1 ms more (SmolLM2, digits as the slowest text, 2 busy x86-64 cores, 2026-11-16).
 _INLINE_BYTES = 2048
 # The limit on buffered bytes ignores this many bytes of each body, so that large bodies cannot block small requests.
 _FREE_BYTES = 64 << 10

@@ -283,7 +283,7 @@ class Completions:
                 job.arrived[answer] = now
 
     def _check_end(self, job: HttpJob, output: Output) -> None:
-        """Raise an error if an answer failed. Otherwise count its cached tokens."""
+        """Raise an error if an answer failed. Otherwise count the cached tokens of its prompt."""
         record = job.record
         match output.finish_reason:
             case FinishReason.ERROR:

@@ -13,8 +13,8 @@ from kvtier.server.config import Limits
 Connection = TypeVar("Connection")
 SURPLUS = 16
 """Number of additional connections above each limit. They may request only probes such as /health."""
-# File descriptors reserved for the event loop, the listener, the engine's socket, logs and model files (19 in an idle
-# front end, 2026-11-16), for sockets of workers, and for connections that are being closed.
+# File descriptors reserved for sockets of workers, connections that are being closed, the event loop, the listener, the
+# engine's socket, logs and model files. An idle front end uses 19 (2026-11-16).
 _RESERVED_DESCRIPTORS = 80
 
 
@@ -30,10 +30,10 @@ class ConnectionTable(Generic[Connection]):
 
         idle --request head complete--> busy --response complete--> idle
 
-    At the limit of its address, a new connection replaces the oldest idle one of the address. At the total limit, it
-    replaces the oldest idle one of the address with the most idle connections. Busy connections are not closed. An
-    attacker without a key has only idle connections, because requests without a key are answered at once. New
-    connections, such as those of health checks, can therefore replace them.
+    At the limit of its address, a new connection replaces the longest idle connection of the address. At the total
+    limit, it replaces the longest idle connection of the address with the most idle connections. Busy connections are
+    not closed. An attacker without a key has only idle connections, because requests without a key are answered at
+    once. New connections, such as those of health checks, can therefore replace the attacker's connections.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:
@@ -69,7 +69,7 @@ class ConnectionTable(Generic[Connection]):
             self._idle[address].pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
-        """Allow eviction of a connection, which becomes the newest idle one."""
+        """Allow eviction of a connection, which is then the last of its address to be evicted."""
         if (address := self.addresses.get(connection)) is not None:
             self._idle[address][connection] = None
 

@@ -75,7 +75,7 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
 
 
 def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> EventPublisher | None:
-    """Open the publisher of KV events. Its first event makes routers forget the blocks of an earlier process."""
+    """Open the publisher of KV events, if enabled. Its first event makes routers forget an earlier process's blocks."""
     if not options.events:
         if options.events_replay:
             raise ArgumentError("--events-replay needs --events")

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's and Anthropic's formats. They name an invalid field. They contain no prompt and no internal data.
+"""Errors in OpenAI's and Anthropic's formats. An error names an invalid field if it is known, and contains no prompt.
 
-Importing this module loads neither pydantic nor starlette. The engine process imports it and needs neither of them.
+Importing this module loads neither pydantic nor starlette, because the engine process imports it and needs neither.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class AnswerGrammar(NamedTuple):
     field: str
     """Name of the request field, for error messages."""
     param: str
-    """Path of the value in the request that contains the grammar, for `ApiError.param`."""
+    """Path of the grammar in the request body, for `ApiError.param`."""
 
     def error(self, error: ApiError) -> ApiError:
         """Return a copy of an error in the grammar. The copy names the request field."""

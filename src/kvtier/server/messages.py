@@ -7,7 +7,7 @@
 
 A frame is a length (four bytes, big-endian) and a body. To and from the engine process, a body is one byte for the type
 of the message, followed by MessagePack. This body can contain only the types declared here, so neither process can make
-the other one run code. The receiver skips an invalid body (FormatError). To and from workers, a body is a pickle.
+the other process run code. The receiver skips an invalid body. To and from worker processes, a body is a pickle.
 """
 
 from __future__ import annotations

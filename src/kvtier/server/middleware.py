@@ -99,9 +99,9 @@ async def _disconnect(receive: Receive) -> None:
 class GuardMiddleware:
     """Checks headers, origin, key and announced body size before the app runs. Logs and counts responses.
 
-    Compares all keys in constant time, so that response times reveal nothing about the keys. If the server has no keys,
-    rejects admin requests from other machines, requests under a host name that is not local, and requests from pages of
-    other sites, except `origins`.
+    All keys are compared in constant time, so that response times reveal nothing about the keys. In a server without
+    keys, the following requests are rejected: admin requests from other machines, requests under a host name that is
+    not local, and requests from pages of other sites that are not in `origins`.
     """
 
     def __init__(

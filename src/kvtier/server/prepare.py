@@ -158,7 +158,7 @@ class Preparation:
         return [self._encode_request(chat, messages, max_tokens)]
 
     def _without_billing_line(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
-        """Remove a billing line at the start, unless the config keeps it. Return the messages and a remark, if any."""
+        """Remove a billing line at the start, unless the config keeps it. Return the messages and 0 or 1 remarks."""
         first = messages[0].for_template()
         line = _BILLING_LINE.match(first["content"]) if first["role"] in ("system", "developer") else None
         if line is None:
@@ -375,7 +375,7 @@ def _to_chat(body: CountTokensRequest | ResponsesRequest) -> ChatRequest:
 
 
 def _from_validation(error: ValidationError, known: Collection[str], body: Any = None) -> ApiError:
-    """Convert an error of pydantic. The message does not quote the input, because it may be a prompt.
+    """Convert an error of pydantic. The message does not quote the input, which may be a prompt.
 
     If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
     to the type that fits best, so only this error is converted. Errors of validators for the whole body have no path,
