@@ -36,7 +36,7 @@ class Route(StrEnum):
 class TransferRequest:
     """Request to copy blocks from one tier to another. The i-th source is copied to the i-th target.
 
-    Device and host blocks are identified by slots, blocks in a store by keys.
+    Device and host blocks are identified by slots, and blocks in a store by keys.
     """
 
     id: int
@@ -82,7 +82,7 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Request to look up keys in a store. If `keys` is empty, list the store's keys of the cache's namespace."""
+    """Request to look up keys in a store. If `keys` is empty, list all keys of the cache's namespace in the store."""
 
     id: int
     store: str

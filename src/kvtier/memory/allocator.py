@@ -35,9 +35,9 @@ def _nothing(*_: object) -> None:
 class Allocator:
     """Allocates uninitialised memory at one placement and counts the allocated bytes. Thread-safe.
 
-    The constructor takes thread-safe functions. `allocate(nbytes)` returns an address or a tensor that owns the memory.
-    If there is no memory, `allocate` raises MemoryError or RuntimeError. `deallocate(address, nbytes)` frees memory,
-    `trim()` returns cached memory to the system, and `free_bytes()` returns the free bytes (None if unknown).
+    The functions that the constructor takes must be thread-safe. `allocate(nbytes)` returns an address or a tensor that
+    owns the memory. If there is no memory, it raises MemoryError or RuntimeError. `deallocate(address, nbytes)` frees
+    memory, `trim()` returns cached memory to the system, and `free_bytes()` returns the free bytes (None if unknown).
     """
 
     def __init__(

@@ -148,8 +148,9 @@ class BatchCopy:
     The result is the same as if the copies ran one after another. `path` forces a path ("host", "loop", "driver",
     "gather") where that path is usable. Without `path`, GPU copies use the cheapest path in the cost table. If the
     forced path is not usable, or there is no cost table, GPU copies use the first usable path of "gather", "driver" and
-    "loop". Copies onto themselves, or with too many dependencies, always use "loop". Buffers are kept alive until their
-    copies are done. The caller must keep alive memory given by address and memory of captured copies. Not thread-safe.
+    "loop". Copies whose source overlaps their destination, and copies with too many dependencies, always use "loop".
+    Buffers are kept alive until their copies are done. For memory that is given by address, and for copies that are
+    captured in a CUDA graph, the caller must keep the memory alive. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None) -> None:

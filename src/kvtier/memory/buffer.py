@@ -233,7 +233,7 @@ class Buffer:
         return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
 
     def borrow(self) -> Buffer:
-        """Return a Buffer over this memory that does not keep it alive. Use of freed memory raises ClosedError."""
+        """Return a Buffer that shares the memory without keeping it alive. Use of freed memory raises ClosedError."""
         if self._region is None:
             return self
         return Buffer._make(self._region.borrow(), self._offset_bytes, self.size, self.dtype, self.placement)
@@ -250,7 +250,7 @@ class Buffer:
     # ---- elements ----
 
     def at(self, index: int) -> Scalar:
-        """Return element `index` in [0, size). Waits for the current stream and for copies of this memory in flight."""
+        """Return element `index` in [0, size). Waits for the current stream and for copies in flight."""
         position = operator.index(index)
         if not 0 <= position < self.size:
             raise RangeError(f"index {position} is outside 0..{self.size - 1} of a Buffer of {self.size}")
@@ -311,7 +311,7 @@ class Buffer:
             self._write_byte(whole, byte, mask, stream)
 
     def _write_byte(self, index: int, bits: int, mask: int, stream: Stream | None) -> None:
-        """Set the bits of one byte that are in `mask`. The other bits belong to other elements and do not change."""
+        """Set the masked bits of a byte to those in `bits`. The unmasked bits belong to other elements and stay."""
         target = self.bytes_tensor(write=True)[index : index + 1]
         self._launch(lambda: target.bitwise_and_(0xFF ^ mask).bitwise_or_(bits & mask), stream)
 

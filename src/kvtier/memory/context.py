@@ -91,10 +91,10 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
 def launch(
     task: Callable[[], object], stream: Stream | None, *, on_device: bool, holdings: Iterable[MemoryRef]
 ) -> None:
-    """Run `task` in the order of `stream`, or at once without a stream. `on_device`: the task accesses GPU memory.
+    """Run `task` in the order of `stream`, or immediately without a stream.
 
-    On a host stream, `task` must itself refer to the memory that it uses. On a CUDA stream, the memory in `holdings` is
-    kept alive until the work is done, except if the work is captured in a graph.
+    `on_device` is True if the task accesses GPU memory. On a host stream, `task` must itself refer to the memory that
+    it uses. On a CUDA stream, the memory in `holdings` is kept alive until the work is done, except during a capture.
     """
     if stream is None:
         task()

@@ -234,10 +234,7 @@ def _merge(
 
 
 def _piece_starts(table: I64, scopes: I64 | None, wave_starts: I64 | None) -> I64 | None:
-    """Return the first entry of each piece, or None if nothing merges.
-
-    A piece begins at every entry that does not continue the entry before it.
-    """
+    """Return the first entry of each piece, or None if nothing merges."""
     src, dst, nbytes = table
     continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
     if scopes is not None:

@@ -23,7 +23,7 @@ from kvtier.memory.stream import Stream
 
 @dataclass(slots=True)
 class Chunk:
-    """Copies that were added together. They have one direction and one scope."""
+    """Copies that were added together. All of them have the same direction and scope."""
 
     table: I64
     direction: Direction

@@ -1,7 +1,6 @@
 """CostTable: the time of every copy path, the slowdown of a model by copies, and the bandwidth of the link to the host.
 
 The table is measured once per GPU and driver, saved in a file, and used to choose copy paths and transfer strategies.
-
 The time of a path for n pieces of one size is fixed + n * per_piece. Both values are measured at a few sizes and
 interpolated on a logarithmic scale. Pieces of mixed sizes are treated as pieces of the mean size.
 """
@@ -98,7 +97,7 @@ _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 
 _POOL_BYTES = 64 << 20  # size of the memory to measure with, at each placement
 _FEW_PIECES, _MAX_PIECES = 8, 1024  # the times of both counts yield the fixed cost and the cost per piece
 _BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20  # limits for slow paths, see `_measure`
-_REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and needs less precision
+_REPEATS, _PAGEABLE_REPEATS = 5, 2  # copies of pageable memory take ten times as long and need less precision
 
 
 @dataclass(frozen=True, slots=True)

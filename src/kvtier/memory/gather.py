@@ -28,8 +28,8 @@ _LARGE_VERSION = 12010  # driver version of CUDA 12.1
 _THREADS = 256
 # Usual bytes of a part of a piece. A thread block copies such a part in one pass of 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Maximum numbers of thread blocks. Device-to-device copies use 8 on each of the 132 multiprocessors. Over PCIe, a few
-# thread blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
+# Maximum numbers of thread blocks. Device-to-device copies use at most 8 per multiprocessor (an H200 has 132). Over
+# PCIe, a few thread blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 

@@ -53,7 +53,7 @@ class HostMark:
         elif not self.reached.wait(timeout):
             return False
         if self.error is not None:
-            raise self.error.with_traceback(self.traceback)  # else the traceback would grow with each waiter
+            raise self.error.with_traceback(self.traceback)  # otherwise, the traceback would grow with each waiter
         return True
 
     def elapsed_time(self, end: HostMark) -> float:

@@ -7,7 +7,7 @@ lru       Stack distances yield the hits of all capacities that hold the longest
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
           A running request takes slots for all its blocks, as in any engine. A request that exceeds the capacity takes
           only the slots of its hits, and adds no block.
-others    The real index is run once per policy and capacity. It is also run for lru at the smaller capacities.
+others    The real index is run once per policy and capacity. Smaller capacities of lru also use the real index.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class FleetConfig:
 
     num_replicas: int
     num_blocks: int
-    """Blocks of each replica's cache."""
+    """Number of blocks in each replica's cache."""
     costs: ReplicaCosts
     routing: FleetRouting = FleetRouting.CACHE
     policy: str = "lru"

@@ -3,7 +3,7 @@
     device ──"to host"──> host ──┐
     device <─"to device"─ host <─┴─"disk"─> store
 
-Each direction of the link and each disk executes one transfer at a time. A read from a disk interrupts writes to it.
+Each direction of the link and each disk executes one transfer at a time. Reads from a disk interrupt writes.
 """
 
 from __future__ import annotations

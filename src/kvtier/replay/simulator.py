@@ -85,7 +85,7 @@ class StepCoalescer:
         return host, self._cost(work) - host
 
     def share(self, done: float) -> float:
-        """Return the fraction of a merged step's time after which the fraction `done` of its prompts is computed."""
+        """Return the share of a merged step's time that passes until the share `done` of its prompts is computed."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -244,7 +244,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if an event follows, or the step changed the queue. Otherwise raise StateError if requests are left."""
+        """True if an event follows or the step changed the queue. If requests are left otherwise, raise StateError."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():

@@ -34,7 +34,7 @@ class RefusalPart(Strict):
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-"""A part of a message's content. Only text is supported."""
+"""A part of a message's content. Only texts and refusals are supported."""
 
 
 def _named(call: dict[str, Any]) -> dict[str, Any]:

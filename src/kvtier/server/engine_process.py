@@ -58,7 +58,7 @@ _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # relative to the larger memo
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes; only the front end may end this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes; only the front end ends this process
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection, ENGINE_CODEC)
     torch.set_num_threads(options.threads or max(1, num_usable_cores() - 1))

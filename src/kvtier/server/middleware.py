@@ -79,7 +79,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def before_deadline(request: Request, limits: Limits, work: Awaitable[T]) -> T:
-    """Await `work` while the client is connected. Raises 504 at the deadline of the request."""
+    """Await `work`. Raises ClientGone if the client disconnects, and 504 at the deadline of the request."""
     try:
         async with asyncio.timeout(request.state.began + limits.request_seconds - time.monotonic()):
             return await unless_gone(request.receive, work)
