@@ -174,7 +174,7 @@ class Buffer:
         raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
-        """Close this Buffer and all slices and views of its memory. Exports and copies in flight stay valid."""
+        """Close this Buffer and all Buffers that share its memory as slices or views. Exports and copies stay valid."""
         if self._region is not None:
             self._region.close()
 

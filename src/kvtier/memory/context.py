@@ -27,7 +27,7 @@ _allocators: ContextVar[Mapping[Placement, Allocator]] = ContextVar(
 def context(
     *, stream: Stream | None = None, allocator: Allocator | Iterable[Allocator] | None = None
 ) -> Iterator[None]:
-    """Use this stream and these allocators (one per placement) in the `with` body. None keeps the current values.
+    """Use this stream and at most one allocator per placement in the `with` body. None keeps the current values.
 
     Contexts can be nested. A new thread starts with the defaults. torch's own current stream is not changed.
     """

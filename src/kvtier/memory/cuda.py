@@ -203,7 +203,7 @@ class BatchCall:
         return cls(entry_point("cuMemcpyBatchAsync", *types, version=version), reports_failure)
 
     def submit(self, table: I64, stream: Stream) -> int | None:
-        """Submit independent pieces (rows SRC, DST, NBYTES) in chunks. Stop at a failed chunk and return its start."""
+        """Submit independent pieces in chunks until a chunk fails. Return the start of the failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
             # The call refuses the legacy default stream, so a side stream copies. The side stream waits for earlier
             # work on `stream`, and later work on `stream` waits for the side stream.

@@ -1,5 +1,6 @@
-"""Use foreign arrays without copying. The first protocol that an array supports is used, in this order: torch tensor,
-`__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer protocol.
+"""Use foreign arrays without copying. The first supported protocol of an array is used.
+
+The order is: torch tensor, `__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer protocol.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Stream:
 
 
 class Event:
-    """A recorded position in a stream. Streams and the host can wait for it. `elapsed` compares two events."""
+    """A recorded position in a stream. Streams and the host can wait for an event."""
 
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 

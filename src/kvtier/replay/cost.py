@@ -52,8 +52,7 @@ class Roofline:
         self._read = model.token_bytes / self._bandwidth
 
     def host_seconds(self, work: Work) -> float:
-        """Return the time in which the host prepares the step. The result of `seconds` includes this time. With two
-        phases, the device computes the previous step at the same time."""
+        """Return the time in which the host prepares the step. The result of `seconds` includes this time."""
         return self._fixed + self._row * work.num_rows
 
     def seconds(self, work: Work) -> float:

@@ -267,8 +267,7 @@ class Simulator:
         self.scheduler.add(request, now)
 
     def _step(self) -> Step | None:
-        """Run one step as the engine does: apply reports, schedule, compute, update the oldest step if all phases are
-        in use. If steps can be merged, but some are in flight, only end the steps in flight and return None."""
+        """Run one step as the engine does. If steps in flight precede a merged step, only end these and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:

@@ -101,9 +101,9 @@ class ForeignKeys:
 
 
 def _salt(event: Mapping[str, Any]) -> bytes:
-    """Return the salt of a prompt's first block: its only extra key apart from the name of the adapter.
+    """Return the salt of a prompt's first block: its only extra key apart from the adapter's name. Empty if none.
 
-    Blocks with images or embeddings have further extra keys. Raise ArgumentError for them.
+    Raise ArgumentError for blocks with images or embeddings, which have further extra keys.
     """
     first = (event.get("extra_keys") or [None])[0] or ()
     texts = [each for each in first if each != event.get("lora_name")]

@@ -3,7 +3,7 @@
 `AnswerParser` is a state machine over the text of one answer:
 
     START --<think>--> REASONING --</think>--> START
-    START, TAIL --{--> CALL                 calls without tags (Llama 3), at the start of the answer or after a call
+    START, TAIL --{--> CALL                 calls without tags (Llama 3), at the start of the content or after a call
     START --any other text--> CONTENT --<tool_call>--> CALL --end of the object--> TAIL --</tool_call>--> START
     CALL --not a call--> CONTENT            the text that looked like a call becomes content
     LIST --{--> CALL --end of the object--> LIST        tool_choice "required": the grammar allows only a list of calls
@@ -26,7 +26,7 @@ _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write "arguments", Llama 3 writes "parameters"
 _MAX_NAME = 256  # limit in characters for each key and value of a call, except for its arguments
 CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
-"""tagged: in <tool_call> tags. bare: without tags. list, arguments: see LIST and ARGUMENTS in the module docstring."""
+"""none: no calls. tagged: in <tool_call> tags. bare: without tags. list, arguments: see the states LIST, ARGUMENTS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "request_id": _honoured("ct", "vLLM", "returned in the header `x-request-id`; `/control/explain` accepts it"),
         "skip_special_tokens": _refused("ct", "vLLM", "always true", True),
         "include_stop_str_in_output": _honoured("ct", "vLLM"),
-        "truncate_prompt_tokens": _honoured("ct", "vLLM", "keeps the last tokens; a text must fit the context before"),
+        "truncate_prompt_tokens": _honoured("ct", "vLLM", "keeps the last tokens; the whole text must fit the context"),
         "truncation_side": _refused("ct", "vLLM", "always left", "left"),
         "use_beam_search": _refused("ct", "vLLM", "not supported", False),
         "logits_processors": _refused("ct", "vLLM", "runs code of the client", []),
