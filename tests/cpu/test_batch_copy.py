@@ -242,9 +242,9 @@ def test_pieces_error_names_the_first_invalid_piece():
         batch.pieces(src, [0], -1, dst, [0])
     with pytest.raises(RangeError, match="piece 0"):
         batch.pieces(src, [-1], 1, dst, [0])
-    with pytest.raises(ArgumentError, match="2, 1, 1"):
+    with pytest.raises(ArgumentError, match="2, 1 and 1"):
         batch.pieces(src, [0, 1], 1, dst, [0])
-    with pytest.raises(ArgumentError, match="2, 2, 3"):
+    with pytest.raises(ArgumentError, match="2, 2 and 3"):
         batch.pieces(src, [0, 1], [1, 1, 1], dst, [0, 1])
     with pytest.raises(ArgumentError, match="float"):
         batch.pieces(src, [0.5], 1, dst, [0])

@@ -405,7 +405,7 @@ def _table(src: Any, n: Any, dst: Any, src_name: str, n_name: str, dst_name: str
     if len(targets) != count or not (isinstance(sizes, int) or len(sizes) == count):
         num_sizes = 1 if isinstance(sizes, int) else len(sizes)
         raise ArgumentError(
-            f"one source, destination and size per piece are needed, got {count}, {len(targets)}, {num_sizes}"
+            f"each piece needs a source, a destination and a size, got {count}, {len(targets)} and {num_sizes} of them"
         )
     table = np.empty((3, count), np.int64)
     table[SRC], table[DST], table[NBYTES] = sources, targets, sizes

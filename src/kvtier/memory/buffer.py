@@ -356,7 +356,7 @@ class Buffer:
     def unpack(self) -> np.ndarray[Any, Any]:
         """Return a numpy copy of a packed host Buffer, with one ml_dtypes element per byte."""
         if not self.dtype.is_packed:
-            raise DTypeError(f"{self.dtype} is not packed; numpy() returns it without copying")
+            raise DTypeError(f"{self.dtype} is not packed; numpy() returns the elements without copying")
         codes = torch_types.unpack_codes(self.dtype, self._host_bytes("unpack()"), self.size)
         return codes.view(self.dtype.numpy)
 

@@ -33,7 +33,7 @@ def context(
     """
     given = [] if allocator is None else [allocator] if isinstance(allocator, Allocator) else list(allocator)
     if stream is not None and not isinstance(stream, Stream):
-        raise ArgumentError(f"a stream is needed, got {type(stream).__name__}; use Stream.wrap() for other types")
+        raise ArgumentError(f"expected a Stream, got {type(stream).__name__}; wrap other types with Stream.wrap()")
     if len({each.placement for each in given}) < len(given):
         raise ArgumentError("two allocators of one placement were given; only one can be current")
     stream_token = _stream.set(stream or _stream.get())
@@ -114,7 +114,7 @@ def launch(
 def run_after(stream: Stream, task: Callable[[], object]) -> None:
     """Run host work in the order of a CUDA stream: wait for the stream, then run the task on this thread."""
     if is_capturing(stream):
-        raise StateError("a copy between host memories cannot be captured in a CUDA graph: do it outside the capture")
+        raise StateError("a copy between host memories cannot be captured in a CUDA graph: copy outside the capture")
     stream.synchronize()
     task()
 

@@ -52,7 +52,7 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.num_blocks < 1:
-            raise RangeError(f"need at least one replica and one block, got {self.num_replicas}, {self.num_blocks}")
+            raise RangeError(f"need at least one replica and one block, got {self.num_replicas} and {self.num_blocks}")
 
 
 @dataclass(frozen=True, slots=True)

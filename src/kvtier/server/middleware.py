@@ -182,7 +182,7 @@ def _headers(scope: Scope) -> dict[str, str]:
     names = [name for name, _ in scope["headers"] if name in _ONCE]
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1).decode()
-        raise ApiError(400, f"the request has two {name} headers", code="duplicate_header")
+        raise ApiError(400, f"the request has more than one {name} header", code="duplicate_header")
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 

@@ -438,7 +438,7 @@ def _check_tool_choice(body: ChatRequest) -> None:
     if body.tool_choice in (None, "none", "auto"):
         return
     if not body.tools:
-        raise ApiError(400, f"{name}: a forced call needs tools; set tools, or {name} to none or auto", name)
+        raise ApiError(400, f"{name}: a forced call needs tools; set tools, or set {name} to none or auto", name)
     if not body.forced_tools:
         known = ", ".join(tool.function.name for tool in body.tools)
         raise ApiError(400, f"{name}: no tool has this name; the tools are {known}", name)
