@@ -36,7 +36,7 @@ class Allocator:
     """Allocates uninitialised memory at one placement and counts the allocated bytes. Thread-safe.
 
     The functions that the constructor takes must be thread-safe. `allocate(nbytes)` returns an address or a tensor that
-    owns the memory. If there is no memory, it raises MemoryError or RuntimeError. `deallocate(address, nbytes)` frees
+    owns the memory. It raises MemoryError or RuntimeError if there is no memory. `deallocate(address, nbytes)` frees
     memory, `trim()` returns cached memory to the system, and `free_bytes()` returns the free bytes (None if unknown).
     """
 

@@ -281,7 +281,7 @@ class BatchCopy:
     def group(self) -> Iterator[None]:
         """Merge copies that are added inside the `with` statement and are adjacent in source and destination.
 
-        Independent copies merge in any order of addition.
+        The order of addition does not matter if the copies are independent.
         """
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")

@@ -174,7 +174,7 @@ class Buffer:
         raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
-        """Close this Buffer and all Buffers that share its memory as slices or views. Exports and copies stay valid."""
+        """Close all Buffers that share this memory as slices or views. Exports and copies in flight stay valid."""
         if self._region is not None:
             self._region.close()
 
@@ -311,7 +311,7 @@ class Buffer:
             self._write_byte(whole, byte, mask, stream)
 
     def _write_byte(self, index: int, bits: int, mask: int, stream: Stream | None) -> None:
-        """Set the masked bits of a byte to those in `bits`. The unmasked bits belong to other elements and stay."""
+        """Set the masked bits of one byte to `bits`. The unmasked bits belong to other elements and do not change."""
         target = self.bytes_tensor(write=True)[index : index + 1]
         self._launch(lambda: target.bitwise_and_(0xFF ^ mask).bitwise_or_(bits & mask), stream)
 

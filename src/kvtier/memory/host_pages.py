@@ -119,7 +119,7 @@ class MappedMemory:
             stop = min(first + _TOUCH_BYTES, offset + nbytes)
             address, length = ctypes.c_void_p(self.pointer + first), ctypes.c_size_t(stop - first)
             if libc.madvise(address, length, ctypes.c_int(_POPULATE_WRITE)) != 0:
-                self.tensor[first : stop : mmap.PAGESIZE] = 0  # write to each page, as before Linux 5.14
+                self.tensor[first : stop : mmap.PAGESIZE] = 0  # write to each page, because madvise failed
 
     def pin(self, offset: int, nbytes: int, placement: Placement) -> None:
         pointer = self.pointer + offset

@@ -42,8 +42,8 @@ _WRAPPED = ("schedule", "update", "fail", "cancel", "close_session")
 class Recorder:
     """Wraps the methods of one scheduler and logs the scheduler's requests.
 
-    Not thread-safe: for use on the scheduler's thread. Requests that have not ended when the log is closed are not
-    logged. If the log cannot be written, recording ends with a warning, and serving continues.
+    Use a Recorder only on the scheduler's thread. Requests that have not ended when the log is closed are not logged.
+    If the log cannot be written, recording ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:

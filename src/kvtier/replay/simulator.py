@@ -244,7 +244,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if an event follows or the step changed the queue. If requests are left otherwise, raise StateError."""
+        """True if an event follows or the step changed the queue. If neither, raise StateError if requests are left."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's and Anthropic's formats. An error names an invalid field if it is known, and contains no prompt.
+"""Errors in OpenAI's and Anthropic's formats. An error names the invalid field, if known, and contains no prompt.
 
 Importing this module loads neither pydantic nor starlette, because the engine process imports it and needs neither.
 """
