@@ -51,8 +51,8 @@ class CacheAdmin:
     def demote(self, chain: Chain) -> int:
         """Free the device slots of a prompt's blocks and, if the whole prompt is cached, of all its continuations.
 
-        A tree node keeps its slots if it is leased, if the host lacks one of its blocks, or if a node below it keeps
-        slots. Return the number of freed slots.
+        A tree node keeps its slots if it is leased, if the host has no readable copy of one of its blocks, or if a node
+        below it still has device slots. Return the number of freed slots.
         """
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
@@ -107,7 +107,7 @@ class CacheAdmin:
         self.tier(tier).pool.resize(num_blocks)
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
-        """Count the leading blocks of a chain that are in the tree. Return the node of the last one, and the count."""
+        """Count a chain's leading blocks in the tree. Return their last node (a root or None if 0) and the count."""
         tree = self._manager.tree
         node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
         if node is None or not stop or chain.namespace != tree.namespace:

@@ -65,7 +65,8 @@ class Allocation:
     """Number of tokens that need not be computed, including the tokens that `copy` copies. CacheManager.allocate lowers
     the number if it cannot reserve a slot for the copy."""
     source: Lease | None = field(init=False, default=None)
-    """Lease on the source block of `copy`. It ends after the first step, or if `allocate` has no slot for the copy."""
+    """Lease on the source block of `copy`. It ends after the first step, with the allocation, or if `allocate` has no
+    slot for the copy."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
     """Decision to load or to compute matched blocks that are not on the device. None if no decision was made."""

@@ -22,10 +22,10 @@ class CacheConfig:
     stores: tuple[StoreConfig, ...] = ()
     """Tiers below the host, from the nearest to the farthest."""
     partial_scan: int = 8
-    """A match ends at the first block of a prompt that is not cached. Up to this number of cached blocks are compared
-    with that block. The KV of the longest common prefix is then copied instead of computed."""
+    """A match ends at the first uncached block of a prompt. Up to this number of cached blocks are compared with the
+    uncached block, and the KV of the longest common prefix is copied instead of computed."""
     free_share: float = 0.0
-    """Share of the device blocks to keep free. Blocks are evicted in advance until this share is free."""
+    """Share of the device blocks to keep free by evicting blocks in advance. Leased blocks are not evicted."""
     always_load: bool = False
     """Load cached blocks even if computing them is expected to be faster."""
     owns_device: bool = True
@@ -74,7 +74,7 @@ class WritePolicy(Enum):
     SELECTIVE = "write_through_selective"
     """Copy a block after it was reused `min_uses` times."""
     BACK = "write_back"
-    """Copy blocks when few slots are free in the tier above. The oldest finished requests come first."""
+    """Copy blocks when few slots are free in the tier above. Blocks of requests that finished earlier come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class HostConfig:
     policy: str = "lru"
     saving: WritebackConfig = field(default_factory=WritebackConfig)
     free_share: float = 0.0
-    """Share of the host blocks to keep free. Blocks are evicted in advance until this share is free."""
+    """Share of the host blocks to keep free by evicting blocks in advance. Leased blocks are not evicted."""
     exclusive: bool = True
     """If True, blocks that are also on the device are evicted first. They are saved again when the device is about to
     evict them. If False, or if another engine owns the device blocks, eviction ignores which blocks the device has."""
@@ -146,8 +146,8 @@ class StoreConfig:
     wait: WaitPolicy = WaitPolicy.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False
-    """True if other processes write to the store. In this case, each request looks up its keys in the store. Otherwise
-    the keys in the store are listed once, and later writes are recorded."""
+    """True if other processes write to the store. In this case, each request looks up the blocks that memory lacks.
+    Otherwise the keys in the store are listed once, and later writes are recorded."""
     max_fetching_blocks: int = 1024
     """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
     max_known: int = 1 << 22

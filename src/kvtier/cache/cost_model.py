@@ -86,13 +86,13 @@ class OnlineLeastSquares:
 
     def _solve(self) -> list[list[float]]:
         sums: Matrix = self._squares.tolist()
-        used = [i for i, row in enumerate(sums) if row[i]]  # amounts that were not always 0
+        used = [i for i, row in enumerate(sums) if row[i]]  # the fixed cost, and amounts that were not always 0
         scale = [math.sqrt(max(row[i], 1e-300)) for i, row in enumerate(sums)]
         squares = [[value / (scale[i] * scale[j]) for j, value in enumerate(row)] for i, row in enumerate(sums)]
         products = [value / scale[i] for i, value in enumerate(self._products.tolist())]
         solutions = _solutions(squares, products, used)
-        # Keep the solutions that fit as well as the best one. `explained` is the part of the sum of squares that a
-        # solution explains.
+        # Keep the solutions that fit as well as the best one. `explained` contains the part of the sum of squares that
+        # each solution explains.
         explained = [_dot(products, costs) for costs in solutions]
         enough = max(explained) * (1 - 1e-6)
         return [
@@ -103,7 +103,7 @@ class OnlineLeastSquares:
 
 
 def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
-    """Return the best costs. If amounts are collinear, omit each amount in turn and return all solutions."""
+    """Return all best costs. If amounts are collinear, these are the best costs without each of the amounts."""
     best = _least_squares(squares, products, used)
     if best is not None:
         return [best]
@@ -166,7 +166,7 @@ class CostModel:
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
-        """Record the time of a transfer. After a trial, the time confirms or replaces the old measurements."""
+        """Record the time of a transfer. After a trial, this time confirms or replaces the old measurements."""
         before = self._doubted.pop(link, None)
         if before is not None and seconds >= _CONFIRM_SHARE * (before.predict((num_blocks,)) or 0.0):
             self._transfers[link] = before

@@ -40,8 +40,8 @@ class SavePoint:
     num_blocks: int = 0
     """Number of leading blocks that were on the host, or in flight to the host, after the latest save."""
     node: Node | None = None
-    """Node that ended with the last of these blocks when `save` recorded the node. The request has no lease on it, so
-    the node may change, and the host may evict the blocks."""
+    """Last node of the saved path at an earlier `save`. The request has no lease on the node, so the node may have
+    changed, and the host may have evicted its blocks."""
     is_over: bool = False
     """True if nothing more is saved for the request. Possible reasons: the host has evicted blocks of the request, a
     save has failed, or the engine has dropped blocks before they were saved."""
@@ -57,7 +57,7 @@ class ForeignDevice:
     def load(self, allocation: Allocation, first: int, blocks: I32, prefetch: Prefetch | None = None) -> int:
         """Plan a copy of the matched blocks [first, first + len(blocks)) to device blocks. Return the transfer id.
 
-        The transfer holds a lease of its own, so the allocation may end before the transfer.
+        Update `allocation.tokens_from`. The transfer has its own lease, so the allocation may end before the transfer.
         """
         lease, stop = allocation.lease, first + len(blocks)
         if not 0 <= first < stop <= lease.num_matched:
@@ -86,8 +86,8 @@ class ForeignDevice:
 
         Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. Later calls for a
         point continue after its first `num_blocks` blocks. If the host has lost some of these blocks since the previous
-        call, nothing more is saved for this request. Usually the host has evicted them, because it is too small for the
-        running requests. It would then evict new copies too.
+        call, nothing more is saved for this request. Usually the host is too small for the running requests and has
+        evicted the blocks. It would then evict new copies too.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0 or point.is_over:
@@ -136,7 +136,10 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Start a copy of the blocks after the leased path. If no transfer takes the lease, release the lease."""
+        """Save blocks from the leased path to `stop`, as far as slots and `room` allow. Update `point`.
+
+        If no copy starts, release the lease.
+        """
         first, started = lease.num_blocks, {}
         slots = None
         if first < stop and room > 0 and lease.node.attached:

@@ -26,14 +26,14 @@ Mask = bytes
 
 @dataclass(slots=True)
 class RouteStats:
-    """Statistics of one route, or of one store on this route. `num_blocks` counts the blocks that have arrived."""
+    """Statistics of one route, or of one store on this route."""
 
     route: Route
     store: str
-    num_in_flight: int = 0
-    num_blocks: int = 0
+    num_in_flight: int = 0  # blocks
+    num_blocks: int = 0  # blocks that arrived
     num_bytes: int = 0
-    num_failed: int = 0
+    num_failed: int = 0  # blocks
     seconds: float = 0.0  # sum of the durations of all transfers that have ended
 
 
@@ -51,7 +51,8 @@ class PendingTransfer:
     waiting_for: set[int]
     """Ranks that have not reported a result."""
     arrived: Mask
-    """1 for each block that no rank reported as failed. After the last result, these blocks become readable."""
+    """1 for each block that no rank reported as failed, otherwise 0. After the last result, blocks with 1 become
+    readable in the target tier. If the cache was reset during the transfer, all entries are then 0."""
     seconds: float = 0.0
     """Duration on the slowest rank."""
     num_bytes: int = 0
@@ -156,7 +157,7 @@ class TransferTracker:
         return self._probes[-1].id
 
     def on_probe_result(self, rank: int, probe_id: int) -> bool:
-        """Record a rank's answer to a probe. Return True if all ranks have now answered."""
+        """Record a rank's answer to a probe. Return True if this was the last missing answer."""
         waiting_for = self._unanswered.get(probe_id, set())
         waiting_for.discard(rank)
         return not waiting_for and self._unanswered.pop(probe_id, None) is not None

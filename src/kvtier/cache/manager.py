@@ -9,7 +9,7 @@ If there are lower tiers, `plan` returns transfers to execute, and `apply` proce
 readable in the target tier after all ranks have reported success. If its copy failed, the target tier lacks the block.
 
 Inside another engine (`owns_device=False`), the host is the first tier. `match` leases host blocks, and `foreign` loads
-and saves device blocks. Do not call `allocate` and `publish`, because the other engine manages its device blocks.
+and saves device blocks. Do not call `allocate` or `publish`, because the other engine manages its device blocks.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class CacheManager:
         host, stores, to_host = self.config.host, self.stores.values(), []
         if host is None:
             return [], []
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # one per slot in memory
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # at least one per slot in memory
         if len(tiers) == 2:
             ahead_share = host.ahead_share if host.exclusive else 0.0
             writer = HostWriter(
@@ -149,7 +149,7 @@ class CacheManager:
         return self._prefetcher.start(chain, self._most_blocks(chain, max_tokens), retention, now)
 
     def is_prefetched(self, prefetch: Prefetch, *, now: float = 0.0) -> bool:
-        """True if the request need not wait: nothing is left to fetch, or the maximum wait has passed."""
+        """True if the request need not wait: the prefetch is over, or the maximum wait has passed."""
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
@@ -172,8 +172,8 @@ class CacheManager:
     ) -> Allocation:
         """Lease the longest cached prefix. The last token never matches, because its logits must be computed.
 
-        If `may_load` is False, or if the cost model decides to compute blocks, only leading device blocks match. The
-        model is not asked with CacheConfig.always_load. The caller must end `prefetch` after this call. At most
+        If `may_load` is False, or if the cost model decides to compute blocks, only leading device blocks match. With
+        CacheConfig.always_load, the cost model is not used. The caller must end `prefetch` after this call. At most
         `max_tokens` tokens match.
         """
         if not chain.num_tokens:
@@ -229,8 +229,9 @@ class CacheManager:
     def overlap(self, allocation: Allocation) -> tuple[int, ...]:
         """Return the ids of an allocation's loads in flight, so that a step can start early and wait layer by layer.
 
-        Return an empty tuple if no load is in flight, or if loads for other requests transfer some of the blocks. The
-        results of the step are valid only if `is_ready` returns True after the step.
+        Return an empty tuple if no load is in flight, or if loads for other requests transfer some of the blocks.
+        Otherwise, also write the slots of the blocks in flight into the lease's table. The results of the step are
+        valid only if `is_ready` returns True after the step.
         """
         self._must_be_open(allocation)
         if not allocation.loads or WRITING not in self._device_states(allocation.lease):
@@ -275,7 +276,7 @@ class CacheManager:
         self._end(allocation, used=True, now=now, outcome=outcome)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a cancelled, preempted or unscheduled request. If the request was scheduled, its blocks count as used."""
+        """End a cancelled, preempted or never scheduled request. If it was scheduled, its blocks count as used."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
@@ -300,7 +301,7 @@ class CacheManager:
         self.tree.release(pin, used=False)
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Drop all cached blocks in memory. Running requests keep their slots, and stores keep their blocks."""
+        """Drop all blocks in memory, not in stores. Running requests keep their slots. Use `namespace`, if given."""
         self.tree.reset(namespace)
         self.transfers.epoch += 1
         self._prefetcher.reset()
@@ -408,7 +409,7 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block. If there is only one tier, all are readable: return b""."""
+        """Return the device state of each matched block, or b"" if there is only one tier, where all are readable."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -416,7 +417,7 @@ class CacheManager:
     def _match_below(
         self, allocation: Allocation, missing: int, may_load: bool, prefetch: Prefetch | None, now: float
     ) -> Allocation:
-        """Decide whether to load the matched blocks that are not on the device. If not, match only device blocks."""
+        """Decide whether to load the matched blocks that the device lacks. Without a load, match only device blocks."""
         block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
         if may_load and not self.config.always_load:

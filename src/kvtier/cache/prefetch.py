@@ -3,10 +3,10 @@
     start ──> probing ──(keys are known)──> waiting ──(there is room)──> in flight ──(results)──> over
                 └── nothing to fetch, no host slots (first attempt), or computing is faster ───────^
 
-A prefetch holds a lease on its path until its request has matched the path or was cancelled. Once it is clear that
-nothing will be fetched, the lease is released, because waiting requests must not hold memory that running requests
-need. The path's blocks can then be evicted before the request starts. `retry` fetches evicted blocks from a store, and
-repeats a fetch for which there was no room.
+A prefetch holds a lease on its path until its request has matched the path or was cancelled. If nothing will be
+fetched, the lease is released earlier, because waiting requests must not hold memory that running requests need. The
+path's blocks can then be evicted before the request starts. `retry` fetches evicted blocks from a store, and repeats a
+fetch for which there was no room.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Prefetch:
 class Prefetcher:
     """Fetches blocks to the host. A run of blocks comes from the first store that contains the first of these blocks.
 
-    With a `cost_model`, a prefetch fetches no blocks if computing the blocks is expected to be faster.
+    With a `cost_model`, a prefetch fetches no blocks if the model decides to compute them.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Prefetcher:
         prefetch.is_over = prefetch.is_over or not prefetch.waiting_for
 
     def _begin(self, prefetch: Prefetch, lease: Lease, now: float) -> None:
-        """After all probes are answered, start the transfers, let the prefetch wait, or mark it as over."""
+        """If all probes are answered, start the transfers, leave the prefetch waiting, or mark it as over."""
         if prefetch.waiting_for:
             return
         first = lease.num_blocks
@@ -159,7 +159,7 @@ class Prefetcher:
         if node is not None:
             # If another transfer is writing the next block, wait for that transfer. Otherwise the block is unusable: it
             # has expired, or no memory tier has it and only a lease keeps its node. Then nothing is fetched, even if a
-            # store has the block. The request computes it.
+            # store has the block, and the request computes the block.
             prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
             self._begin_transfers(prefetch, lease, now)
@@ -189,7 +189,7 @@ class Prefetcher:
         """Reserve host slots for `num_blocks` blocks, or for as many blocks as fit.
 
         Return None if not all blocks fit and other prefetches hold host blocks. These prefetches release their blocks
-        when their requests start. A retry waits for this; a first attempt ends, and can be retried.
+        when their requests start. A retry then waits for slots. A first attempt ends, and can be retried.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):
@@ -228,7 +228,7 @@ class Prefetcher:
         return parts
 
     def _decide(self, first: int, parts: list[tuple[StoreIndex, int]], *, again: bool) -> LoadDecision | None:
-        """Decide whether to fetch and load the blocks, or to compute them."""
+        """Decide whether to fetch and load the blocks, or to compute them. Without a cost model, return None."""
         if self._cost_model is None:
             return None
         total = sum(count for _, count in parts)
@@ -257,7 +257,7 @@ class Prefetcher:
 
 
 def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Return the number of tokens in `num_blocks` blocks by origin. An origin is the host or a store."""
+    """Return the number of tokens in `num_blocks` blocks by store. Blocks that no store delivered count as "host"."""
     origins: dict[str, int] = {}
     for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens

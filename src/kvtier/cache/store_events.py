@@ -24,14 +24,14 @@ class StoreEvents:
         self._reported: set[bytes] = set()
 
     def written(self, lease: Lease, first: int, written: Mask, namespace: Namespace) -> None:
-        """Report the written blocks of a path, parents first. The mask begins at block `first`."""
+        """Report a path's written blocks that the tree still has, parents first. The mask starts at block `first`."""
         for start, stop in mask_runs(written, first):
             for node, low, high, _ in reversed(path_parts(lease, start, stop - start)):
                 if not node.attached:  # removed from the tree after the write began
                     continue
                 event = stored_event(self._name, node, low, high, namespace)
                 keys = split_keys(event.keys)
-                if self._reported.isdisjoint(keys):  # otherwise, some of them were reported before
+                if self._reported.isdisjoint(keys):  # do not report a key twice
                     self._reported.update(keys)
                     self._listener(event)
 

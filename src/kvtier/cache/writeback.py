@@ -4,10 +4,10 @@ WritebackQueue   queues blocks for copies to the next tier and limits the number
 HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
-Device eviction never waits for a copy. An evicted block that no lower tier has is lost. A host copy stays after a load,
-so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots, however, first
-evicts copies of blocks that are also on the device. A store keeps blocks by key, outside the tree, and evicts blocks
-without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
+Device eviction never waits for a copy. If no lower tier has an evicted block, the block is lost. A host copy stays
+after a load, so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots,
+however, first evicts copies of blocks that are also on the device. A store keeps blocks by key, outside the tree, and
+evicts blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class WritebackJob:
     first: int
     stop: int
     always: bool = False
-    """True if an operator requested the copy. `min_uses` is then ignored, and an exclusive host tier may evict other
-    blocks for the copy."""
+    """True if CacheAdmin queued the job. `min_uses` is then ignored, and an exclusive host tier may evict other blocks
+    for the copy."""
 
 
 class WritebackQueue:
@@ -61,11 +61,11 @@ class WritebackQueue:
         self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
         self.num_saved_late = 0
         """Number of blocks that were copied because the tier above was about to evict them."""
-        self._allowance = config.blocks_per_second  # allows a burst of one second
+        self._allowance = config.blocks_per_second  # in blocks; allows a burst of one second
         self._refilled_at: float | None = None
 
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
-        """Handle blocks of a leased path that became readable in the tier above.
+        """Handle blocks that became readable in the tier above, unless their path has left the tree.
 
         With write_through, start copies if the queue is empty and the limits allow it, otherwise queue the blocks.
         Other policies ignore the blocks, or queue them if `queue` is set.
@@ -109,7 +109,7 @@ class WritebackQueue:
             job = self.jobs.popleft()
             lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
             is_selective = self._config.write is WritePolicy.SELECTIVE and not job.always
-            if not is_selective or lease.node.usage.uses >= self._config.min_uses:
+            if not is_selective or lease.node.usage.uses >= self._config.min_uses:  # otherwise, drop the job
                 room -= self._start(job, lease, room)
             self._tree.release(lease, used=False)
 
@@ -122,7 +122,7 @@ class WritebackQueue:
             self.num_saved_late += started
 
     def _start(self, job: WritebackJob, lease: Lease, room: int) -> int:
-        """Start copies of at most `room` blocks of a job and requeue the rest. Return the number of started copies."""
+        """Copy at most `room` blocks of a job, and requeue the rest, if any. Return the number of started copies."""
         started, rest = self._target.save(job, lease, room)
         if rest is not None:
             self.jobs.appendleft(rest)
@@ -137,10 +137,10 @@ class WritebackQueue:
 class HostWriter:
     """Starts copies from the device to the host.
 
-    In an inclusive host tier, a copy may take the slot of any host block. In an exclusive host tier (`ahead_share` is
-    above 0), a copy of a block that is still on the device is worth less than a block that only the host has. An
-    exclusive tier therefore receives early copies only while it has free slots. All other blocks are copied when the
-    device is about to evict them.
+    In an inclusive host tier, a copy may take the slot of any evictable host block. In an exclusive host tier
+    (`ahead_share` is above 0), a copy of a block that is still on the device is worth less than a block that only the
+    host has. Unless `is_early` is set, an exclusive tier therefore receives early copies only while it has free slots.
+    All other blocks are copied when the device is about to evict them.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Copy the device blocks of a job that the host lacks. Return the number of copies and the rest of the job.
 
-        If no host slot can be reserved, drop the rest of the job and return None for it. An exclusive host tier drops
-        the rest if it has no free slot, unless an operator requested the copy or `is_early` is set.
+        The rest is the part beyond `room`, or None. If the host slots run out, drop the rest. An exclusive host tier
+        uses only its free slots, unless `job.always` or `is_early` is set.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -205,7 +205,7 @@ class HostWriter:
         return bool(self._waiting)
 
     def save_next_victims(self, room: int, min_uses: int) -> int:
-        """Copy blocks that the device is about to evict and that the host lacks. Return the number of started copies.
+        """Copy at most `room` blocks that the device will evict soon and the host lacks. Return the number of copies.
 
         Blocks with fewer than `min_uses` uses are not saved.
         """
@@ -221,7 +221,7 @@ class HostWriter:
         return started
 
     def _save_node(self, node: Node, room: int) -> int:
-        """Copy the last blocks of a node first, because the device evicts them first. Return the number of copies."""
+        """Copy at most `room` blocks of a node in eviction order, the last block first. Return the number of copies."""
         on_device, on_host = node.held[self._device.number], node.held[self._host.number]
         assert on_device is not None
         wanted = bytes(on_device.states.translate(READABLE))
@@ -243,7 +243,7 @@ class HostWriter:
         """Return a chain for the lease of a transfer.
 
         The chain has tokens and keys only if the blocks must be offered to stores after the transfer. With `is_early`,
-        an earlier save has offered the blocks to the stores.
+        this is not necessary, because the blocks were already offered to the stores.
         """
         if not self._needs_keys:
             return Chain(self._tree.namespace, salt=node.domain[0], adapter=node.domain[1])
@@ -348,7 +348,7 @@ class StoreIndex:
 
     def drop(self, keys: bytes) -> None:
         for key in split_keys(keys):
-            self._known.pop(key, None)  # the store executes a drop after earlier writes
+            self._known.pop(key, None)  # also during a write: the store executes the drop after the write
         if self._events is not None:
             self._events.removed(split_keys(keys))
         if keys:
@@ -395,7 +395,7 @@ class StoreIndex:
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write host blocks of a job that the store lacks. Return the number of them, and the rest of the job."""
+        """Write at most `room` host blocks of a job that the store lacks. Return their number and the rest, if any."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None
