@@ -39,8 +39,8 @@ _PACK_ONE = struct.Struct("<i").pack
 def token_bytes(tokens: TokenIds) -> bytes:
     """Return the ids as little-endian int32.
 
-    Lists are converted by struct.pack, which takes 7.6 ns per token. numpy would take 20 ns (measured with Python 3.11
-    on x86-64, 2026-11-15). An int32 array is only checked and copied.
+    struct.pack converts lists and tuples in 7.6 ns per token. numpy would take 20 ns (measured with Python 3.11 on
+    x86-64, 2026-11-15). An int32 array is only checked and copied.
     """
     if isinstance(tokens, list | tuple):
         return _packed(tokens)

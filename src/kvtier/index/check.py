@@ -80,9 +80,10 @@ def _check_held(node: Node, tier: Tier) -> None:
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check that `duplicates` lists all nodes with duplicates, but no leased nodes or next victims of the faster tier.
+    """Check the entry of a node in `duplicates`.
 
-    A node without duplicates may also be listed if both tiers hold blocks of it.
+    A leased node and a next victim of the faster tier must not be listed. Any other node must be listed if it has
+    duplicates, and may be listed if both tiers hold blocks of it.
     """
     faster = tier.faster
     if faster is None:

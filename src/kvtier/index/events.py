@@ -45,7 +45,7 @@ Listener = Callable[[Event], None]
 
 
 def last_key(node: Node, namespace: Namespace) -> bytes:
-    """Return the key of a node's last block, or the root key for a root. It is the parent key of the next block."""
+    """Return the key of a node's last block, or the root key for a root. This is the parent key of the next block."""
     return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
 
 
@@ -61,7 +61,7 @@ def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace:
 
 
 def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
-    """Return the event for the readable blocks among [first, stop), which leave a tier, or None if there are none."""
+    """Return the event that the readable blocks in [first, stop) leave a tier, or None if no block is readable."""
     stored = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > WRITING
     keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][stored].tobytes()
     return BlocksRemoved(tier, keys) if keys else None

@@ -5,9 +5,11 @@ every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only
 either all uses of a mark are recorded or none.
 
 A small cache of sampled marks behaves like a large cache of all blocks. Such a small cache is called a shadow. There is
-one shadow for each capacity and policy, including the capacity and policy of the real cache. The estimated hit rate of
-a capacity and policy is the measured hit rate of the real cache, plus the hit rate of the shadow for this capacity and
-policy, minus the hit rate of the real cache's shadow. This cancels the sampling error that both shadows share.
+one shadow for each capacity and policy, including the capacity and policy of the real cache:
+
+    estimate = measured hit rate of the real cache + hit rate of the shadow - hit rate of the real cache's shadow
+
+The difference cancels the sampling error that the two shadows share.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Use the marks of a request, beginning with the last one, so that leaves are evicted first. Return hits."""
+        """Use a request's marks, the last one first, so that leaves are evicted first. Return True for each hit."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -264,7 +266,8 @@ class GhostCache:
         The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
         rate, plus the lead divided by the expected number of sampled marks. The error is twice the standard error, plus
         the model error, the error of rounding sizes to marks, and the error of prompts that are too short for a mark.
-        For the policy and capacity of the real cache, the estimate is the measured hit rate, and the error is 0.
+        For the policy and capacity of the real cache, the estimate is the measured hit rate, and the error is 0. Before
+        the first mark, all estimates are 0, and all errors are 1.
 
         The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
         the sums of the groups are independent, and their variance measures this source. Second, the share of marks that

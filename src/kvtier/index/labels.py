@@ -10,7 +10,7 @@ A class is a combination of features. The features describe a block and the last
     tenant   tenant of the salt                                 none, one of 7 frequent tenants, or another one
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
-Less frequent tenants share one label. Their hints are ignored, because false hints of one would affect all of them.
+Less frequent tenants share one label. Their hints are ignored: false hints of one tenant would affect all others.
 
 The limits between the values come from a prototype. Other limits have not been measured.
 """

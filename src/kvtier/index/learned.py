@@ -172,7 +172,7 @@ class Learned:
         return value, candidate[0], candidate[1], candidate, since + ENDS[bucket], cell
 
     def _replace_oldest(self, queue: ClassQueue) -> None:
-        """Replace the lowest entry, whose candidate was withdrawn, by one for the oldest candidate of the class."""
+        """Remove the lowest entry, whose candidate was withdrawn. Add an entry for the oldest candidate, if any."""
         oldest = _oldest(queue)
         if oldest is None:
             queue.item = None
@@ -197,8 +197,8 @@ class Learned:
     def _replace_floor(self, item: _Item) -> None:
         """Replace the lowest entry, which is the common entry of the young candidates of a class.
 
-        The new entry has the value of the youngest candidate. There is no new entry if the class has no young
-        candidates left, or if the value of the youngest one no longer rises with age.
+        The new entry has the value of the youngest candidate. There is no new entry if the old one is outdated, if the
+        class has no young candidates left, or if the value of the youngest candidate no longer rises with age.
         """
         heappop(self._by_value)
         queue = self._queues[item[5]]

@@ -65,7 +65,7 @@ class Lease:
         return max(0, -(-num_tokens // self.chain.namespace.block_tokens) - len(self.table))
 
     def num_full_blocks(self, computed_tokens: int) -> int:
-        """Count the full blocks in `computed_tokens` tokens. Raise if the chain or the table is shorter."""
+        """Count the full blocks in `computed_tokens` tokens. Raise an error if the chain or the table is too short."""
         stop = computed_tokens // self.chain.namespace.block_tokens
         if not 0 <= computed_tokens <= self.chain.num_tokens:
             raise RangeError(f"{computed_tokens} tokens computed, but the chain has {self.chain.num_tokens}")

@@ -59,7 +59,7 @@ class Lookahead:
         return self._policy.victim()
 
     def pull(self, num_blocks: int) -> list[Node]:
-        """Move victims of the policy to the queue until it has at least `num_blocks` blocks. Return the new nodes."""
+        """Queue victims of the policy until the queue has `num_blocks` blocks or no victim is left. Return them."""
         for node in self.queue:  # only the first node loses blocks by eviction, so count it again
             self._count(node)
             break
@@ -88,7 +88,7 @@ class Lookahead:
                 )
 
     def _count(self, node: Node) -> None:
-        """Count the blocks of a node in the queue. A new node becomes the last one."""
+        """Record the number of a node's blocks in `queue`. A new node is added at the end."""
         held = node.held[self._tier]
         count = held.num_held if held is not None else 0
         self.num_blocks += count - self.queue.get(node, 0)

@@ -29,9 +29,9 @@ class MissReason(Enum):
 class Miss:
     """The first block that did not match, and the reason.
 
-    `time` is the logical time at which the block was removed. If the match itself found the reason (`Lease.stopped`),
-    it is the time of the match. For OTHER_SALT and NEVER_SEEN, it is 0. If the learned policy evicted the block because
-    of its estimated value, `cell` is the class of the block and `value` is this value. Otherwise `cell` is -1.
+    `time` is the logical time of the removal of the block. If the match itself found the reason (`Lease.stopped`), it
+    is the logical time of the match. For OTHER_SALT and NEVER_SEEN, it is 0. If the learned policy evicted the block
+    because of its estimated value, `cell` is the class and `value` the estimated value. Otherwise `cell` is -1.
     """
 
     block: int
@@ -116,6 +116,6 @@ def _crc_of(node: Node, block: int) -> int:
 
 
 def _crc(label: memoryview, extra: bytes | None) -> int:
-    """Return a CRC of a block: its extras, and its first and last 16 tokens. Precise enough to explain misses."""
+    """Return a CRC of a block: its extras, and its first and last 16 tokens. This is enough to explain misses."""
     crc = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
     return zlib.crc32(extra, crc) if extra else crc

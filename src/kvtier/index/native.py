@@ -54,7 +54,7 @@ class TrackerState(ctypes.Structure):
     until_fit: int
     """Requests until the next fit."""
 
-    _fields_ = [  # ctypes demands a list
+    _fields_ = [  # ctypes requires a list
         *((name, _DOUBLE) for name in ("now", "lowest")),
         *((name, _INT) for name in ("version", "is_lru", "capacity", "next", "oldest", "frontier", "num_in_lru")),
         *((name, _INT) for name in ("num_requests", "num_blocks", "num_hits", "num_lru_hits", "until_fit")),

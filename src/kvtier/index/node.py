@@ -31,9 +31,9 @@ class BlockState(IntEnum):
 # Plain numbers for hot paths: access to an enum member takes 0.1 us (measured with Python 3.11 on x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate. WRITTEN ends a write, READ_MORE adds a reader and READ_FEWER removes one. They contain 0
-# for states that do not allow the change. Each of the other tables contains 1 for the states that its name describes,
-# and 0 for all other states.
+# Tables for bytes.translate. WRITTEN ends a write, READ_MORE adds a reader and READ_FEWER removes a reader. These three
+# tables contain 0 for states that do not allow the change. Each of the other tables contains 1 for the states that its
+# name describes, and 0 for all other states.
 WRITTEN = bytes(READY if value == WRITING else 0 for value in range(256))
 READ_MORE = bytes(value + 1 if READY <= value < MAX_STATE else 0 for value in range(256))
 READ_FEWER = bytes(value - 1 if value > READY else 0 for value in range(256))

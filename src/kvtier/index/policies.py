@@ -166,7 +166,7 @@ class Policy(Protocol):
         """Return True if the node is a candidate."""
 
     def victim(self) -> Node | None:
-        """Return the node that loses blocks next. The node stays a candidate until it is withdrawn."""
+        """Return the node that loses blocks next, if any. The node stays a candidate until it is withdrawn."""
 
 
 class Ranked:
@@ -260,8 +260,8 @@ class S3FIFO:
     def victim(self) -> Node | None:
         """Return the first node that has spent all its uses.
 
-        Search small while it exceeds its share or main is empty, otherwise main. A node with unspent uses moves to the
-        end of main. A move within main spends one use.
+        Search the small queue while it exceeds its share or the main queue is empty, otherwise the main queue. A node
+        with unspent uses moves to the end of the main queue. A move within the main queue spends one use.
         """
         small, main = self._small, self._main
         while True:

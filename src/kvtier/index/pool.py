@@ -18,7 +18,7 @@ _FEW = 64
 class Slots:
     """Slots in one tier. The name of the tier allows a pool to reject slots of another tier.
 
-    Do not modify an instance. The class is not frozen, because creating instances would take three times as long.
+    Do not modify an instance. The class is not frozen, because creating frozen instances takes three times as long.
     """
 
     tier: str

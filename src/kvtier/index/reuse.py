@@ -75,10 +75,7 @@ class ReuseTable:
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
-        """Add blocks whose observation ended at these ages.
-
-        `is_use` is True if the observations ended with a use of the block, and False if they ended without a use.
-        """
+        """Add blocks whose observation ended at these ages. `is_use` is True if a use of the block ended it."""
         flat = add_time(self._at_risk, cells, ages, weights)
         if is_use:
             self._events += np.bincount(flat, weights, self._events.size).reshape(self._events.shape)

@@ -306,7 +306,8 @@ class Tier:
     def list_duplicate(self, node: Node) -> None:
         """Add a node to `duplicates` or remove the node.
 
-        It is added if both this tier and `faster` hold blocks of it, unless it is leased or a next victim of `faster`.
+        Nodes of the tree are added if both this tier and `faster` hold blocks of them, unless they are leased or next
+        victims of `faster`.
         """
         above = self.faster
         if above is None:

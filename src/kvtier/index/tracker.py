@@ -16,7 +16,7 @@ The number of blocks in each open touch is updated with each request. LRUGuard i
 observations are collected in lists, which are processed before the values are computed again, or when they are long.
 One tracker serves all tiers of a tree. It has no clock: the current time is the latest `now` of any call.
 
-The functions at the end of this module run for each request. Native code has an equivalent of each of them.
+The functions at the end of this module are called most often. Native code has an equivalent of each of them.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class TouchLog:
         """Returns and clears the numbers that native code collects. With native code, the next three lists stay empty.
         None without native code."""
         self.started: list[int] = []
-        """Class and number of blocks of each touch since the last `sync`."""
+        """Class and number of blocks, alternating, of each touch since the last `sync`."""
         self.ended: list[int] = []
-        """Number of a touch, and how many of its blocks a request used again, for all uses since the last `sync`."""
+        """Number of a touch and number of its blocks that were used again, alternating, since the last `sync`."""
         self.requests: list[float] = []
         """Four numbers per request since the last `sync`: the times of its end and of its beginning, and the lengths of
         `started` and `ended` at its end."""
@@ -227,7 +227,7 @@ class LRUGuard:
         self._until = 0.0  # blocks to insert before the policy is no longer LRU
 
     def record(self, lru_hits: int, hits: int, num_blocks: int, num_requests: int, capacity: int) -> bool:
-        """Record some requests. Return True if the policy changes between LRU and the learned order."""
+        """Record the totals of some requests. Return True if the policy changes between LRU and the learned order."""
         if not num_requests:
             return False
         self._num_requests += num_requests
@@ -399,7 +399,7 @@ class ReuseTracker:
         return math.inf if self.state.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
 
     def describe(self, cell: int, value: float) -> str:
-        """Return class and value of a victim, for `explain`."""
+        """Return the class and the value of a victim as text."""
         return f"Learned (class: {self.cells.describe(cell)}; value: {value:.2e} hits per block-second)"
 
     def check(self, nodes: Iterable[Node]) -> None:
@@ -458,7 +458,7 @@ class ReuseTracker:
 
 
 def enter(tracker: ReuseTracker, block_tokens: int, lease: Lease, returned: Returned | None, outcome: Outcome) -> bool:
-    """Enter the uses of a request. Return True if `learn` is due."""
+    """Record the uses of a request in the log. Return True if `learn` is due."""
     node, path, matched, (began, stop) = lease.node, [], lease.num_matched, lease.began
     while node.parent is not None:
         path.append(node)

@@ -88,7 +88,7 @@ def _change(lease: Lease, tier: Tier, first: int, count: int, table: bytes, prob
 
 def path_parts(lease: Lease, first: int, count: int) -> Parts:
     """Return the nodes that contain blocks [first, first + count) of the path."""
-    if lease.closed:  # avoids a call, because this function runs 16 times per request
+    if lease.closed:  # checked here to save a call: this function runs 16 times per request
         lease.must_be_open()
     stop = first + count
     if first < 0 or count < 0 or stop > lease.num_blocks:

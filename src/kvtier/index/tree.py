@@ -222,10 +222,9 @@ class RadixTree:
         self._remove_lease(lease.node)
 
     def close(self, salt: bytes, session_id: str, *, now: float = 0.0) -> int:
-        """End a session: no further request is expected.
+        """End a session, for the learned policy. Return the number of blocks whose last use was its last request.
 
-        Return the number of blocks whose last use was the last request of the session. Only the learned policy uses
-        this call. Without this policy, and for an unknown session, the result is 0.
+        Without the learned policy, do nothing and return 0.
         """
         nodes = self.tracker.close(session_of(salt, session_id), now) if self.tracker is not None else []
         for node in nodes:
@@ -308,7 +307,7 @@ class RadixTree:
         return num_removed
 
     def expire(self, now: float) -> int:
-        """Visit every node. Drop expired nodes without a lease, and their descendants. Return the number of blocks."""
+        """Drop all expired nodes without a lease, and their descendants. Return the number of dropped blocks."""
         expired = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
@@ -395,7 +394,7 @@ class RadixTree:
         return root
 
     def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
-        """Follow the chain through at most `want` readable blocks. If the last one is inside a node, split the node.
+        """Follow the chain through at most `want` readable blocks. Split a node that is not followed to its end.
 
         Return the last node, the device slots of each node, and the reason why the match ended. The reason is None if
         the tree lacks the next block. In this case `explain` finds the reason later.
@@ -592,7 +591,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` held blocks of a node from a tier. Return their slots. Then call `_cut_absent`."""
+        """Remove the last `count` held blocks of a node from a tier, and cut the node if possible. Return the slots."""
         stop = len(held.states.rstrip(b"\0"))
         first = stop - count
         if ABSENT in held.states[first:stop]:  # rarely, the last held blocks are not consecutive

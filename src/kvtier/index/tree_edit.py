@@ -134,9 +134,8 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
 def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
     """True if a node and its parent `upper` can be joined: creation time, touch, priority and expiry are equal.
 
-    The root and nodes that have left the tree cannot be joined.
-    `priority` and `expires` come from a use of the path. This use has been recorded in the node, but not yet in the
-    parent.
+    The root and nodes that have left the tree cannot be joined. `priority` and `expires` come from a use of the path
+    that has been recorded in the node, but not yet in the parent.
     """
     mine, above = node.usage, upper.usage
     return (
@@ -152,8 +151,8 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 def can_grow(node: Node, usage: AccessStats) -> bool:
     """True if blocks can be appended to `node`.
 
-    It must be a short leaf with one lease and device blocks, and neither its priority nor its expiry may exceed that of
-    `usage`.
+    It must be a short leaf of the tree with one lease and blocks in tier 0, and neither its priority nor its expiry may
+    exceed that of `usage`.
     """
     return (
         node.leases == 1
