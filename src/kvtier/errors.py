@@ -22,7 +22,7 @@ KvtierError
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version
 
-A message states the problem and, where they are known, the relevant numbers and the remedy.
+A message states the problem. If the relevant numbers and the remedy are known, the message states them too.
 """
 
 

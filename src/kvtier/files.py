@@ -47,7 +47,7 @@ def distrust(path: Path) -> str:
 
 
 def write_atomically(path: Path, *parts: BytesLike) -> None:
-    """Write a file atomically and wait until it is on disk. If writing fails, the old file is unchanged."""
+    """Write a file atomically and wait until it is on disk. If writing the data fails, the old file is unchanged."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:

@@ -80,7 +80,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, answer: Any, row: dict[str, str]) -> bool:
-    """Print an answer (--json) or its token counts (--verbose). If it failed, print the error and return True."""
+    """Print an answer (--json) or its token counts (--verbose). After a failure, print the error and return True."""
     from kvtier.engine.params import FinishReason
 
     reason, num_prompt, num_cached = answer.finish_reason, answer.num_prompt_tokens, answer.num_cached_tokens

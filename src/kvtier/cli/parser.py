@@ -50,7 +50,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Appends the default value to each help text, unless the value is empty or 0."""
+    """Appends the default value to the help text of each option, unless the value is empty or 0."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)

@@ -27,11 +27,11 @@ class EventConfig:
     rank: int = 0
     """The data-parallel rank of this engine."""
     int_hashes: bool = True
-    """True to send the last 64 bits of each key (vLLM's default) instead of all 32 bytes."""
+    """True to send the last 8 bytes of each key as an integer (vLLM's default) instead of all 32 bytes."""
     token_ids: bool = True
     """True to send the tokens of stored blocks, for routers that hash prompts."""
     num_kept: int = 10_000
-    """Number of messages kept for replay. The blocks before these messages are kept too, so a replay is complete."""
+    """Number of messages kept for replay. The state of the index before these messages is also kept."""
     max_queued: int = 100_000
     """Maximum number of queued events. Further events are dropped, and an AllBlocksCleared replaces them."""
     shared_tiers: tuple[str, ...] = ("shared",)

@@ -45,7 +45,7 @@ class EventPublisher:
         self._config = config
         self._events: deque[Event] = deque()
         self._kept: deque[tuple[int, bytes, list[Event]]] = deque()
-        self._before = IndexContents()  # the blocks before the first kept message
+        self._before = IndexContents()  # the blocks in the index before the first kept message
         self._sequence = time.time_ns() // 1000
         self.num_dropped = 0
         self._has_dropped = False

@@ -47,8 +47,8 @@ def as_map(event: Event, config: EventConfig) -> dict[str, object]:
 def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[str] | None] | None:
     """Return a list of extra keys for each block: the adapter, if any, and for the first block also the salt, if any.
 
-    A block without extra keys has None. If no block has extra keys, the result is None. Block keys depend on both. The
-    salt is the request's `cache_salt`. If there are tenants, the salt begins with the tenant's name and a NUL.
+    The entry of a block without extra keys is None. If all entries are None, the result is None. The salt is the
+    request's `cache_salt`. If there are tenants, it begins with the tenant's name and a NUL.
     """
     shared = [adapter] if adapter is not None else []
     first = [*shared, _text(salt.removeprefix(b"\0"))] if salt else shared

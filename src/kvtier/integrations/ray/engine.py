@@ -37,7 +37,7 @@ class FleetEngine:
                         --replica lost before the first output--> routed again, for up to `retry_seconds`
                         --replica lost later--> status 503, because the client may already have a part of the answer
 
-    Control calls go to all replicas, and their replies are merged. For a ping, one reply is enough.
+    Control calls go to all replicas, and the replies without an error are merged. The calls in `_LOCAL` need one reply.
     """
 
     pid = 0
@@ -90,7 +90,7 @@ class FleetEngine:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _run(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> None:
-        """Run the requests of a job. If a replica is lost before its first output, try another replica."""
+        """Run the requests. If a replica is lost before the first output, try again for up to `retry_seconds`."""
         ticket = self._ticket(submits)
         give_up = min(deadline, time.monotonic() + self._retry_seconds)
         try:

@@ -17,10 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The server's application without its lifespan events and its x-request-id header.
-
-    Serve's proxy adds an x-request-id header of its own.
-    """
+    """The server's application without lifespan events and x-request-id headers. Serve's proxy adds these headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -11,9 +11,9 @@ _NAMES = ("name", "source", "target")  # fields that identify a row of a table
 
 
 def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add numbers, combine flags with `and`, merge rows of the same name, and join the series of a metric.
+    """Merge replies. Add numbers, combine flags with `and`, merge table rows of equal `_NAMES`, and join metric series.
 
-    Take other values from the first reply that has one.
+    Take the fields in `_SAME` and all other values from the first reply that has one.
     """
     keys = dict.fromkeys(key for value in values for key in value)
     return {key: _merged_value(key, [value[key] for value in values if key in value]) for key in keys}
@@ -21,7 +21,7 @@ def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _merged_value(key: str, values: Sequence[Any]) -> Any:
     first = next((value for value in values if value is not None), None)
-    if isinstance(first, list | tuple):  # the rows of all replies; a new replica may have none
+    if isinstance(first, list | tuple):  # a table; skip the empty tables of new replicas
         first = next((value for value in values if value), first)
     match first:
         case _ if key in _SAME:

@@ -43,10 +43,7 @@ class EngineReplica:
         self._watch = asyncio.create_task(self._heartbeat.run())
 
     async def generate(self, ticket: RouteTicket, submits: Sequence[bytes], seconds: float) -> AsyncGenerator[bytes]:
-        """Run the encoded requests. Yield an empty message first, then the encoded outputs.
-
-        After a KvtierError, the last message is the encoded error.
-        """
+        """Run the encoded requests. Yield b"", then encoded outputs, and after a KvtierError the encoded error."""
         mailbox = Mailbox()
         decoded = [decode_message(submit) for submit in submits]
         yield b""  # the replica has accepted the request

@@ -1,7 +1,7 @@
 """Subclasses of transformers' caches, for PrefixCache.
 
 A cache of transformers does not contain tokens, so PrefixCache records the tokens in forward hooks. The subclasses
-notice changes that the hooks cannot see, such as reordered rows, and keep the states that sliding layers drop.
+detect changes that the hooks cannot see, such as reordered rows, and keep the states that sliding layers drop.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RecentStates:
             self.start = column
 
     def stop(self) -> None:
-        """Record nothing from now on."""
+        """Free all states, and record nothing from now on."""
         self.is_valid = False
         for pieces in self._pieces.values():
             pieces.clear()

@@ -236,7 +236,10 @@ class PrefixCache:
         return tokens, padding.tolist()
 
     def _check_model(self) -> None:
-        """Raise an error if the KV would be random or have another type. Use a new namespace for a changed model."""
+        """Raise an error if the cache is closed, or if the KV would be random or have another type.
+
+        If the model has changed, use a new namespace.
+        """
         if not self._finalizer.alive:
             raise ClosedError("this PrefixCache is closed")
         if self._base.training:

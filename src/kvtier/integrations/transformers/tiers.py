@@ -126,7 +126,7 @@ class PrefixTiers:
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def match(self, chain: Chain) -> PrefixMatch:
-        """Fetch the longest stored prefix to host memory and lease it. The caller must call `release`."""
+        """Fetch the longest stored prefix to the host, and lease the blocks there. The caller must call `release`."""
         manager = self._manager
         prefetch = manager.prefetch(chain, now=time.monotonic())
         if prefetch is not None:
@@ -165,7 +165,7 @@ class PrefixTiers:
     ) -> None:
         """Save the blocks [first, stop) of a chain. `fill` copies a given range of blocks into staging memory.
 
-        If the host has evicted earlier blocks of the chain or has no free slots, the remaining blocks are not saved.
+        If the host has lost earlier blocks of the chain or has no slots for more, the remaining blocks are not saved.
         """
         for low in range(first, stop, self.num_staging):
             high = min(low + self.num_staging, stop)

@@ -55,7 +55,7 @@ class RecordedRows:
         self._num_recorded = num_columns
 
     def check(self, past: int, ids: torch.Tensor | None, positions: torch.Tensor | None, mask: Any) -> bool:
-        """Check the input of a forward pass. Return False if its tokens cannot be recorded.
+        """Check the input of a forward pass. Return False if the tokens of the input cannot be recorded.
 
         The cache holds `past` columns. Raise ArgumentError if the cache and the input do not belong together.
         """

@@ -76,7 +76,7 @@ class ConnectorConfig:
     """File with the key for the token digests in stored blocks."""
     kv_shards: int = 0
     """Number of parts of a stored block; 0 for the number of ranks. The number must be a multiple of the
-    tensor-parallel size of every vLLM that reads the store."""
+    tensor-parallel size of every vLLM instance that reads the store."""
     layout: str = "auto"
     """`auto` requests block-first cache tensors on GPUs, because one copy per block is faster than one per layer.
     `keep` leaves the layout to vLLM."""

@@ -45,7 +45,7 @@ class TrackedRequest:
     prefetch: Prefetch | None = None
     offer: Allocation | None = None
     num_local: int = 0
-    """Blocks that vLLM had on the device at the last `num_matched`."""
+    """Number of leading blocks that vLLM had on the device at the last `num_matched`."""
     saved: SavePoint = field(default_factory=SavePoint)
     may_save: bool = True
     may_load: bool = True
@@ -53,7 +53,7 @@ class TrackedRequest:
     """True if the request was in a step since its last admission. Until then, its blocks are possibly not computed."""
     was_loaded: bool = False
     saves: set[int] = field(default_factory=set)
-    """Transfers in flight that read the request's device blocks."""
+    """Ids of saves in flight, except for saves that began before a preemption."""
     tokens_from: dict[str, int] = field(default_factory=dict)
     """Loaded tokens by tier."""
     miss: str = ""
@@ -86,7 +86,7 @@ class SchedulerSide:
         """Saves in flight whose request has released its own references to the device blocks."""
         self._new_namespace = b""
         self.num_skipped_blocks = 0
-        """Full blocks of finished requests that were not saved, because host memory was full or a limit was reached."""
+        """Full blocks of finished requests that were not saved, for example because host memory was full."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -155,9 +155,9 @@ class SchedulerSide:
         return count * self._block_tokens
 
     def on_allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Load `num_tokens` tokens of the offer into the request's device blocks.
+        """Plan a load of `num_tokens` offered tokens into device blocks, and end the offer and the prefetch.
 
-        vLLM calls this again with 0 tokens after the load.
+        Blocks that vLLM has dropped are not loaded. vLLM calls this again with 0 tokens after the load.
         """
         tracked, now = self._tracked(request), self._clock()
         if num_tokens and tracked.offer is not None:
@@ -206,7 +206,7 @@ class SchedulerSide:
         return StepPlan(plan, loads, not output.total_num_scheduled_tokens, namespace)
 
     def on_reports(self, reports: Iterable[Report]) -> list[PendingTransfer]:
-        """Apply the workers' reports, and release the device blocks of finished saves."""
+        """Apply the workers' reports. Release the device blocks of finished saves. Return the completed transfers."""
         completed = []
         for report in reports:
             for done in self.manager.apply(report):
@@ -241,10 +241,7 @@ class SchedulerSide:
         return {"kvtier": explanation}
 
     def reset(self) -> None:
-        """Drop the blocks in host memory.
-
-        With the setting `on_reset: weights`, also change the namespace, so that no earlier block is used again.
-        """
+        """Drop all blocks in host memory. With `on_reset: weights`, also stop using all earlier blocks in stores."""
         namespace = None
         if self._config.on_reset == "weights":
             old = self.manager.namespace
@@ -263,7 +260,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """True if vLLM should run steps without requests: transfers are in flight or due, or the namespace is new."""
+        """True if vLLM should run steps without requests: for saves and loads, due transfers, or a new namespace."""
         transfers = self.manager.transfers
         return bool(
             transfers.has_plan
@@ -284,7 +281,6 @@ class SchedulerSide:
         return sum(len(blocks) for blocks, _ in self._saves.values())
 
     def check(self) -> None:
-        """Raise StateError unless every invariant holds."""
         self.manager.check()
 
     # ---- parts -----------------------------------------------------------------------------------------------------
@@ -356,14 +352,13 @@ class SchedulerSide:
         tracked.saves.discard(number)
         if 0 in done.arrived:
             tracked.saved = SavePoint()  # the next save copies every missing block
-        # vLLM evicts blocks in the order of their release. Release the end of the prefix first, which is the least
-        # useful.
+        # vLLM evicts blocks in the order of their release. The end of a prefix is the least useful part.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def _on_loaded(self, done: PendingTransfer) -> None:
         tracked = self._requests.get(self._loads.pop(done.transfer.id))
         if tracked is not None and 0 in done.arrived:
-            tracked.may_load = False  # the same blocks would fail again if vLLM asked for them again
+            tracked.may_load = False  # another load of these blocks would fail again
 
     def _on_preempted(self, tracked: TrackedRequest, now: float) -> None:
         """Handle the loss of a request's device blocks, and begin a new prefetch. Its saves in flight continue."""
