@@ -37,7 +37,7 @@ class CacheAdmin:
                 queue.jobs.append(WritebackJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
-        """Queue copies of all blocks in memory to lower tiers. Called before the process exits."""
+        """Queue copies of all blocks in memory to lower tiers, regardless of the write policy."""
         tree = self._manager.tree
         for node in [node for node in tree.nodes() if not node.children]:
             self.save(Chain.of_node(tree.namespace, node))

@@ -23,7 +23,7 @@ class CacheConfig:
     """Tiers below the host, from the nearest to the farthest."""
     partial_scan: int = 8
     """A match ends at the first uncached block of a prompt. Up to this number of cached blocks are compared with the
-    uncached block, and the KV of the longest common prefix is copied instead of computed."""
+    uncached block. The KV of the longest common prefix is copied instead of computed."""
     free_share: float = 0.0
     """Share of the device blocks to keep free by evicting blocks in advance. Leased blocks are not evicted."""
     always_load: bool = False

@@ -41,7 +41,7 @@ class Prefetch:
     is_retry: bool = False
     """True after a retry. A prefetch is retried at most once."""
     num_blocks: int = 0
-    """Number of blocks whose fetch has started."""
+    """Number of blocks in the latest fetch, or 0 before a fetch has started."""
     num_fetched: dict[str, int] = field(default_factory=dict)
     """Store name -> number of blocks that arrived from the store."""
     decision: LoadDecision | None = None

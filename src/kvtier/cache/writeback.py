@@ -137,8 +137,8 @@ class WritebackQueue:
 class HostWriter:
     """Starts copies from the device to the host.
 
-    In an inclusive host tier, a copy may take the slot of any evictable host block. In an exclusive host tier
-    (`ahead_share` is above 0), a copy of a block that is still on the device is worth less than a block that only the
+    In an inclusive host tier, a copy may take the slot of any evictable host block. An exclusive host tier has an
+    `ahead_share` above 0. There, a copy of a block that is still on the device is worth less than a block that only the
     host has. Unless `is_early` is set, an exclusive tier therefore receives early copies only while it has free slots.
     All other blocks are copied when the device is about to evict them.
     """

@@ -48,7 +48,7 @@ def _extra_keys(num_blocks: int, adapter: str | None, salt: bytes) -> list[list[
     """Return a list of extra keys for each block: the adapter, if any, and for the first block also the salt, if any.
 
     The entry of a block without extra keys is None. If all entries are None, the result is None. The salt is the
-    request's `cache_salt`. If there are tenants, it begins with the tenant's name and a NUL.
+    request's `cache_salt`. With tenants, it is the tenant's name, a NUL and the `cache_salt`.
     """
     shared = [adapter] if adapter is not None else []
     first = [*shared, _text(salt.removeprefix(b"\0"))] if salt else shared

@@ -7,8 +7,8 @@ A key identifies a block and its whole prefix. Equal blocks have equal keys on a
     key[i]  = SHA-256( key[i-1] | tokens of block i | extras of block i )
 
 Tokens are little-endian int32. Extras describe the images and other media in a block. All blocks in a namespace have
-the same number of tokens, so the extras always start at the same offset, and different blocks never have the same hash
-input. docs/keys.md has test vectors.
+the same number of tokens, so the extras always start at the same offset. Different blocks therefore never have the same
+hash input. docs/keys.md has test vectors.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Copy the keys that this chain lacks from a node on its path and the node's ancestors, if they have keys."""
+        """If a node on the path of this chain has keys, copy the missing keys from the node and its ancestors."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

@@ -5,7 +5,7 @@ every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only
 either all uses of a mark are recorded or none.
 
 A small cache of sampled marks behaves like a large cache of all blocks. Such a small cache is called a shadow. There is
-one shadow for each capacity and policy, including the capacity and policy of the real cache:
+one shadow for each capacity and policy, including those of the real cache. The hit rate of a capacity and policy is:
 
     estimate = measured hit rate of the real cache + hit rate of the shadow - hit rate of the real cache's shadow
 

@@ -8,9 +8,9 @@ loop that is longer than the cache. Then the youngest candidate, whose value sti
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
-A class is evaluated again when its oldest candidate changes, or when this candidate reaches the next age bucket.
-A candidate is therefore evaluated at most once in each of the 28 age buckets, and choosing a victim takes amortised
-O(log n) time.
+A class is evaluated again when its oldest candidate changes, when this candidate reaches the next age bucket, and after
+each fit. Between two fits, a candidate is therefore evaluated at most once in each of the 28 age buckets. Choosing a
+victim takes amortised O(log n) time.
 """
 
 from __future__ import annotations

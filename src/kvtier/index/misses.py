@@ -19,7 +19,7 @@ class MissReason(Enum):
     EVICTED = "evicted to make room"
     EXPIRED = "its time to live has passed"
     DROPPED = "dropped on request"
-    NOT_READY = "it is being written"
+    NOT_READY = "it is not readable in any tier now"
     OTHER_SALT = "the same tokens are cached under another salt or adapter"
     OTHER_LAYOUT = "cached for another model, dtype, layout or block size"
     DISABLED = "prefix caching is off"

@@ -77,7 +77,7 @@ class CandidateHeap:
 
 
 def fingerprint(node: Node) -> int:
-    """Return a CRC that identifies a node after its eviction. Only eviction policies use it, matches do not."""
+    """Return a CRC that identifies a node after its eviction. Only eviction policies use it."""
     return zlib.crc32(node.key, node.start)
 
 

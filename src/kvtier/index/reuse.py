@@ -12,7 +12,7 @@ class, and the value falls with age, the order of the values is LRU.
 The hazard at an age is the expected number of hits per second at that age, given that the block has not been used
 again before. It is the product of a common curve over age, a factor for each feature, a factor for the class, a shape
 over age for `uses`, and a shape over age for the class. Each factor is shrunk towards 1 by the weight of PRIOR typical
-observations (twice as many for the shape of the class), so that classes with few observations resemble other classes.
+observations, and the shape of the class by twice as many. Classes with few observations thus resemble other classes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 # Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last one also gets higher ages. In a
-# prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the hit rate, except that a
-# first bucket of 10 s is too coarse for agents.
+# prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the hit rate. However, a
+# first bucket of 10 s was too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)

@@ -206,10 +206,10 @@ class LRUGuard:
     """Compares the hits with those of LRU. After too many lost hits, the policy is LRU for a while.
 
     The lost hits are LRU's hits minus the policy's hits, counted since the policy was last ahead. If they exceed a
-    limit, this is an alarm: the policy is LRU until 2 * `capacity` blocks were inserted. After the second alarm it is
-    LRU for 8 * `capacity` blocks, after the third for 32 * `capacity`, and so on. The total loss therefore grows only
-    with the logarithm of the time. Inserting `capacity` blocks only replaces the blocks that the learned order has
-    kept, so the first period is longer.
+    limit, the guard raises an alarm: the policy is LRU until 2 * `capacity` blocks were inserted. After the second
+    alarm, this lasts for 8 * `capacity` blocks, after the third for 32 * `capacity`, and so on. The total loss thus
+    grows only with the logarithm of the time. Inserting `capacity` blocks only replaces the blocks that the learned
+    order has kept, so the first period is longer.
     """
 
     # On five generated chat traces and a cache of 1,000 blocks, the hit rate is at most 0.32 points below that of LRU.

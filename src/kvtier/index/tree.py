@@ -79,7 +79,8 @@ class RadixTree:
     ) -> Lease:
         """Lease the longest prefix of readable full blocks, with at most `max_blocks` blocks.
 
-        Expired blocks match only while they are leased. The lease counts as a use only at `commit` or `release`.
+        Expired blocks match only while they are leased. If the tree is not enabled, no block matches. The lease counts
+        as a use only at `commit` or `release`.
         """
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain has the namespace {chain.namespace}, but the tree has {self.namespace}")

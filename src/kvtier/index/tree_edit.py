@@ -151,8 +151,8 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 def can_grow(node: Node, usage: AccessStats) -> bool:
     """True if blocks can be appended to `node`.
 
-    It must be a short leaf of the tree with one lease and blocks in tier 0, and neither its priority nor its expiry may
-    exceed that of `usage`.
+    It must be a short leaf of the tree with one lease and blocks in tier 0. Its priority and its expiry must not exceed
+    those of `usage`.
     """
     return (
         node.leases == 1

@@ -16,7 +16,7 @@ class KvtierStorage(HiCacheStorage):
     """A HiCache storage backend over a store of kvtier.
 
     If the constructor or the registration of a pool raises an error, SGLang refuses to attach the backend. No other
-    method raises an error: after an error, it returns "not found" or "not stored".
+    method raises an error: after an error, the method returns "not found" or "not stored".
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:

@@ -101,7 +101,7 @@ class PrefixCache:
         salt: str = "",
         **others: Any,
     ) -> PrefixKV:
-        """Return a cache for these prompts that is filled with their longest cached prefix.
+        """Return a cache that is filled with the longest cached prefix of these prompts.
 
         The last token of a prompt is never in the cache. In a batch, all rows are filled up to the same column: the
         lowest column in which the cached prefix of a row ends. With `max_length`, return a StaticCache of this length,

@@ -78,7 +78,7 @@ class ConnectorConfig:
     """Number of parts of a stored block; 0 for the number of ranks. The number must be a multiple of the
     tensor-parallel size of every vLLM instance that reads the store."""
     layout: str = "auto"
-    """`auto` requests block-first cache tensors on GPUs, because one copy per block is faster than one per layer.
+    """`auto` requests block-first cache tensors on CUDA, because one copy per block is faster than one per layer.
     `keep` leaves the layout to vLLM."""
     on_reset: str = "memory"
     """`memory`: a cache reset drops the blocks in host memory. `weights`: a reset means that the weights may have

@@ -319,7 +319,7 @@ class KvtierConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Request block-first cache tensors on GPUs: one copy per block instead of one per layer."""
+        """With `layout: auto`, request block-first cache tensors on CUDA, for one copy per block."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         is_auto = ConnectorConfig.parse(extra).layout == "auto"
         return "BLHNC" if is_auto and current_platform.is_cuda() else None
