@@ -9,7 +9,7 @@ one shadow for each capacity and policy, including those of the real cache. The 
 
     estimate = measured hit rate of the real cache + hit rate of the shadow - hit rate of the real cache's shadow
 
-The difference cancels the sampling error that the two shadows share.
+The subtraction cancels the sampling error that the two shadows share.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The server's application without lifespan events and x-request-id headers. Serve's proxy adds these headers."""
+    """The server's application without lifespan events and x-request-id headers. Serve's proxy adds its own header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

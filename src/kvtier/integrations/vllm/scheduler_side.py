@@ -352,7 +352,7 @@ class SchedulerSide:
         tracked.saves.discard(number)
         if 0 in done.arrived:
             tracked.saved = SavePoint()  # the next save copies every missing block
-        # vLLM evicts blocks in the order of their release. The end of a prefix is the least useful part.
+        # vLLM evicts blocks in the order of their release. Free the end of the prefix first, as it is least useful.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def _on_loaded(self, done: PendingTransfer) -> None:
