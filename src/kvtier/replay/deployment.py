@@ -34,14 +34,19 @@ class Routing(Enum):
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """Return the requests with arrival times and ends of sessions divided by `factor`."""
+    """Return the requests with arrival times, ends of sessions and expected times of return divided by `factor`."""
     if not 0 < factor < float("inf"):
         raise RangeError(f"the factor must be finite and above 0, got {factor}")
+
+    def divided(value: float | None) -> float | None:
+        return None if value is None else value / factor
+
     return tuple(
         replace(
             request,
             timestamp_ms=request.timestamp_ms / factor,
-            closed_at_ms=None if request.closed_at_ms is None else request.closed_at_ms / factor,
+            closed_at_ms=divided(request.closed_at_ms),
+            hints=replace(request.hints, expects_return_seconds=divided(request.hints.expects_return_seconds)),
         )
         for request in requests
     )

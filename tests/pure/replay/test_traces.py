@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, Namespace
+from kvtier.index.labels import NO_HINTS, Hints
 from kvtier.replay import (
     Routing,
     SyntheticTrace,
@@ -192,9 +193,11 @@ def test_large_hash_ids_are_renumbered():
     assert len({request.tokens().tobytes() for request in requests}) == 3
 
 
-def test_scale_time_divides_timestamps():
-    (one,) = scale_time([TraceRequest(900, 1, 1, (0,))], 3)
-    assert one.timestamp_ms == 300
+def test_scale_time_divides_times_of_requests_and_hints():
+    request = TraceRequest(900, 1, 1, (0,), hints=Hints("a", expects_return_seconds=12), closed_at_ms=1500)
+    one, other = scale_time([request, TraceRequest(900, 1, 1, (0,))], 3)
+    assert (one.timestamp_ms, one.closed_at_ms, one.hints) == (300, 500, Hints("a", expects_return_seconds=4))
+    assert (other.timestamp_ms, other.closed_at_ms, other.hints) == (300, None, NO_HINTS)
     with pytest.raises(RangeError, match="finite and above 0"):
         scale_time([], 0)
 
