@@ -1,10 +1,4 @@
-"""Batches, their operations and the modules that run them.
-
-BatchOp       one of the eight operations of a batch
-BatchData     state of one batch in progress
-Environment   values that modules exchange, by name and type (TensorMap in LMDeploy's TurboMind engine)
-Module        base class of input processors, models, samplers and output processors
-"""
+"""Batches, their operations and the modules that run them."""
 
 from __future__ import annotations
 
@@ -23,6 +17,8 @@ Side = Literal["engine", "executor"]
 
 class BatchOp(Enum):
     """The operations of a batch, in order of execution. Each op is one method of a Module.
+
+    TurboMind is the engine of LMDeploy. Its name of each op is in the second column.
 
     | op      | TurboMind| data flow                                          | where         | side     |
     |---------|----------|----------------------------------------------------|---------------|----------|
@@ -53,7 +49,7 @@ class BatchOp(Enum):
 
     @property
     def side(self) -> Side:
-        """The thread that runs the op."""
+        """The side of the pipeline that runs the op. An executor without a thread runs ops on the engine's thread."""
         return "executor" if self in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP) else "engine"
 
     @property
@@ -77,7 +73,7 @@ class Key(Generic[T]):
 
 
 class Environment:
-    """Values by key. A value is produced once and can be read any number of times."""
+    """Values that modules exchange, by key. A value is produced once and can be read any number of times."""
 
     __slots__ = ("_entries",)
 
@@ -110,15 +106,15 @@ _NEXT: dict[BatchOp, BatchOp | None] = dict(zip(_PER_BATCH, [*_PER_BATCH[1:], No
 
 
 class BatchData:
-    """One of the pipeline's slots; `phase` is its number. It holds one batch from SETUP to UPDATE and is then reused.
+    """A slot of the pipeline, with the number `phase`. A slot holds one batch from SETUP to UPDATE and is then reused.
 
-    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. The engine thread records the
-    event `ready` after it has enqueued the copies of SETUP. The executor records the event `done` after it has enqueued
-    the work of PREPARE, FORWARD and UNPREP.
+    `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. If the pipeline has streams, the
+    engine's stream records the event `ready` after the copies of SETUP, and the executor's stream records the event
+    `done` after the work of PREPARE, FORWARD and UNPREP.
     """
 
     def __init__(self, phase: int, path: PathName | None = None) -> None:
-        """`path` is the path of the copies, see BatchCopy."""
+        """`path` selects how copies are made, see BatchCopy."""
         self.phase = phase
         self._path = path
         self.next_op: BatchOp | None = None
@@ -169,10 +165,7 @@ class BatchData:
         self.next_op = BatchOp.SETUP
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment of an op.
-
-        SETUP has its own environment. PREPARE, FORWARD and UNPREP share one, and FETCH and UPDATE share another.
-        """
+        """Return the environment of an op: a new one for SETUP, PREPARE and FETCH, otherwise that of the op before."""
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
@@ -186,7 +179,7 @@ class BatchData:
             raise StateError(f"{op.name} cannot run, because phase {self.phase} {found}")
 
     def finish(self, op: BatchOp) -> None:
-        """Record that `op` has run. The work of a device op may still be queued."""
+        """Record that `op` has run, and free the slot after the last op. Work of a device op may still be queued."""
         self.check(op)
         self.next_op = _NEXT[op]
         if self.next_op is None:
@@ -195,8 +188,7 @@ class BatchData:
     def abandon(self) -> None:
         """Free the slot, even before the last op, and drop references to tensors.
 
-        The batch and its environment refer to each other. This cycle would keep the tensors alive until a garbage
-        collection.
+        The batch and its environment refer to each other, which would keep the tensors until a garbage collection.
         """
         self.next_op, self.work, self._environment = None, None, Environment()
 
@@ -204,15 +196,14 @@ class BatchData:
 BATCH = Key("batch", BatchData)
 """Key of the step's BatchData. Every environment of the batch has this entry."""
 COPY = Key("copy", BatchCopy)
-"""Key of the op's BatchCopy. Modules add copies to it, and the copies run after the op has run in all modules."""
+"""Key of the BatchCopy to which modules add copies. The copies run after the op has run in all modules."""
 
 
 class Module:
     """Base class with one method per BatchOp. By default, a method does nothing.
 
-    `reads` lists the entries of the environment that a module uses, and `writes` those that it produces. Before the
-    first step, the pipeline checks that every entry in `reads` has a producer. The executor runs PREPARE, FORWARD and
-    UNPREP. The engine thread runs the other ops.
+    `reads` lists the entries of the environment that a module uses, and `writes` those that it produces. A new pipeline
+    checks both with `check_modules`.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset()
@@ -237,7 +228,7 @@ class Module:
         """Enqueue copies of the results from device to host."""
 
     def update(self, env: Environment) -> None:
-        """Process the results on the host. All copies have finished."""
+        """Process the results on the host. The copies of FETCH have finished."""
 
     def remove(self, requests: Sequence[Any]) -> None:
         """Remove requests that are in no batch in flight, including requests that a module rejected in `add`."""

@@ -1,4 +1,4 @@
-"""Executor runs the device ops of batches. Streams holds one stream for the engine and one for the executor."""
+"""Executor: runs the device ops of batches. Streams: the streams of the engine and of the executor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.memory import Event, Placement, Stream, context
 class Streams:
     """A stream for the engine thread and a stream for the executor.
 
-    Without threads and without a GPU, there are no streams, and work runs immediately.
+    On the CPU, a stream is a thread. Without `threads` there are no streams on the CPU, and work runs immediately.
     """
 
     def __init__(self, placement: Placement, *, threads: bool) -> None:
@@ -28,8 +28,9 @@ class Streams:
 
     @contextlib.contextmanager
     def on(self, side: Side, *, after: Event | None = None, then: Event | None = None) -> Iterator[None]:
-        """Make the stream of a side current. It waits for `after` first, and records `then` last if no op fails.
+        """Make the stream of a side current, if there is one, for the `with` body.
 
+        The stream waits for `after` before the work of the body. Afterwards it records `then`, unless the body raises.
         On a GPU, the stream is also the current stream of torch, because modules use both torch and kvtier.memory.
         """
         stream = self.of(side)
@@ -45,7 +46,7 @@ class Streams:
             stream.record(then)
 
     def synchronize(self) -> None:
-        """Wait for the engine's stream. Called once per step. Raise an error if work on the stream has failed."""
+        """Wait for the engine's stream, once per step. Raise an error if work on the stream has failed."""
         if not self._streams:
             return
         try:
@@ -56,7 +57,7 @@ class Streams:
             raise
 
     def settle(self, side: Side) -> None:
-        """Wait for the stream of a side after a failure. Ignore its errors, which may belong to another batch."""
+        """Wait for the stream of a side after a failure. Ignore errors, because they may belong to another batch."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()
@@ -93,7 +94,7 @@ class Executor:
         return not self._outbound.empty()
 
     def collect(self) -> BatchData:
-        """Wait for the oldest submitted batch, and return it."""
+        """Wait for the oldest batch that was submitted and not yet collected, and return this batch."""
         return self._outbound.get()
 
     def close(self) -> None:

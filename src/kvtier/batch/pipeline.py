@@ -1,8 +1,4 @@
-"""Pipeline: runs the modules of each batch, with up to `phases` batches in flight.
-
-Ticket     a request in the pipeline
-RowOrder   the order of the rows in a batch
-"""
+"""Pipeline: runs the modules of each batch, with up to `phases` batches in flight."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class TicketStatus(Enum):
 
 
 class Ticket:
-    """A request in a pipeline. Call `finish` and `cancel` on the engine thread.
+    """A request in a pipeline. Call all methods on the engine thread.
 
     RUNNING -> RETIRING          the first finish(), cancel() or error decides the outcome
     RETIRING -> final status     in `collect`, in `close` or after an error, once `num_in_flight` is 0
@@ -53,7 +49,7 @@ class Ticket:
         self.status = TicketStatus.RUNNING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if the request was in an earlier batch. RowOrder then does not treat its row as new."""
+        """True if SETUP of a batch with this request has succeeded. If the request returns later, it is resumed."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -91,15 +87,16 @@ class Ticket:
     def release(self) -> None:
         """Set the final status. The pipeline calls this once, when no batch with this request is in flight."""
         self.status = self._outcome
-        del self._on_retire  # the callback refers to the pipeline, and would keep it alive as long as this ticket
+        del self._on_retire  # the callback would keep the pipeline alive as long as this ticket
         self._in_flight = ()
 
 
 class RowOrder:
-    """The rows of a batch. Consecutive batches with the same rows share one RowOrder.
+    """The rows of a batch. Consecutive batches with the same rows in the same order share one RowOrder.
 
     The rows of generating requests come first, and all other rows follow. Within each of these two groups, the rows of
-    the previous batch are first and keep their order. Resumed rows follow, and new rows are last.
+    the previous batch are first and keep their order. Then come resumed requests, and last those that have never run.
+    The permutation marks the rows of resumed requests as new too.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -135,9 +132,9 @@ class Pipeline:
         step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
         step t+1         SETUP ──ready──> ...          up to `phases` batches in flight; results lag by phases - 1 steps
 
-    Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in a module fails only the
-    requests in one batch. After an error in a device op, the order of rows on the device is unknown. Later batches in
-    flight are then skipped, or their results are discarded. The batch after them takes over no rows.
+    Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in an op of a batch fails
+    only the requests of this batch. After an error in a device op, the order of rows on the device is unknown. Later
+    batches in flight are then skipped, or their results are discarded. The batch after them takes over no rows.
     """
 
     def __init__(
@@ -198,8 +195,9 @@ class Pipeline:
     ) -> None:
         """Submit a batch with these requests. If all phases are then in use, collect the oldest batch.
 
-        All other requests are preempted and can be resumed later. Retiring requests in `tickets` are ignored. The rows
-        of `generating` come first (see RowOrder). `tokens` is the number of tokens of this step on each rank.
+        After a failure on the device, first collect all batches in flight. Requests that are not in `tickets` are
+        preempted and can be resumed later. Retiring requests in `tickets` are ignored. The rows of `generating` come
+        first (see RowOrder). `tokens` is the number of tokens of this step on each rank.
         """
         chosen = list(tickets)
         if self._broken_at is not None:
@@ -218,7 +216,7 @@ class Pipeline:
         tokens: Sequence[int] = (),
         work: Any = None,
     ) -> BatchData:
-        """Submit a batch like `step`, but collect another batch only if no phase is free.
+        """Submit a batch like `step`, but collect other batches only until a phase is free.
 
         `work` is passed to the modules. If SETUP fails, the returned batch has an error and is not in flight.
         """
@@ -312,7 +310,7 @@ class Pipeline:
     # ---- the device side ----
 
     def _execute(self, batch: BatchData) -> None:
-        """Run the device ops. Errors are stored in the batch and never raised."""
+        """Run the device ops, unless an earlier batch failed on the device. Errors are stored in the batch."""
         if self._broken_at is not None:
             batch.error = StateError("an earlier batch failed on the device")
             return
@@ -368,7 +366,7 @@ class Pipeline:
         self._order = order
 
     def _fail_on_host(self, batch: BatchData, error: BaseException) -> None:
-        """Fail the requests of a batch after an error in a host op. Raise SystemExit and KeyboardInterrupt again."""
+        """Fail the requests of a batch after an error in a host op. Raise an exit or an interrupt again."""
         batch.error, batch.failed_itself = error, True
         self._give_up(batch, "engine")
         self._release()
@@ -389,7 +387,7 @@ class Pipeline:
         self._retiring.append(ticket)
 
     def _release(self) -> None:
-        """Remove retiring requests that are in no batch in flight. Afterwards, raise the first error of REMOVE."""
+        """Remove retiring requests that are in no batch in flight. Then raise the first error of REMOVE, if any."""
         if not self._retiring:
             return
         leaving = [ticket for ticket in self._retiring if not ticket.num_in_flight]

@@ -37,8 +37,9 @@ class TimelineSpan:
 class Timeline:
     """Records spans from any thread.
 
-    `spans` contains the host times at which work was enqueued. `stream_spans` contains the times at which streams ran
-    this work, measured with events. The clocks of GPU and host are aligned once, with an accuracy of about 10 us.
+    `spans` contains the times of ops and copies on the host, where device work is only enqueued. `stream_spans` returns
+    the times at which streams ran this work, measured with events. The clock of a GPU is aligned with the clock of the
+    host once, with an accuracy of about 10 us.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return the reference event of a placement and its host time. The first call for a placement records both."""
+        """Return a reference event for the stream's placement and the host time of the event. Record both only once."""
         if stream is None:
             return None
         with self._lock:

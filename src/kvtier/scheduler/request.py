@@ -27,7 +27,7 @@ class RequestState(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """The request does not fit even if it runs alone, or pinned blocks leave no room. `reason` explains the cause."""
+    """The request does not fit even if it runs alone, or pinned blocks leave no room. `reason` states the cause."""
 
     @property
     def is_over(self) -> bool:
@@ -38,8 +38,8 @@ class RequestState(Enum):
 class Request:
     """One sequence, whose chain grows with the output. The scheduler changes a request; the engine sets only `draft`.
 
-    The first `num_computed` tokens of the chain have KV in the cache. Later steps compute all other tokens. The step
-    that computes the last token also samples the next token.
+    The KV of the first `num_computed` tokens of the chain is in the device cache or is being loaded. Later steps
+    compute all other tokens. The step that computes the last token also samples the next token.
     """
 
     id: str
@@ -72,19 +72,18 @@ class Request:
     allocation: Allocation | None = field(init=False, default=None)
     """The request's KV. A request that ended keeps its KV while `in_flight` is not empty."""
     in_flight: tuple[Row, ...] = field(init=False, default=())
-    """Rows of the request in steps without results, at most two."""
+    """Rows of the request in the steps in flight, oldest first; at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the first admission. If a load fails, the next admission replaces the number.
-    The number stays the same after the first preemption."""
+    """Number of cached prompt tokens at the last admission before the first preemption."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached prompt tokens at the admission that set `num_cached_tokens`."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens of the request at its last restart. It restarts if blocks are short and no other request can
-    free any. 0 before the first restart. If a restart is due at the same number again, the request is refused."""
+    """Number of tokens of the request at its last restart; 0 before the first restart. A request restarts if blocks are
+    short and no other request can free any. If it would restart at the same number again, it is refused instead."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
@@ -123,7 +122,7 @@ class Request:
 
     @property
     def is_generating(self) -> bool:
-        """True if only the newest token remains to be scheduled."""
+        """True if only the newest token remains to be scheduled, and at least one earlier token is scheduled."""
         return self.num_scheduled == self.num_known - 1 and self.num_scheduled > 0
 
 
@@ -208,7 +207,7 @@ class Step:
 
 
 class RowResult(NamedTuple):
-    """Accepted drafts and the sampled token of a row; empty if `wants_token` is False. `finished`: the request ends."""
+    """`tokens`: accepted drafts and the sampled token; empty if `wants_token` is False. `finished` ends the request."""
 
     tokens: tuple[int, ...] = ()
     finished: bool = False

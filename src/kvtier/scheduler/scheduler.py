@@ -7,7 +7,7 @@ Two steps can be in flight. The second step is scheduled as if each generating r
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
-    A request that must be preempted while it has a row in flight gets no further row. A later step preempts it.
+    A request that must be preempted while it has a row in flight gets no row, so that the next step can preempt it.
     If a request ends, its row in the later step is computed, but the result is ignored. Then the request's KV is freed.
     If step t has loads, step t+1 has no rows. A step has loads only if there is nothing else to compute.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
-        self._updated_at = -math.inf  # time of the last `update`; a step scheduled earlier began then
+        self._updated_at = -math.inf  # time of the last `update`; a step that was scheduled before this time began then
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -165,7 +165,7 @@ class Scheduler:
         self._free_leaving(now)
 
     def _take_oldest(self, step: Step) -> float:
-        """Record that the oldest step and its rows are no longer in flight. Return the time when it was scheduled."""
+        """Record that the oldest step and its rows are no longer in flight. Return the time of its `schedule`."""
         if not self._steps or step is not self._steps[0][0]:
             raise StateError("call update(), fail() or discard() once for each step, in the order of schedule()")
         _, began = self._steps.pop(0)
@@ -182,7 +182,7 @@ class Scheduler:
     # ---- selection -------------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
-        """Add a row with the next tokens of a running request. If blocks are short, preempt requests or this one."""
+        """Add a row for a running request. If blocks are short, preempt or refuse requests, or wait for transfers."""
         if request in builder.to_preempt or not self._may_continue(request, now):
             return
         first = request.num_scheduled
@@ -230,7 +230,8 @@ class Scheduler:
         """True if a running request needs another row, and the host can build the row now.
 
         The row may read a token that is still being sampled, because the token stays on the device. The host cannot
-        build the row before loads end, drafts are verified, or (with `waits_for_token`) the token is known.
+        build the row while the request's blocks are being loaded or its drafts are being verified. With
+        `waits_for_token`, the host cannot build the row while a token is being sampled.
         """
         if not request.in_flight:
             return not _held(request).is_loading or self._is_ready(request, now)
@@ -245,10 +246,11 @@ class Scheduler:
         return is_done or num_tokens >= self.config.max_context
 
     def _admit(self, builder: _StepBuilder, now: float) -> None:
-        """Admit waiting requests in the order of `_rank`, up to the first request that does not fit.
+        """Admit waiting requests in the order of `_rank`, until a limit of the step is reached or a request must wait.
 
-        All later requests wait too, so that small requests do not delay a large request forever. If only the quota of
-        a tenant is exceeded, only requests of this tenant wait. Requests with a prefetch in flight are skipped.
+        If a request must wait for blocks, all later requests wait too, so that small requests do not delay a large
+        request forever. If only the quota of a tenant is exceeded, only later requests of this tenant wait. Requests
+        with a prefetch in flight are skipped. Requests that cannot get their blocks even alone are refused.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
             return
@@ -315,8 +317,9 @@ class Scheduler:
     def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
         """Return a Shortage if the whole prompt does not fit together with the unfinished prompts of running requests.
 
-        Without this check, a prompt would be computed in part, preempted for lack of room and computed again. With 16
-        users and room for 3 prompts, this doubled the work (2026-11-16).
+        Return None if the end of no other request could help. Without this check, a prompt would be computed in part,
+        preempted for lack of room and computed again. With 16 users and room for 3 prompts, this doubled the work
+        (2026-11-16).
         """
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
@@ -327,7 +330,7 @@ class Scheduler:
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """True if a shortage would remain even if all other requests ended."""
+        """True if the end of no other running or leaving request could resolve a shortage."""
         others = (other for other in (*self._running, *self._leaving) if other is not request)
         return not any(_may_help(other.chain, request, shortage) for other in others)
 
@@ -336,7 +339,7 @@ class Scheduler:
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request, shortage: Shortage) -> bool:
-        """End all prefetches whose end could resolve `shortage`. Return True if there were any."""
+        """End all prefetches of waiting requests whose end could resolve `shortage`. Return True if there were any."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
         for other in prefetching:
@@ -353,7 +356,7 @@ class Scheduler:
             request.why_loaded = str(allocation.decision or "")
 
     def _start_early(self, builder: _StepBuilder) -> None:
-        """Start the first request whose blocks are in flight. The step waits for the blocks layer by layer.
+        """Add a row of the first request whose loads a step can wait for layer by layer, unless blocks are short.
 
         Call this only if there are no other rows, because the waits would delay all rows of the step.
         """
@@ -408,7 +411,10 @@ class Scheduler:
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Select a request that can help and has no higher priority: the lowest priority, then the latest arrival."""
+        """Select a running request, possibly `request` itself, that can help and has no higher priority.
+
+        Of these, select the lowest priority, then the latest arrival.
+        """
         others = [
             other
             for other in reversed(self._running)  # at equal arrival, the latest admission

@@ -14,7 +14,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Permutation:
-    """The old index of each row of the new order. An index from `size0` (number of old rows) on marks a new row.
+    """The old index of each row of the new order. An index of at least `size0`, the number of old rows, is a new row.
 
         Permutation([2, 0, 5], size0=3)     row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 
@@ -75,7 +75,7 @@ class Permutation:
 
 
 def find_runs(wanted: Bools, source: I64) -> tuple[I64, I64, I64]:
-    """Return the first row, the source and the length of each run of wanted rows whose sources increase by one.
+    """Return the first row, its source and the length of each run of wanted rows whose sources increase by one.
 
     wanted  1 1 1 0 1        begins  1 0 1 0 1
     source  4 5 0 . 1        ends    0 1 1 0 1

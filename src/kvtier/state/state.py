@@ -1,4 +1,4 @@
-"""State: per-sequence data that is moved with the rows of each batch. RowMap: an index of rows that stay in place."""
+"""State: per-sequence data that moves to the row order of each batch. RowMap: an index of rows that stay in place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvtier.state.warp import Added, Rows, append_rows, warp_rows
 
 
 class State:
-    """Two tensors with the same shape. `front` is read, `back` is written, and `swap` exchanges both without a copy.
+    """Two tensors with the same shape. `front` has the rows in the current order, `back` receives the next order.
 
-    The first dimension has one row per sequence in the batch. `warp` reorders the rows for the next batch.
+    The first dimension has one row per sequence in the batch. `swap` exchanges front and back without a copy.
     """
 
     def __init__(self, shape: Sequence[int], dtype: AnyDType, placement: Placement | str | None = None) -> None:
@@ -33,20 +33,18 @@ class State:
 
     @property
     def front(self) -> torch.Tensor:
-        """The tensor in the current order."""
         return self._front.tensor
 
     @property
     def back(self) -> torch.Tensor:
-        """The tensor that receives the next order."""
         return self._back.tensor
 
     def swap(self) -> None:
-        """Exchange front and back. A tensor that the caller obtained from `front` earlier is now the back."""
+        """Exchange front and back. A tensor that the caller obtained from `front` before the call is then the back."""
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Add to `copy` the copies of all rows from front to back in the new order, and call `swap`.
+        """Add to `copy` the copies of old rows from front to back in the new order, call `swap` and return True.
 
         New rows are copied from `new`, if given. If `perm` is the identity, do nothing and return False.
         """
@@ -61,8 +59,8 @@ class State:
 
         Row added.rows[k] of the new order keeps its first added.first[k] elements. The next added.count[k] elements
         come from the same row and indices of `source`. Any other row i that is not new keeps its sizes[i] elements. If
-        all old rows keep their places, add the elements to the front without using `sizes`, and return False. Otherwise
-        copy the kept elements to the back, call `swap` and return True.
+        no old row moves, add the elements to the front without using `sizes`, and return False. Otherwise copy the kept
+        elements to the back, add the new elements there, call `swap` and return True.
         """
         rows, given = np.array(added, np.int64).reshape(3, -1), Rows("the source", source)
         moves = bool(np.count_nonzero(perm.is_moved))
@@ -80,8 +78,7 @@ class RowMap:
     this copy takes 50 us on an H200. On a CPU it takes 60 us for rows of 8 bytes and 1 ms for rows of 64 KiB. RowMap
     takes 15 us for any size, but every kernel needs the index vector (benchmarks/state.py).
 
-    `apply` frees the row of a dropped sequence. If batches in flight still use the row, call `apply` after the last of
-    them.
+    `apply` frees the row of a dropped sequence. Call `apply` only when no batch in flight uses that row.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -93,7 +90,7 @@ class RowMap:
 
     @property
     def rows(self) -> I64:
-        """The stable row of each batch row, as a read-only array in the current order."""
+        """The stable row of each batch row, as a read-only array."""
         view = self._rows.view()
         view.flags.writeable = False
         return view
@@ -105,7 +102,8 @@ class RowMap:
     def apply(self, perm: Permutation) -> I64:
         """Apply the new order. Assign free rows to new sequences, and free the rows of dropped sequences.
 
-        Return the stable rows of new sequences, in the new order. If too few rows are free, raise and change nothing.
+        Return the stable rows of new sequences, in the new order. Raise RangeError if too few rows are free. Errors
+        change nothing.
         """
         if perm.size0 != len(self._rows):
             raise ArgumentError(f"the permutation has {perm.size0} old rows, but the map has {len(self._rows)} rows")

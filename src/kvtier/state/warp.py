@@ -1,6 +1,6 @@
 """warp and append: copy rows from the order of one batch to the order of the next batch.
 
-The names are from TurboMind. A name that ends in 0 stands for the old order, and a name that ends in 1 for the new one.
+The names are from LMDeploy's engine TurboMind. The suffix 0 stands for the old order, the suffix 1 for the new order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rows:
         raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, rows of {other.name} are {tuple(their_shape)}")
 
     def must_be_apart(self, other: Rows) -> None:
-        """Raise if both tensors share memory, because a row could be overwritten before it is read."""
+        """Raise if both tensors overlap in memory, because a row could then be overwritten before it is read."""
         if self.address < other.end and other.address < self.end:
             raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor")
 
@@ -229,7 +229,7 @@ def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows
 
 
 def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: BatchCopy) -> None:
-    """Add the copies of rows from `old` and `new` as one table. Both tensors must have the same placement."""
+    """Add the copies of rows from `old` and `new` as one table. If both are given, their placements must be equal."""
     code, sources = native().code, [rows for rows in (old, new) if rows is not None]
     num_new = perm.num_new
     num_rows = (0 if old is None else len(perm) - num_new) + (0 if new is None else num_new)
